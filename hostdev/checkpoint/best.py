@@ -10,13 +10,13 @@ from hostdev.core.errors import HostdevError
 
 
 class Best(NamedTuple):
-    """A run's best evaluation so far, on the validation rows, or on the test rows if there are no validation rows.
+    """A run's best evaluation so far, on the validation samples, or on the test samples if there are none.
 
     This is the earliest evaluation with the highest AUC or, if all labels are numbers, with the lowest RMSE.
 
     Attributes:
         metric: "AUC" or "RMSE".
-        stops_early: Whether the run has --early-stop, for which this step's checkpoint is kept.
+        stops_early: Whether the run has --early-stop; this step's checkpoint is then kept.
     """
 
     step: int

@@ -1,6 +1,7 @@
-"""A checkpoint's rows, brought up to date with its last step, for tables whose steps also change unused rows.
+"""A checkpoint's rows as of its last step, for tables whose steps also change rows that the batch does not use.
 
-Files hold rows as they were last written; the manifest holds the table's step history.
+Files hold rows as they were last written, and the manifest holds the table's step history. Reading a row applies the
+steps that the row has missed.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def _catch_up(about: Table) -> CatchUp:
 
 
 class CurrentTable:
-    """A table's weights, float32 [rows, dim], brought up to date at lookup; the interface is that of `MappedTable`.
+    """A table's weights as of its last step, float32 [rows, dim], with the interface of `MappedTable`.
 
     Args:
         chain: A full checkpoint and its increments.
@@ -67,7 +68,7 @@ class CurrentTable:
         self.name, self.rows, self.dim = name, about.rows, about.dim
 
     def lookup(self, ids: npt.NDArray[Any]) -> Rows:
-        """Return rows as `MappedTable.lookup` does."""
+        """Return a copy of the rows `ids`, after applying the steps that each has missed; see `MappedTable.lookup`."""
         ids = checked_ids(ids, self.rows, self.name)
         block = np.stack([plane.lookup(ids) for plane in self._planes], 1)
         run_tasks(bring_tasks(block, self._last.lookup(ids), self._clock))
@@ -81,7 +82,7 @@ def open_table(chain: Chain, name: str) -> MappedTable | CurrentTable:
 
 
 class CurrentLayers(Layers):
-    """A chain's tables; `columns_of_ids` returns rows brought up to date with the last step."""
+    """A chain's tables; `columns_of_ids` returns rows as of the last step."""
 
     def __init__(self, chain: Chain) -> None:
         super().__init__(chain)

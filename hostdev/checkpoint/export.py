@@ -33,7 +33,7 @@ IDS, DENSE = "ids.parquet", "dense.pt"
 
 
 class Options(NamedTuple):
-    """The options of `checkpoint export`; `slots` is whether to export optimizer state, steps, settings and `extra`."""
+    """The options of `checkpoint export`. `slots` adds optimizer state, steps, settings and `extra` to the export."""
 
     out: Path
     format: str
@@ -52,7 +52,7 @@ def make_options(arguments: argparse.Namespace) -> Options:
 
 
 def export(chain: Chain, options: Options) -> Iterator[str]:
-    """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file or part left out.
+    """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file and omitted part.
 
     Raises:
         UserError: `options.out` exists.

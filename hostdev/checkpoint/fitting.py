@@ -1,4 +1,4 @@
-"""Partial loading of a checkpoint whose tables differ from the program's, or have fewer rows."""
+"""Loading of the tables that a checkpoint and a program share, even if the checkpoint has fewer rows of them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,10 +27,10 @@ class Fit(NamedTuple):
 
     def what_is_left(self) -> list[str]:
         """Return a line for each table that is not loaded completely."""
-        found = [f"{self.path} has no table {name!r}; its rows keep their values" for name in self.new]
+        found = [f"{self.path} has no table {name!r}; the program's table is unchanged" for name in self.new]
         found += [f"table {name!r} of {self.path} is not loaded: the program has no such table" for name in self.left]
         return found + [
-            f"table {name!r} has {there:,} rows in {self.path} and {here:,} in the program; the rest keep their values"
+            f"table {name!r} has {there:,} rows in {self.path} and {here:,} in the program; other rows are unchanged"
             for name, (there, here) in self.taken.items()
             if there < here
         ]
@@ -50,7 +50,7 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
     """Return the overlap of a checkpoint's tables and the program's `tables`, each a HostTable or DeviceTable, by name.
 
     Raises:
-        UserError: No table is shared, or a shared table differs in columns, optimizer or dtype, or has fewer rows
+        UserError: No table is shared, or a shared table differs in dim, optimizer or dtype, or has fewer rows
             than in the checkpoint.
     """
     newest = chain[-1]
@@ -61,7 +61,7 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
         mine = type(table.optimizer).__name__, {**hyperparameters(table.optimizer), "lr": None}
         theirs = there.optimizer, {**there.hyperparameters, "lr": None}
         if there.dim != table.dim:
-            raise UserError(f"{newest.path}: table {name!r} has {there.dim} columns, but {table.dim} in the program")
+            raise UserError(f"{newest.path}: table {name!r} has dim {there.dim}, but {table.dim} in the program")
         if theirs != mine:
             shown = [f"{kind}{_arguments(values)}" for kind, values in (theirs, mine)]
             raise UserError(f"{newest.path}: table {name!r} has optimizer {shown[0]}, but {shown[1]} in the program")

@@ -149,7 +149,7 @@ def _require_there(path: Path, file: manifest.File) -> None:
 def newest(path: Path) -> Found:
     """Return the checkpoint at `path`, or the newest one in the folder `path`, that `read_chain` accepts.
 
-    If it accepts none, raise its error for the newest.
+    If it rejects all, raise its error for the newest.
     """
     broken: dict[str, BrokenCheckpointError] = {}  # by message: several checkpoints may share a broken parent
     for each in candidates(path):

@@ -29,7 +29,7 @@ class Layers:
         return require_covered(self.chain, name)
 
     def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowChunk:
-        """Return the rows [start, stop), which must be one of `ranges`, in stored order, with all or these columns."""
+        """Return the rows [start, stop), one of `ranges`, in stored order, with `columns` or, for None, all columns."""
         table = self.manifest.table(name)
         wanted = [WEIGHTS, *table.slots, *table.row_slots] if columns is None else list(columns)
         base = next(file for file in self.chain[0].manifest.table(name).files if file.start == start)
@@ -65,7 +65,7 @@ class Layers:
         return found
 
     def columns_of_ids(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
-        """Return rows by column: float32 [n, D] or [n, 1] with the ids in [start, stop), which is one of `ranges`."""
+        """Return the rows with ids in [start, stop), one of `ranges`, by column: float32 [n, D] or [n, 1]."""
         if self.manifest.table(name).order == SPREAD:
             return {column: self.lookup(name, column, np.arange(start, stop)) for column in columns}
         rows = self.rows(name, start, stop, columns)

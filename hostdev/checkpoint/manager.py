@@ -31,7 +31,7 @@ class CheckpointManager:
 
     def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:
         self.path, self.keep, self._hold, self._ranks = path, keep, hold, ranks
-        self.best_steps: list[int] = []  # by preference: one checkpoint, of the first step that has one, is kept
+        self.best_steps: list[int] = []  # in order of preference: a checkpoint of the first step that has one is kept
         self.last: Checkpoint | None = None  # the tables' changes are tracked since this checkpoint
         self._increments = 0  # bytes of rows in the chain of `last`, not counting the full checkpoint
         self._writer: AsyncWriter | None = None
@@ -103,7 +103,7 @@ class CheckpointManager:
         device table is too large to copy, this also waits until the new checkpoint is written.
 
         Args:
-            tables: The tables. They must not be written until this returns; cached rows must have been written back.
+            tables: The tables. They must not change until this returns; cached rows must have been written back.
             step: The training step.
             content: Values other than the tables.
             state_sha256: Digest of the state, if known.

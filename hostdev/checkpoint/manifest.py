@@ -18,7 +18,7 @@ _READABLE = (1, 2)  # they differ in `state_sha256`
 FILE_NAME = "checkpoint.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ORDERS = ("ids", "spread")
-_USUAL = {"order": "ids", "dtype": FP32, "slots_dtype": FP32, "seed": None, "history": None}  # omitted from the file
+_USUAL = {"order": "ids", "dtype": FP32, "slots_dtype": FP32, "seed": None, "history": None}  # defaults, not written
 _MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # limits for a table
 
 
@@ -67,7 +67,7 @@ class Table:
     dtype: str = FP32  # dtype of the weights in training; files always have float32
     slots_dtype: str = FP32  # dtype of `slots` in training
     seed: int | None = None  # seed of the rounding, for weights or slots that are not float32
-    history: str | None = None  # step history, if rows are brought up to date when read (`core.history`)
+    history: str | None = None  # step history, if reading a row applies the steps that it has missed (`core.history`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Manifest:
     tables: list[Table]
     others: list[File]  # dense tensors, the vocabulary, ...
     state: dict[str, Any]  # a tree of values, see `tree`
-    state_sha256: str | None  # as in summary.json, as `version` defines it; None if it was not computed
+    state_sha256: str | None  # as in summary.json, in the definition of format `version`; None if not computed
     versions: dict[str, str]
     created: str  # UTC
     version: int = VERSION
@@ -133,7 +133,7 @@ class Manifest:
 
 
 def read_serial(path: Path) -> int | None:
-    """Return the serial number of the checkpoint at `path`, even from a damaged manifest, or None if that fails."""
+    """Return the serial number of the checkpoint at `path`, even from a damaged manifest; None if it cannot be read."""
     try:
         serial = json_files.read(path / FILE_NAME)["serial"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -165,7 +165,7 @@ def read(path: Path) -> Manifest:
         raise_if_transient(error)
         raise BrokenCheckpointError(f"{file} is broken ({error or type(error).__name__})") from None
     if found[0] != FORMAT:
-        raise BrokenCheckpointError(f"{file} is broken (its format is {found[0]!r})")
+        raise BrokenCheckpointError(f"{file} is broken (its format is {found[0]!r}, not {FORMAT!r})")
     checksum = content.pop("sha256", None)
     try:
         is_whole = checksum == json_checksum({"format": found[0], **content})
@@ -196,7 +196,7 @@ def _check(found: Manifest) -> None:
         require_name(file.file)
         _require(file.file != FILE_NAME, f"{FILE_NAME} lists itself as a file")
         _require(file.bytes >= 0, f"{file.file} has a size of {file.bytes} bytes")
-        _require(_SHA256.fullmatch(file.sha256) is not None, f"{file.file} has no SHA-256")
+        _require(_SHA256.fullmatch(file.sha256) is not None, f"{file.file} has no valid SHA-256")
     for table in found.tables:
         _check_table(table)
     names = found.state.get("digest", [])
@@ -219,7 +219,7 @@ def _check_table(table: Table) -> None:
     _require(isinstance(lr, int | float) and not isinstance(lr, bool), f"{name} has no learning rate")
     for file in table.files:
         right = 0 <= file.start < file.stop <= table.rows and 1 <= file.rows <= file.stop - file.start
-        _require(right, f"{file.file} cannot have {file.rows} rows of {file.start}..{file.stop - 1}")
+        _require(right, f"{file.file} cannot have {file.rows} rows in the range {file.start}..{file.stop - 1}")
     end = 0
     for file in sorted(table.files, key=lambda file: file.start):
         _require(end <= file.start, f"{file.file} repeats rows of another file of {name}")

@@ -20,7 +20,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class _Rows:
-    """A `writer.Source` of a table's rows, by id, or, with `spread`, by the positions at which ranks divide them."""
+    """A `writer.Source` of a table's rows: in id order or, with `spread`, in the order that is divided among ranks."""
 
     def __init__(self, layers: Layers, table: Table, *, spread: bool) -> None:
         self._layers, self._table, self._spread = layers, table, spread
@@ -41,7 +41,7 @@ class _Rows:
 
 
 def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
-    """Write a checkpoint and its parents as one full checkpoint into the folder `out`; return a description of it.
+    """Write a checkpoint and its parents as one full checkpoint into the folder `out`; return a line about it.
 
     Args:
         chain: The checkpoint, with its parents.

@@ -25,7 +25,7 @@ class SavedTable:
     Attributes:
         name: The table's name.
         rows: Number of rows.
-        dim: Number of columns.
+        dim: Number of values per row.
         optimizer: The optimizer's name, such as "LazyAdam".
         hyperparameters: The optimizer's hyperparameters by name.
     """

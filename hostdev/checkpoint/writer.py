@@ -55,7 +55,7 @@ BUFFERS = _WRITERS + 1  # one per file being written, and one that is being fill
 class Source(Protocol):
     """A table's rows at one moment; `host.changes.Snapshot` implements it."""
 
-    count: int  # rows to save
+    count: int  # number of rows to save
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Return the rows in [first, last) to save, ascending."""
@@ -352,7 +352,7 @@ def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
 
 
 def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
-    """Call `work`, if any, and return its results in all processes, by rank; if it fails in one, raise in all."""
+    """Call `work`, unless it is None; return all processes' results, by rank. If one process fails, raise in all."""
     error: BaseException | None = None
     found = None
     try:

@@ -12,7 +12,7 @@ _TF32_CAPABILITY = (8, 0)  # Ampere
 
 
 def select(name: str, option: str = "--device ") -> torch.device:
-    """Return the device of this name; "auto" is the accelerator if there is one with streams, else the CPU.
+    """Return the device of this name; "auto" means the accelerator, or the CPU if there is none with streams.
 
     An accelerator becomes the current device. A name without an index means the current accelerator.
 
@@ -91,7 +91,7 @@ def _get_current(accelerator: torch.device) -> torch.device:
 
 
 def _find_missing(device: torch.device) -> list[str]:
-    """Return the names that `Staging` needs and torch's module for the device lacks; MPS, for example, lacks Stream."""
+    """Return the attributes that `Staging` needs but torch's module for the device lacks, such as Stream for MPS."""
     module = torch.get_device_module(device)
     return [name for name in ("Stream", "Event", "stream", "current_stream") if not hasattr(module, name)]
 

@@ -1,4 +1,4 @@
-"""Forwarding on the device: rows that two successive steps share stay on the device, instead of passing the host.
+"""Forwarding on the device: rows that two successive steps share stay on the device, instead of going through the host.
 
 Shapes: U rows of the earlier step, F forwarded rows; per row, S optimizer state columns of D values, and R numbers of
 per-row state.

@@ -27,7 +27,7 @@ class PinnedBuffers:
     def __init__(self, *, pin: bool, batches: int) -> None:
         self.pin, self.batches = pin, batches
         self._free: list[Tensor] = []
-        self._made: list[weakref.ref[Tensor]] = []  # weak: a buffer lost by an error is replaced
+        self._made: list[weakref.ref[Tensor]] = []  # weak references: if an error loses a buffer, a new one replaces it
         self._bytes = 0  # size of each buffer
         self._lock = threading.Lock()
 

@@ -22,7 +22,7 @@ class GroupUses:
     Args:
         features: The features that look up the group's tables.
         rows: U, the number of unique rows.
-        in_order: Whether each row occurs, and rows are numbered by first occurrence in the concatenated features.
+        in_order: Whether every row occurs, and rows are numbered by first occurrence in the concatenated features.
     """
 
     def __init__(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> None:
@@ -79,7 +79,7 @@ class _Pull(torch.autograd.Function):
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.uses = uses  # not a saved tensor: the first of several backward passes frees these
+        ctx.uses = uses  # not saved tensors, which the first of several backward passes would free
         ctx.stacks = stacks
         ops = get_ops(rows[0].device)
         every = [
@@ -137,8 +137,8 @@ def pull(lookups: Sequence[Lookup], stacks: Sequence[Sequence[tuple[int, int]]] 
 
     The row of a bag is the sum or mean of the rows that occur in it, times their weights; the row of an occurrence is
     multiplied by its weight. The gradient of a unique row is the sum over its occurrences, in the order of
-    `Ops.sum_uses`; weights get no gradient. The single graph node survives a backward pass, so that several losses can
-    be differentiated one after another.
+    `Ops.sum_uses`; weights get no gradient. The autograd graph survives a backward pass, so that several losses can be
+    differentiated one after another.
 
     Args:
         lookups: The tables.
@@ -146,8 +146,8 @@ def pull(lookups: Sequence[Lookup], stacks: Sequence[Sequence[tuple[int, int]]] 
             the same B, D and dtype.
 
     Returns:
-        For each table and each of its features, a tensor [B, D] or [N, D] of the feature's dtype, in which the rows of
-        empty bags are 0; and the stacks.
+        The stacks, and for each table and each of its other features, a tensor [B, D] or [N, D] of the feature's dtype.
+        The rows of empty bags are 0.
     """
     found: dict[tuple[int, int], Tensor] = {}
     together: dict[int, Tensor] = {}

@@ -36,7 +36,7 @@ _FOLD_BYTES = 1 << 28  # bytes of squares at a time
 
 
 class DeviceTable(Owned):
-    """Weights float32 [rows, dim] and optimizer state on `device`; equal to a `HostTable` with the same arguments.
+    """Weights float32 [rows, dim] and optimizer state on `device`, as in a `HostTable` with the same arguments.
 
     Ids must be in range and unique; the caller checks and deduplicates them on the host. With dtype="bfloat16",
     slots="bfloat16" or slots="8bit", the values equal those of such a host table, but each takes 4 bytes here.
@@ -216,7 +216,7 @@ class DeviceTable(Owned):
             skip: float32 []; if it is not 0, nothing changes; None means 0.
 
         Raises:
-            ValueError: A gradient is not finite or above `optimizer.largest_gradient`; nothing is written then.
+            ValueError: A gradient is not finite, or exceeds `optimizer.largest_gradient`; nothing is written then.
         """
         most = float(grads.abs().max()) if grads.numel() else 0.0  # NaN if there is one
         if not most <= self.optimizer.largest_gradient:
@@ -329,7 +329,7 @@ class DeviceTable(Owned):
         self._after_write(ids)
 
     def partial_squares(self) -> Tensor:
-        """Return the sums of squares of the weights in P parts of the rows, by column: float64 [P, D] on the device.
+        """Split the rows into P parts, and return each part's sum of squared weights by column: float64 [P, D].
 
         `kernels.norm` defines the parts and the order; the result equals the host table's bit for bit.
         """

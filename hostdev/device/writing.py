@@ -17,7 +17,7 @@ class Writing(Copies):
         table: The table's name, for errors.
         columns: Views of the table's weights and optimizer state by name.
         ids: int64 [N] on the device, all different; None for all rows.
-        current: Called with `ids`; returns up-to-date columns of these rows. None if `columns` are up to date.
+        current: Called with `ids`; returns these rows' columns as of the last step. None if `columns` already are.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Writing(Copies):
                 check(plane, self._held[name].cpu().numpy())
 
     def write(self) -> None:
-        """Write the copies to the table; only changed rows if the table updates unused rows only when they are read."""
+        """Write the copies to the table; only changed rows if the table's steps also change unused rows."""
         if self._current is not None:
             self._write_changed(self._current)
             return

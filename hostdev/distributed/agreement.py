@@ -18,8 +18,8 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     """Raise UnlikeError unless all ranks have the same values.
 
     Args:
-        each: The values of each rank, decoded from JSON. Of a list [value, text], the value is compared, and the text
-            is shown.
+        each: The values of each rank, decoded from JSON. If a value is a list [value, text], `value` is compared and
+            `text` is shown.
         where: The call that begins the message, such as "hostdev.Runtime(...)".
     """
     names = list(dict.fromkeys(name for values in each for name in values))

@@ -1,8 +1,8 @@
 """All-reduce of a vector over all ranks, summed in the order of a tree or in an order that torch's backend chooses.
 
-In the tree, each rank owns a slice of the elements: it receives that slice of every node, adds the slices, and sends
-the sum to all ranks. This moves as many bytes as a ring all-reduce, and the order of the additions does not depend on
-the number of ranks. `core.micro_batches` defines nodes.
+The tree's nodes are sums over micro-batches (`core.micro_batches`). Each rank owns a slice of the elements: it receives
+every node's values in that slice, adds them, and sends the sum to all ranks. This moves as many bytes as a ring
+all-reduce, and the order of the additions does not depend on the number of ranks.
 """
 
 import sys
@@ -17,7 +17,7 @@ from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.two_levels import TwoLevelChannel
 
-_FREE = 2  # reference count of unused memory: the attribute and getrefcount's argument
+_FREE = 2  # sys.getrefcount of unused memory: one reference from the attribute, one from getrefcount's argument
 _LEAST_VALUES = 4096  # minimum length of a vector that is summed within hosts first
 Nodes = Sequence[tuple[int, int]]
 
@@ -27,7 +27,7 @@ class Tree:
 
     Args:
         channel: Connects the ranks.
-        nodes: For each rank, (start, size) of its nodes.
+        nodes: For each rank, (start, size) of each of its nodes.
         n: Number of values of each node.
     """
 
@@ -44,7 +44,7 @@ class Tree:
         The next call overwrites the sum unless a view of it is still referenced.
 
         Args:
-            parts: For each node of this rank, its values, float32 [n], on the device of the channel's buffers.
+            parts: The values of each of this rank's nodes, float32 [n], on the device of the channel's buffers.
         """
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ class TreeAllReduce(Tree):
         W, mine = channel.ranks, channel.rank
         self._edges = [n * rank // W for rank in range(W + 1)]
         self._widths = [stop - start for start, stop in pairwise(self._edges)]
-        # This rank's own slice is not sent if the rest is contiguous.
+        # A rank does not send its own slice to itself if the other ranks' slices are contiguous.
         self._at_end = mine in (0, W - 1)
         self._received = [0 if rank == mine and self._at_end else len(each) for rank, each in enumerate(nodes)]
         self._receive_buffer = torch.empty(self._widths[mine] * sum(self._received), device=channel.device)
@@ -102,7 +102,7 @@ class TreeAllReduce(Tree):
         return found
 
     def _others(self, values: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
-        """Return a flat buffer and its counts without this rank's slice, or unchanged if the rest is not contiguous."""
+        """Return a buffer and its counts without this rank's slice, or unchanged if other slices are not contiguous."""
         if not self._at_end:
             return values, counts
         mine = self._channel.rank
@@ -142,8 +142,8 @@ class TwoLevelTree(Tree):
     other hosts as one rank would. The tree's order is kept, because a host's ranks have neighbouring micro-batches.
 
     Args:
-        channel: Connects the ranks; each host has the same number of ranks, in order.
-        nodes: For each rank, (start, size) of its nodes.
+        channel: Connects the ranks; each host has the same number of ranks, numbered consecutively.
+        nodes: For each rank, (start, size) of each of its nodes.
         n: Number of values of each node, at least the number of ranks.
     """
 

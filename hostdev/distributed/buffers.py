@@ -12,9 +12,9 @@ Mask = npt.NDArray[np.bool_]
 
 
 def count_values(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of values for each rank, which has counts[group][rank] rows of each table in a group.
+    """Return the number of values in each rank's part of the buffer.
 
-    dims[group] lists D of each table in the group.
+    The part holds counts[group][rank] rows of each table in each group. dims[group] lists D of each table in the group.
     """
     widths = [sum(each) for each in dims]
     return [sum(n * width for n, width in zip(each, widths, strict=True)) for each in zip(*counts, strict=True)]
@@ -36,9 +36,10 @@ def make_views(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Seque
 
 
 def find_positions(counts: Sequence[int], mask: Mask | None) -> list[Any]:
-    """Return the positions of each rank's rows in a list sorted by rank, which has counts[rank] rows of each rank.
+    """Return the positions of each rank's rows in a list of all ranks' rows, sorted by rank.
 
-    A rank's positions are a range or, with a mask, an ascending int32 array of the positions that the mask selects.
+    The list has counts[rank] rows of each rank. A rank's positions are a range or, with a mask, an ascending int32
+    array of the positions that the mask selects.
     """
     edges = [0, *accumulate(counts)]
     if mask is None:

@@ -49,8 +49,8 @@ class Calls:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
-        self.recent: tuple[Call, ...] = (Call(0, "join", "hostdev.join()"),)  # latest calls since all ranks agreed
-        self.wrong: str | None = None  # text of a mismatch found between this rank's calls and another's
+        self.recent: tuple[Call, ...] = (Call(0, "join", "hostdev.join()"),)  # latest calls since the last `catch_up`
+        self.wrong: str | None = None  # how this rank's calls differ from another rank's, if they do
 
     @property
     def last(self) -> Call:
@@ -80,7 +80,7 @@ class Calls:
 
 
 def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, Call] | None:
-    """Return the first two calls, one of each rank, with equal numbers but different kinds; None if there are none.
+    """Return the first two calls, one of each rank, with equal numbers but different kinds; None if all kinds agree.
 
     The caller must also check that both ranks have been waiting in these calls.
     """

@@ -1,9 +1,8 @@
 """All-reduce of the dense parameters' gradients over all micro-batches, in the order of a tree.
 
-Each rank owns a slice of a bucket's elements: it receives that slice of every node, adds the slices, and sends the sum
-to all ranks. This moves as many bytes as a ring all-reduce, and the order of the additions does not depend on the
-number of ranks. A bucket is sent once the last micro-batch's backward pass has produced all gradients in the bucket, as
-in torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
+The gradients are grouped into buckets, and `all_reduce` sums each bucket. A bucket is sent once the last micro-batch's
+backward pass has produced all gradients in the bucket, as in torch.nn.parallel.DistributedDataParallel (Li et al.,
+VLDB 2020).
 """
 
 import weakref
@@ -40,7 +39,7 @@ class DenseGradients:
         channel: Connects the ranks that have the same parameters.
         parameters: The parameters with gradients, the same on all ranks.
         count: Number of micro-batches in a step on each rank.
-        exchange: One of `EXCHANGES`.
+        exchange: How to sum over ranks; one of `EXCHANGES`.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class DenseGradients:
         self._trees: list[TreeSum[Grads]] = [TreeSum(add_lists) for _ in self._buckets]
         self._totals: list[Future[Sum]] = []
         self._next = self._first
-        self._missing: list[set[int]] | None = None  # parameters without a gradient yet, by bucket
+        self._missing: list[set[int]] | None = None  # for each bucket, the parameters without a gradient yet
 
     def expect_last(self) -> None:
         """Prepare for the backward pass of the step's last micro-batch on this rank."""
@@ -98,9 +97,10 @@ class DenseGradients:
                 self._send(len(self._totals))
 
     def put(self) -> list[bool] | None:
-        """Take a micro-batch's gradients; return, for each parameter, whether it got a gradient in the step.
+        """Take a micro-batch's gradients.
 
-        For all but the step's last micro-batch, returns None.
+        Returns:
+            After the step's last micro-batch, whether each parameter got a gradient in the step. Otherwise None.
         """
         self._may_lead = max(self._counts, default=0) <= 1
         last = self._next == self._first + self._count - 1
@@ -117,7 +117,7 @@ class DenseGradients:
         return [self._has[number] for number in range(len(self.parameters))]
 
     def put_nodes(self, nodes: Sequence[Node[Grads]]) -> list[bool]:
-        """Take all gradients of a step at once instead of with `put`; return which parameters have gradients."""
+        """Take all gradients of a step at once instead of with `put`; return whether each parameter has a gradient."""
         for bucket, numbers in enumerate(self._buckets):
             self._trees[bucket].nodes = [
                 Node(start, size, None if value is None else [value[number] for number in numbers])
@@ -165,7 +165,7 @@ class DenseGradients:
         return self._worker.submit(self._exchange, tree, parts, _record_event(parts[0]))
 
     def _exchange(self, tree: Tree | AllReduce, parts: Sequence[Tensor], mark: Any) -> Sum:
-        """Sum over all ranks, in the worker's thread."""
+        """Sum the parts over all ranks; runs in the worker's thread."""
         if self._stream is None:  # through host memory
             if mark is not None:
                 mark.synchronize()
@@ -178,7 +178,7 @@ class DenseGradients:
             return tree.sum([part.to(self._channel.device) for part in parts]), self._stream.record_event()
 
     def _summed(self, found: Future[Sum]) -> Tensor:
-        """Return a sum that the current stream may read."""
+        """Wait for a sum, and return it, ready for use on the current stream."""
         total, done = found.result()
         if done is not None:
             current = torch.get_device_module(total.device).current_stream(total.device)
@@ -195,7 +195,7 @@ class DenseGradients:
         return self._summed(self._submit(self._small, parts))
 
     def finish(self, given: Sequence[int]) -> None:
-        """Set each parameter's grad to the sum over all ranks, or to None where `given` is 0: no rank has a grad."""
+        """Set each parameter's grad to the sum over all ranks, or to None if no rank has a gradient (`given` is 0)."""
         for bucket, total in zip(self._buckets, self._totals, strict=True):
             flat, at = self._summed(total), 0
             for number in bucket:
@@ -208,14 +208,14 @@ class DenseGradients:
 
 
 class DenseExchange:
-    """Holds the `DenseGradients` for the parameters of a training loop, which may change from step to step.
+    """Holds the `DenseGradients` of a training loop, and replaces it when the loop's parameters change.
 
     Args:
         channel: Connects the ranks that have the same parameters; None if this rank has no parameters.
         count: Number of micro-batches in a step on each rank.
-        kind: One of `EXCHANGES`.
-        others: Two host channels, one to the same ranks as `channel` and one to all ranks; None if `channel` connects
-            all ranks.
+        kind: How to sum over ranks; one of `EXCHANGES`.
+        others: Two channels for host memory, one to the same ranks as `channel` and one to all ranks; None if `channel`
+            connects all ranks.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class DenseExchange:
         return self._others is None
 
     def reduce_flags(self, has: Sequence[bool]) -> list[bool]:
-        """Return, for each parameter, whether any of the ranks with the same parameters has a gradient of it."""
+        """Return, for each parameter, whether any of the ranks with the same parameters has a gradient for it."""
         assert self._others is not None
         [found] = np.max([self._others[0].gather(np.array(has, np.int64))], axis=1)
         return [bool(one) for one in found]
@@ -299,7 +299,7 @@ def _new_stream(device: torch.device) -> Any:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Group the parameters' numbers into buckets, the last first, as a backward pass produces their gradients."""
+    """Group the parameters' indices into buckets in reverse order, the order in which backward produces gradients."""
     buckets: list[list[int]] = []
     have = BUCKET_BYTES
     for number in reversed(range(len(parameters))):

@@ -32,7 +32,7 @@ _END = -1  # sent in place of the number of ids if there is no further batch
 
 
 class Asked(NamedTuple):
-    """The rows of a group that this rank requests for a batch, and those that all ranks request from this rank."""
+    """A group's rows in a batch: the rows that this rank requests, and the rows that all ranks request from it."""
 
     places: Positions  # int32 [U], position of each unique id's row among the rows sorted by owner
     counts: list[int]  # number of rows that this rank requests from each rank
@@ -48,10 +48,10 @@ class Asked(NamedTuple):
 class Incoming(NamedTuple):
     """A batch's rows in transit from their owners."""
 
-    rows: list[list[Rows]]  # by group and table, float32 [U, D]; rows that arrive late are not yet written
+    rows: list[list[Rows]]  # by group and table, float32 [U, D]; rows to be sent late are not yet written
     given: list[Mask] | None = None  # by group, which rows requested from this rank have been sent; None if all
     received: list[Mask] | None = None  # by group, which rows that this rank requested have arrived
-    shared: Sequence[Mask] = ()  # by group, which rows that this rank requested for the previous batch are sent late
+    shared: Sequence[Mask] = ()  # by group, mask of the rows requested for the previous batch: True if now sent late
 
 
 def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
@@ -63,17 +63,17 @@ def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
 
 
 class Exchange:
-    """All-to-all exchanges for the batches of one pass at a time. All ranks must make them in the same order.
+    """All-to-all exchanges for the batches of one pass over data. All ranks must make the exchanges in the same order.
 
     Args:
         ranks: The ranks of this run.
-        rows: For each group, the number of rows of its tables on all ranks.
+        rows: For each group, the number of rows of each of its tables, over all ranks.
         dims: For each group, D of each of its tables.
     """
 
     def __init__(self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]]) -> None:
         self.ranks, self._rows, self._dims = ranks, list(rows), [list(each) for each in dims]
-        self._here = [stop - start for start, stop in (range_of(each, *ranks.part()) for each in rows)]  # by group
+        self._here = [stop - start for start, stop in (range_of(each, *ranks.part()) for each in rows)]  # own rows
         self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
         self.least_bytes = 0  # lower bound of the bytes sent: each id, row and gradient once
         self._counting = threading.Lock()  # guards `least_bytes`: several threads exchange
@@ -167,18 +167,18 @@ class Exchange:
     ) -> "Incoming":
         """Send the rows that are ready, and receive those that are ready on other ranks.
 
-        `late_rows` must then be called for the remaining rows.
+        If `early` is given, call `late_rows` next for the remaining rows.
 
         Args:
             asked: Result of `ids`, by group.
             values: The distinct rows requested from this rank, by group and table, float32 [any, D]; None for a group
                 without early rows.
-            early: By group, which rows are ready, [any]. None means all rows of all groups; `late_rows` must then not
-                be called.
+            early: By group, a mask of the rows that are ready, [any]. None means all rows of all groups; do not call
+                `late_rows` then.
             buffer: Called with (U, D); allocates rows [U, D] of a table.
             before: `Asked` of the previous batch, by group; empty on all ranks or on none.
-            shared: By group, which of the rows requested from this rank in `before` are now sent late, [any]. The
-                previous batch's gradients of these rows are exchanged first.
+            shared: By group, a mask of the rows requested from this rank in `before`, [any]: True for those sent late
+                in this batch. The previous batch's gradients of these rows are exchanged first.
         """
         incoming = Incoming(
             [[buffer(one.size, dim) for dim in dims] for one, dims in zip(asked, self._dims, strict=True)]
@@ -304,5 +304,5 @@ class Exchange:
 
 
 def _list_incoming(asked: Sequence[Asked], received: Sequence[Mask] | None) -> list[list[Any]]:
-    """Return the positions, among the requested rows, of the rows that arrive, by group and sending rank."""
+    """Return, by group and sending rank, the positions of the arriving rows among the requested rows."""
     return [_list_positions(one.counts, None if received is None else received[g]) for g, one in enumerate(asked)]

@@ -16,7 +16,7 @@ _PIECE_BYTES = 1 << 24
 def gather_in_order(channel: Channel, rows: npt.NDArray[Any], total: int) -> Iterator[npt.NDArray[Any]]:
     """Yield all rows of a table on rank 0 in the order of their ids, in chunks.
 
-    The other ranks must also iterate; on these, each chunk has only their own rows.
+    The other ranks must also iterate; each of them gets chunks of its own rows only.
 
     Args:
         channel: Connects all ranks.

@@ -20,17 +20,17 @@ Sizes = npt.NDArray[np.int64]
 _ATTACHED_BYTES = 32 << 10  # a rank with at most this many bytes for others attaches them to its first message
 _STEP_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20  # bytes that a thread copies at a time
-_SPARE = 4  # 1 / _SPARE of the needed size is allocated in addition
+_SPARE = 4  # new memory has the needed size plus 1 / _SPARE of it
 
 
 class HostMemory:
-    """Anonymous shared memory: it has no name, and the kernel frees it with the last process that has mapped it."""
+    """Anonymous shared memory: it has no name, and the kernel frees it when the last process that maps it ends."""
 
     def __init__(self) -> None:
         self.array: Bytes = np.empty(0, np.uint8)
 
     def grow(self, size: int) -> int | None:
-        """Replace the memory if it is smaller than `size`; return the new descriptor, or None if the memory is kept.
+        """Replace the memory if it is smaller than `size`; return its file descriptor, or None if the memory is kept.
 
         The contents are lost. The caller passes the descriptor to the other ranks and closes it.
         """
@@ -82,7 +82,7 @@ class Layouts:
         self.local = np.array(hosts[here])
         self._here = here
         away = [number for number in range(len(hosts)) if number != here]
-        self._order = np.concatenate([*(np.array(hosts[number]) for number in away), self.local])  # receiving ranks
+        self._order = np.concatenate([*(np.array(hosts[number]) for number in away), self.local])  # receivers in order
         pairs = [(index, rank) for number in away for index in range(len(self.local)) for rank in hosts[number]]
         self._receivers, self._senders = np.array(pairs, np.int64).reshape(-1, 2).T
         self._host_of = np.empty(len(self._order), np.int64)
@@ -247,7 +247,7 @@ class HostExchange:
         _send(self._links[index - 1], [places], [] if descriptor is None else [descriptor])
 
     def _receive(self, link: int) -> tuple[Bytes, int | None]:
-        """Return a message, and its descriptor or None.
+        """Return a message and the file descriptor sent with it, or None if there is none.
 
         Raises RuntimeError if no message arrives, or if the message belongs to a different exchange.
         """

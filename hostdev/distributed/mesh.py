@@ -48,7 +48,7 @@ class Mesh(NamedTuple):
         return place.pipe == 0 and place.model == 0
 
     def nodes(self, micro_batches: int) -> list[list[tuple[int, int]]]:
-        """Return each rank's nodes (start, size) of row gradients.
+        """Return the (start, size) of each rank's nodes (`core.micro_batches`) in the sums of row gradients.
 
         `micro_batches` is the number of micro-batches for each index along data.
         """

@@ -19,7 +19,7 @@ from hostdev.distributed.rendezvous import connect
 HUNG_SECONDS = 24.0  # a rank without a heartbeat for so long counts as hung; a lack of memory may stall it for seconds
 LOST_SECONDS = 3.0  # the same after a connection has broken
 _UNLIKE_SECONDS = 1.2  # time that ranks may wait in different calls before they are ended
-_LEFT_SECONDS = 4.0  # the same after a rank has left a loop, because its error would explain more
+_LEFT_SECONDS = 4.0  # the same after a rank has left a loop: longer, because its error would explain more
 _EVERY = 0.5  # seconds between heartbeats
 _ANSWER_SECONDS = 3.0
 _GONE = "stopped answering; was it killed?"
@@ -98,7 +98,7 @@ class Monitor:
         run_within(1.0, lambda: self._store.set("answer", ""))
 
     def absent(self) -> str | None:
-        """Return text about the ranks that have not reached this rank's call; None if none is late or one may be dead.
+        """Return text about the ranks that have not reached this rank's call; None if all have, or if one may be dead.
 
         This takes about two seconds, and at most ten.
         """

@@ -29,7 +29,7 @@ from hostdev.distributed.world import Closable, World
 TIMEOUT = 600.0  # seconds that a rank waits for another within a step
 RENDEZVOUS_SECONDS = 60.0  # seconds until the rendezvous must be complete
 FLAGS = 2
-STOP, SAVE = range(FLAGS)  # indices of flags: number of a stop signal; whether a checkpoint is due
+STOP, SAVE = range(FLAGS)  # flags by index: the number of a received stop signal, and whether a checkpoint is due
 _ONE_LEVEL = ("pipe", "model")  # axes along which torch itself exchanges, with the channel's group
 
 _joined: "list[weakref.ref[Ranks]]" = []
@@ -79,7 +79,7 @@ class Ranks(World):
             raise ValueError(f"the mesh {self.mesh} has {self.mesh.size} ranks, but {env.ranks} ranks were started")
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._kept: list[Channel] = []
-        self._made = 0  # channels
+        self._made = 0  # number of channels created
         self._slices: dict[Any, tuple[Channel, Any]] = {}
         self.rank, self.size = env.rank, env.ranks
         self.failed = False  # whether this rank, or one that it waited for, has failed
@@ -138,8 +138,8 @@ class Ranks(World):
         """Return a new channel for tensors on a device; all ranks must create their channels in the same order.
 
         The channel's buffers are on the device if torch has a backend for this kind of device, such as NCCL, and each
-        rank has its own device. Otherwise they are in host memory. Raises UserError if the requested backend is not
-        possible.
+        rank has its own device. Otherwise they are in host memory. Raises UserError if the requested backend cannot be
+        used.
 
         With `one_level`, a single process group connects all ranks of the channel, even if `levels` is 2.
         """
@@ -152,7 +152,7 @@ class Ranks(World):
                 continue
             where = f"rank {rank}'s dense layers are on {names[rank]}"
             why = (
-                "which another rank also uses, or not all ranks use this kind of device"
+                "but another rank also uses that device, or not all ranks use this kind of device"
                 if name == backends[rank]
                 else (f"for which this torch has {backends[rank] or 'no backend but ' + HOST_BACKEND}")
             )
@@ -167,7 +167,7 @@ class Ranks(World):
                 raise UserError(
                     f"rank {rank}: {own} does not work with {names[rank]}: {error}; use --dist-backend gloo"
                 )
-        self._kept.append(channel)  # until `leave`: closing it may wait for other ranks
+        self._kept.append(channel)  # kept until `leave`, because closing it may wait for other ranks
         return channel
 
     def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:  # Any: a DeviceMesh
@@ -260,8 +260,8 @@ class Ranks(World):
         self._kept.clear()
         self._slices.clear()
         dist.destroy_process_group()
-        # A group's thread that releases tensors while Python exits takes the interpreter's lock, which aborts the
-        # process (torch 2.13).
+        # If a group's thread releases tensors while Python exits, it takes the interpreter's lock, and the process
+        # aborts (torch 2.13).
         for channel in list(self._channels):
             channel.let_go()
         self.have_left = True

@@ -11,7 +11,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.launched import LAUNCHERS, RANK_TABLE, SLURM
 
 DEFAULT_PORT = 29500
-# Variables that `start` sets for its processes: a secret that all share, and, for rank 0, its listening socket.
+# Variables that `start` sets: a secret that all processes share and, for rank 0, the descriptor of a listening socket.
 TOKEN_VARIABLE = "HOSTDEV_TOKEN"
 LISTEN_VARIABLE = "HOSTDEV_LISTEN_FD"
 
@@ -27,7 +27,7 @@ class RankEnvironment(NamedTuple):
         address: Name or address of the host of rank 0.
         port: Port of the rendezvous.
         launcher: Name of the launcher that set the variables.
-        hosted: Whether the launcher itself serves the store.
+        hosted: Whether the launcher itself serves the rendezvous store.
         attempt: Number of restarts by the launcher.
         device: Index of the device assigned to this rank; None if the launcher assigns no device.
         token: Secret that all ranks of a run share.
@@ -262,7 +262,10 @@ def _read_rank_table(env: Mapping[str, str]) -> RankEnvironment:
 
 
 def is_first_on_host() -> bool:
-    """Return whether this process is the one on its host that reports command-line errors, which all processes find."""
+    """Return whether this process reports command-line errors for its host.
+
+    All processes find the same errors, and one process per host reports them.
+    """
     with contextlib.suppress(UserError):  # if the environment is wrong, every process reports that
         return find_rank_environment().local_rank == 0
     return True

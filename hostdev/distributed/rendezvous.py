@@ -180,7 +180,7 @@ def _open(env: RankEnvironment, seconds: float) -> Any:
 
 
 def _listen(env: RankEnvironment) -> socket.socket | None:
-    """Return a socket that listens only at the rendezvous address; None if ranks run on several hosts or it fails.
+    """Return a socket that listens only at the rendezvous address; None if ranks run on several hosts or on failure.
 
     If None is returned, torch itself listens, on all interfaces, or reports what is wrong.
     """

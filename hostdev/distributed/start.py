@@ -1,4 +1,4 @@
-"""Starts processes of a command on this host as ranks, waits for them, and ends them together."""
+"""Starts a command on this host in one process per rank, waits for the processes, and ends them together."""
 
 import itertools
 import os
@@ -26,7 +26,7 @@ _END_SECONDS = 8.0  # time for the other processes to end after a failure
 
 
 def start_processes(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":
-    """Start processes of a command on this host as the ranks of a run.
+    """Start a command on this host in several processes, which are the ranks of a run.
 
     Args:
         ranks: Number of processes.

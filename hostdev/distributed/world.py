@@ -78,7 +78,7 @@ class World:
         return self.control
 
     def slices(self, device: Any, axis: str | None = None) -> tuple[Any, Any]:  # Any: torch's types; see `control`
-        """Return a channel, and None in place of a DeviceMesh, because a single rank slices no layers."""
+        """Return a channel, and None in place of a DeviceMesh, because a single rank does not split layers."""
         return self.control, None
 
     def begin(self, kind: str, text: str) -> None:

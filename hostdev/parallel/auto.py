@@ -88,7 +88,7 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
 
 
 def _explain_difference(best: Candidate, other: Candidate) -> str:
-    """Return text that names the largest extra cost of `other` in the cost model; "" if `other` is not slower there."""
+    """Return text that names the largest extra cost of `other`; "" if the cost model does not find `other` slower."""
     costs = {
         "compute": other.compute - best.compute,
         "waiting for stages": other.waiting - best.waiting,

@@ -1,8 +1,8 @@
 """Running averages of BatchNorm layers: equal on all ranks, updated in the order of the micro-batches.
 
 A layer normalises each micro-batch by that micro-batch's mean and variance. After a step, all ranks with the layer
-exchange these statistics, and update the averages with those of one micro-batch after another, as a single process
-would (Ioffe & Szegedy, ICML 2015).
+exchange these statistics. They update the averages with the statistics of one micro-batch after another, as a single
+process would (Ioffe & Szegedy, ICML 2015).
 """
 
 import weakref
@@ -152,7 +152,7 @@ class _Hook:
 
 
 def averaging(module: nn.Module) -> list[Any]:
-    """Return the layers of a module that keep running averages."""
+    """Return a module's layers that keep running averages."""
     return [layer for layer in module.modules() if isinstance(layer, _NormBase) and layer.track_running_stats]
 
 

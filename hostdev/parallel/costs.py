@@ -196,7 +196,7 @@ def _time_pieces(
 ) -> tuple[list[float], list[tuple[int, int]]]:
     """Return each piece's duration in seconds, forward and backward, and a pair of sizes.
 
-    The sizes are the bytes that the piece saves for its backward pass (0 unless `looking`), and those of its output.
+    The sizes are the bytes saved for the piece's backward pass (0 unless `looking`), and the bytes of its output.
     """
     seconds, about, values = [], [], given
     for piece in pieces:

@@ -23,7 +23,7 @@ class Layout(NamedTuple):
         schedule: Order of micro-batches through the stages, one of `mesh.SCHEDULES`.
         begins: Names of the first pieces of the second and later stages; None cuts the network into stages of
             similar cost.
-        plan: Pairs of a layer's name, or a pattern of names, and the strategy by which it is sliced: see `plan`.
+        plan: Pairs of a name, or a pattern of names, of layers and the strategy by which to slice them: see `plan`.
     """
 
     schedule: str = SCHEDULES[0]
@@ -67,8 +67,8 @@ def resolve_layout(
     whole = all(get_slice_dim(one) is None for one in network.parameters())
     if mesh.model > 1 and whole and not strategies and not searched:
         raise UserError(
-            f"--mesh {mesh} has {mesh.model} processes for slices, but no layer is sliced; give --plan, or mark "
-            "slices made by hand with hostdev.parallel.sliced"
+            f"--mesh {mesh} has {mesh.model} processes for slices, but no layer is sliced; give --plan, or, if "
+            "the network slices parameters itself, mark them with hostdev.parallel.sliced"
         )
     return ResolvedLayout(pieces, begins, strategies)
 
@@ -82,12 +82,13 @@ def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable
     if several and (stages % pipe or stages == pipe):
         raise UserError(
             f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --schedule interleaved needs the same "
-            f"number, at least two, on each of {pipe} processes; give {2 * pipe - 1} names, or {3 * pipe - 1}, ..."
+            f"number of stages, at least two, on each of {pipe} processes; give {2 * pipe - 1} names for "
+            f"{2 * pipe} stages, {3 * pipe - 1} names for {3 * pipe}, ..."
         )
     if not several and stages != pipe:
         raise UserError(
-            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --mesh pipe={pipe} needs {pipe}; give "
-            f"{pipe - 1} name{'s' * (pipe > 2)}"
+            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, but --mesh pipe={pipe} needs {pipe} stages; "
+            f"give {pipe - 1} name{'s' * (pipe > 2)}"
         )
     return list(layout.begins)
 

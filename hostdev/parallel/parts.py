@@ -131,7 +131,7 @@ class Parts:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent to ranks with other stages and slices in training."""
+        """Bytes that this rank has sent, in training, to ranks with other stages or slices."""
         return round(self._traffic.sent) + sum(channel.sent_bytes for channel in self._channels)
 
     @property
@@ -205,7 +205,7 @@ class Parts:
             self._tied.spread()
 
     def _by_stage(self) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-        """Return two lists by stage: trained parameters that only that stage uses, and those that others use too."""
+        """Return, by stage, the trained parameters that only that stage uses, and those that other stages also use."""
         own, tied = [], []
         for module in self._passes.modules:
             trained = [one for one in self.leaves.of(module.parameters()) if one.requires_grad]
@@ -253,7 +253,10 @@ class Parts:
 
 
 def broadcast_parameters(network: nn.Module, ranks: World) -> None:
-    """Overwrite all tensors with those of rank 0, but a slice made by hand with that of the first rank that has it."""
+    """Overwrite all tensors with those of rank 0.
+
+    A parameter marked by `plan.sliced` is overwritten with that of the first rank along the data axis instead.
+    """
     if ranks.size == 1:
         return  # avoids copies to and from the host
     along_data = ranks.channel("data")
@@ -276,7 +279,7 @@ class _OrderedSum:
     """Sums a stage's gradients over micro-batches, as a tree. The micro-batches may finish in any order."""
 
     def __init__(self, first: int, count: int, numbers: Sequence[int], parameters: int) -> None:
-        self._first = first  # number of this rank's first micro-batch, which positions the tree's nodes
+        self._first = first  # number of this rank's first micro-batch; places its nodes in the tree
         self._tree: TreeSum[Grads] = TreeSum(add_lists)
         self._waiting: dict[int, Grads] = {
             number: [None] * parameters for number in range(count) if number not in numbers

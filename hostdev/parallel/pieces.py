@@ -231,9 +231,9 @@ def best_cut(
 
     Args:
         costs: The cost of each element.
-        crossing: For each element, the cost that a cut after it adds to both parts beside the cut.
+        crossing: For each element, the cost that a cut after it adds to each of the two parts that the cut separates.
         count: Number of parts.
-        unwanted: For each element, whether cuts before it are avoided among cuts of equal cost.
+        unwanted: For each element, whether to avoid a cut before it if another cut costs the same.
 
     Returns:
         The index of each part's first element.
@@ -281,7 +281,7 @@ def fake_mode(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
         A function that replaces the tensors in a nested structure by fake ones.
     """
     modules = [module for one in held if isinstance(one, nn.Module) for module in one.modules()]
-    # without momentum, a layer reads its counter's value, which a fake tensor lacks
+    # without momentum, a BatchNorm layer reads its counter's value, which a fake tensor lacks
     counting = [one for one in modules if isinstance(one, _NormBase) and one.momentum is None]
     buffers = [
         (module, name, value) for module in modules for name, value in module._buffers.items() if value is not None

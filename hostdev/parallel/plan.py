@@ -68,8 +68,8 @@ def resolve_strategies(
             value = getattr(modules[name], parameter)
             if value is not None and get_slice_dim(value) is not None:
                 raise UserError(
-                    f"--plan {name}={strategy}: {name}.{parameter} is already sliced by hand; leave the layer out of "
-                    "the plan"
+                    f"--plan {name}={strategy}: {name}.{parameter} is already marked by hostdev.parallel.sliced; "
+                    "leave the layer out of the plan"
                 )
             if dim is not None and value is not None and value.shape[dim] % ranks:  # as in `divides`
                 raise UserError(
@@ -158,7 +158,7 @@ def _find_pairs(
         if name is not None and wanted[name] == "rowwise" and as_given:
             found[name] = begin, way
         if id(result) != id(value):
-            uses.of.pop(id(result), None)  # counts of an earlier tensor with the same id
+            uses.of.pop(id(result), None)  # forget the count of an earlier tensor with the same id
         if name is not None and wanted[name] == "colwise":
             source[id(result)] = (name, [result], result._version)
         elif type(module) in _ELEMENTWISE and as_given:
@@ -298,7 +298,7 @@ def cuttable(module: nn.Module) -> bool:
 
 
 def divides(module: nn.Module, strategy: str, ranks: int) -> bool:
-    """Return whether a strategy can cut a layer into equal slices; False if a parameter is sliced by hand."""
+    """Return whether a strategy can cut a layer into equal slices; False if a parameter is marked by `sliced`."""
     values = [(getattr(module, name), dim) for name, dim in _CUTS[type(module)][strategy].items()]
     return all(value is None or dim is None or value.shape[dim] % ranks == 0 for value, dim in values) and not any(
         value is not None and get_slice_dim(value) is not None for value, _ in values

@@ -2,7 +2,7 @@
 
     manifest.json            steps, parameters, the optimizer's options, each tensor's parts, each file's SHA-256
     state.safetensors        the whole state, if saved with integrated=True
-    rank<k>.safetensors      otherwise, the part of rank k; of several ranks with the same tensor, the first writes it
+    rank<k>.safetensors      otherwise, the part of rank k; a tensor on several ranks is in the first one's file
 
 The folder gets its final name in one rename, when it is complete.
 """

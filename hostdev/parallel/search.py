@@ -7,9 +7,9 @@ A step of M micro-batches on a mesh of D x T x P ranks (axes data, model, pipe) 
 
 Here t is the time of the rank's pieces, minus the time that slices save, plus the exchanges with other stages and
 between slices; P - 1 is halved if each rank has two stages (Narayanan et al., SC 2021, derive the same bubble). The
-network is cut so that the slowest stage takes the least time. The layers' strategies are the shortest path through the
-layers, as in Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. `costs` measures all quantities in the cost
-model.
+network is cut so that the slowest stage takes the least time. The layers' strategies are found as a shortest path
+through the layers, as in Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. `costs` measures all quantities
+in the cost model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
     compute: float  # seconds of a step's computation
     waiting: float  # seconds of waiting for other stages
     exchange: float  # seconds of exchanges
-    update: float  # seconds of additions and of the optimizer
+    update: float  # seconds of gradient additions and of the optimizer
     memory: int  # bytes on the fullest rank: parameters, gradients, two optimizer states, saved activations
     measured: float | None = None  # measured seconds of a step; None if no step was timed
 
@@ -266,6 +266,8 @@ def _strategies(
             less = sum(held(one) for one in own[: at + 1] if one.name in dict(sliced.plan))
             made.append((sliced.exchange - sliced.saved - less, sliced))
         if not made:
-            raise UserError(f"--plan: layer {layer.name} cannot be sliced that way over {T} processes; leave it out")
+            raise UserError(
+                f"--plan: layer {layer.name} cannot be sliced by its strategy over {T} processes; leave the layer out"
+            )
         best.append(min(made, key=lambda one: one[0]))
     return best[-1][1]

@@ -292,7 +292,7 @@ class _SizedStage(PipelineStage):
         """Prepare for a batch of micro-batches of these sizes."""
         self.has_backward = backward
         self.clear_runtime_states()
-        self.chunks = len(sizes)  # torch would keep the first schedule's number
+        self.chunks = len(sizes)  # otherwise, torch would keep the number of the first schedule
         self._batch, self._sizes, self._inputs, self._on_gradients = batch, sizes, inputs, on_gradients
 
     def end(self) -> None:
@@ -332,7 +332,7 @@ class _SizedStage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
-        if self.is_first:  # torch would drop the gradients of its own arguments
+        if self.is_first:  # torch would drop the gradients of inputs passed as `args`
             self.submod.inputs = _call_network(self._inputs, fwd_chunk_id)
         span = self._ops.timeline.span("forward", self._batch, at=self.stage_index, micro_batch=fwd_chunk_id)
         with span, self._ops.watching(fwd_chunk_id):

@@ -63,7 +63,7 @@ class State:
                 "the network has state other than tensors (get_extra_state), which ranks cannot gather; use buffers "
                 "instead"
             )
-        self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # first rank with a slice, or with the tensor
+        self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # first rank with the tensor or a slice
         self._owners |= _owners(network, stages, ranks)
 
     def whole(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> DenseState:

@@ -23,7 +23,7 @@ class Tied:
     Args:
         stages: The pieces of all stages.
         leaves: Local tensors of the parameters.
-        channel: Host channel between the ranks along the pipe axis.
+        channel: Connects the ranks along the pipe axis, in host memory.
     """
 
     def __init__(self, stages: Sequence[Sequence[Piece]], leaves: LocalParameters, channel: Channel) -> None:
@@ -49,7 +49,7 @@ class Tied:
         return stage % self._channel.ranks
 
     def owned(self) -> list[Tensor]:
-        """Return the parameters whose gradients this rank sums: those whose first stage is on this rank."""
+        """Return the parameters whose gradients this rank sums, because it has the first stage that uses them."""
         return [
             self._parameters[name] for name, users in self.users.items() if self._rank(users[0]) == self._channel.rank
         ]
@@ -81,7 +81,7 @@ class Tied:
         return found
 
     def _send_to_owner(self, parameter: Tensor, received: Gradients, stage: int, owner: int, count: int) -> Gradients:
-        """Send a stage's gradients of a parameter to the rank that sums them; return {} on all other ranks."""
+        """Send a stage's gradients of a parameter to the rank that sums them. Return them there, and {} elsewhere."""
         mine, source, n = self._channel.rank, self._rank(stage), parameter.numel()
         has = [int(received.get((stage, number)) is not None) for number in range(count)]
         has_gradient = self._channel.share(has if mine == source else None)[source]

@@ -20,7 +20,7 @@ _ROUNDS = 3, 25  # minimum and maximum number of measured steps of a layout
 
 
 def can_be_copied(network: nn.Module, ranks: World) -> bool:
-    """Return whether all ranks can copy a network; False if it is sliced by hand, since it then fits only one mesh."""
+    """Return whether all ranks can copy a network; False if it has parameters marked by `sliced` and fits one mesh."""
     possible = all(get_slice_dim(one) is None for one in network.parameters())
     if possible:
         try:

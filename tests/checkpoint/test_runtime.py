@@ -382,9 +382,9 @@ def test_tables_that_both_have_are_loaded(tmp_path):
     with pytest.warns(UserWarning) as told:
         assert runtime.load(tmp_path / "c", strict=False) == {"epoch": 3}
     assert [str(one.message).replace(str(tmp_path), "T") for one in told] == [
-        "T/c/step-0000000000 has no table 'others'; its rows keep their values",
+        "T/c/step-0000000000 has no table 'others'; the program's table is unchanged",
         "table 'items' of T/c/step-0000000000 is not loaded: the program has no such table",
-        "table 'users' has 30 rows in T/c/step-0000000000 and 50 in the program; the rest keep their values",
+        "table 'users' has 30 rows in T/c/step-0000000000 and 50 in the program; other rows are unchanged",
     ]
     np.testing.assert_array_equal(larger.block[:30], users.block)
     np.testing.assert_array_equal(larger.block[30:], fresh[30:])
@@ -401,5 +401,5 @@ def test_tables_that_both_have_are_loaded(tmp_path):
         smaller.load(tmp_path / "c", strict=False)
     with pytest.raises(UserError, match="has none of the tables films"):
         Runtime({"x": HostTable(10, 4, LazyAdam(), name="films")}, device="cpu").load(tmp_path / "c", strict=False)
-    with pytest.raises(UserError, match="table 'users' has 4 columns, but 5 in the program"):
+    with pytest.raises(UserError, match="table 'users' has dim 4, but 5 in the program"):
         Runtime({"x": HostTable(60, 5, LazyAdam(), name="users")}, device="cpu").load(tmp_path / "c", strict=False)

@@ -285,7 +285,7 @@ def others(days):
         ("scaled", [], "scaled does not fit .* scaling of numbers: max, .* in the checkpoint, log, .* in the data set"),
         ("hashed", [], "hashed does not fit .* different hash buckets: none in the checkpoint, 300 in the data set"),
         ("two", ["--model", "dcn"], "was trained with --model deepfm, not --model dcn; give --model deepfm"),
-        ("two", ["--emb-dim", 8], "table 'vectors' has 4 columns, but 8 in the program"),
+        ("two", ["--emb-dim", 8], "table 'vectors' has dim 4, but 8 in the program"),
         (
             "two",
             ["--table-optimizer", "sgd"],

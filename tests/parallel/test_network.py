@@ -273,7 +273,7 @@ def test_what_cannot_be_cut_is_named():
         with pytest.raises(UserError, match=says):
             resolve_layout(network, Layout(plan=parse_plan(plan)), mesh, like((torch.zeros(1, 4),)))
     sliced(network[2].weight)
-    with pytest.raises(UserError, match="weight is already sliced by hand; leave the layer out"):
+    with pytest.raises(UserError, match="weight is already marked by hostdev.parallel.sliced; leave the layer out"):
         resolve_layout(network, Layout(plan=parse_plan("2=rowwise")), Mesh(model=2), like((torch.zeros(1, 4),)))
     with pytest.raises(UserError, match="--stage-cut 1 has no effect without --mesh pipe=N"):
         resolve_layout(network, Layout(begins=["1"]), Mesh(model=2), like((torch.zeros(1, 4),)))

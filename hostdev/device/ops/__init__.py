@@ -31,7 +31,7 @@ class Ops(Protocol):
         """Return a copy of the weights of rows, float32 [U, D]; `ids` are int32 or int64 [U]."""
 
     def clip_rows(self, grads: Tensor, limit: Any) -> Tensor:
-        """Return gradients float32 [U, D]; rows with a mean square above `limit` are scaled, as in `kernels.clip`."""
+        """Return the gradients [U, D]; scale rows whose mean square is above `limit`, as in `kernels.clip`."""
 
     def assemble(self, block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
         """Return the weights of a batch's rows in a new tensor, float32 [H + A + M, D].
@@ -86,7 +86,7 @@ class Ops(Protocol):
         Args:
             features: The features of a group, at least one.
             rows: U, the number of unique rows.
-            in_order: Whether each row occurs, and rows are numbered by first occurrence in the concatenated features.
+            in_order: Whether every row occurs, and rows are numbered by first occurrence in the concatenated features.
         """
 
     def sum_uses(self, grads: Sequence[Tensor], uses: Any) -> Tensor:
@@ -132,7 +132,7 @@ class Ops(Protocol):
             skip: float32 []; if it is not 0, nothing changes; None means 0.
             admitted: The admitted rows, float32 [A, 1 + S, D]; None for no rows.
             admitted_row_slots: Their per-row state, float32 [A, R].
-            clock: Used to bring the rows up to date before the step; None if they are up to date.
+            clock: The step history from which to apply the steps that the rows have missed; None if they missed none.
             clocks: The table's clocks on the device; required with `clock`.
         """
 

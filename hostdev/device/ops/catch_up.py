@@ -1,6 +1,7 @@
-"""Packs device rows that change even in steps that do not use them, and brings such rows up to date.
+"""Device rows that change even in steps that do not use them: packs such rows, and applies the steps that they missed.
 
-The arithmetic is that of `kernels.catch_up`: its kernels on the CPU, elsewhere torch, with each operation rounded once.
+The arithmetic is that of `kernels.catch_up`: the CPU runs its kernels, and other devices run torch operations, each
+rounded once.
 """
 
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ class Clocks:
             held = _OnDevice(inverse, frozen, powers, clock.inverse, needed)
         elif held.known < needed:
             for to, values in ((held.inverse, clock.inverse), (held.frozen, clock.frozen)):
-                # The last step that has become frozen lies N steps back.
+                # Entries of `frozen` become final N steps later than entries of `inverse`.
                 first = max(0, held.known - len(clock.recent)) if to is held.frozen else held.known
                 to[first:needed].copy_(torch.from_numpy(values[first:needed]))
             held = held._replace(known=needed)
@@ -75,7 +76,7 @@ def unpack(packed: Tensor, dim: int, clock: Clock, clocks: Clocks) -> Tensor:
 
 
 def bring(block: Tensor, row_slots: Tensor, clock: Clock, clocks: Clocks) -> None:
-    """Bring rows up to date in place: block float32 [N, 1 + S, D], row_slots float32 [N, R]."""
+    """Apply the steps that rows have missed, in place: block float32 [N, 1 + S, D], row_slots float32 [N, R]."""
     if block.device.type == "cpu":
         run_tasks(bring_tasks(block.numpy(), row_slots.numpy(), clock))
         return
@@ -84,7 +85,7 @@ def bring(block: Tensor, row_slots: Tensor, clock: Clock, clocks: Clocks) -> Non
 
 
 def _bring(rows: Tensor, last: Tensor, clock: Clock, clocks: Clocks) -> None:
-    """Bring rows [N, planes, D], which were last written at the steps `last`, float32 [N], up to date in place."""
+    """Apply missed steps, in place, to rows [N, planes, D] that were last written at the steps `last`, float32 [N]."""
     if not len(rows):
         return
     inverse, recent, frozen, powers = clocks.get(clock, rows.device)

@@ -1,4 +1,4 @@
-"""Row operations on the CPU as the device, whose memory is the host's memory: they call the host's kernels."""
+"""Row operations if the CPU is the device: they call the host's kernels, because device memory is host memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -115,7 +115,7 @@ def sum_many(calls: Sequence[tuple[Sequence[Tensor], bags.Uses]]) -> list[Tensor
 
 
 def _strided(rows: Tensor) -> Strided:
-    """Return rows [N, D] for a kernel, in place if they lie at equal distances, as do gradients of `torch.stack`."""
+    """Return rows [N, D] for a kernel, without a copy if evenly spaced in memory, as gradients of `torch.stack` are."""
     if rows.is_contiguous():
         return Strided(_bits(rows))
     D, apart, first = rows.shape[1], rows.stride(0), rows.storage_offset()

@@ -2,8 +2,8 @@
 
 Each operation is a separate torch op, so that no compiler fuses a multiplication with an addition. Divisors are
 tensors, because torch replaces division by a number with multiplication by its reciprocal. FTRL with an lr_power other
-than -0.5 computes the power in float64 and rounds it: host and device differ only where their pow functions differ near
-a tie. Empty inputs launch nothing.
+than -0.5 computes the power in float64 and rounds it to float32: host and device differ only where their pow functions
+differ near a rounding boundary. Empty inputs launch nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,9 +84,9 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
 def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     """See `Ops`.
 
-    On CUDA the order of the additions is fixed, without atomics. It is the order of occurrence, except that torch sets
-    it for rows with 32 or more occurrences if D = 1. Host and device tables get the same sums, because both use this
-    function.
+    On CUDA the order of the additions is fixed, without atomics. It is the order of occurrence, except that torch
+    chooses another order for rows with 32 or more occurrences if D = 1. Host and device tables get the same sums,
+    because both use this function.
     """
     terms = []
     for grad, (sizes, bags, weights) in zip(grads, uses.features, strict=True):
@@ -294,7 +294,7 @@ def _round_to_bfloat16(values: Tensor, random: Tensor) -> Tensor:
 
 
 def _round_to_eight_bits(values: Tensor, random: Tensor, unsigned: int) -> Tensor:
-    """Return the values, float32 [U, D], that slots in 8 bits store, with the operations of `kernels.eight_bits`."""
+    """Return the values, float32 [U, D], that 8-bit slots would store, with the operations of `kernels.eight_bits`."""
     largest = values.abs().amax(1, keepdim=True)
     is_zero = largest < float(eight_bits.LEAST_SCALE)
     scale = torch.where(values.amax(1, keepdim=True) == largest, largest, -largest)

@@ -34,7 +34,7 @@ class Uses(NamedTuple):
     """A batch's occurrences of rows in several features; the features' gradients are concatenated."""
 
     by_row: fused.Uses
-    source: Tensor | None  # int32, each occurrence's row of the gradients; None if occurrence i has row i
+    source: Tensor | None  # int32 [N], the gradient's row for each occurrence; None if it is row i for occurrence i
     weights: Tensor | None  # float32, one per occurrence
     sizes: list[Tensor | None]  # float32 [B, 1] for each feature, the divisors of its bags' gradients
 
@@ -100,7 +100,7 @@ def update(
 def exchange(
     block: Tensor, row_slots: Tensor, slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops`; evicted rows overwrite the admitted ones."""
+    """See `Ops`; evicted rows overwrite admitted rows."""
     fused.exchange(block, row_slots, slots, leaving, admitted, admitted_row_slots)
     stay = len(slots) - leaving
     return admitted[stay:], admitted_row_slots[stay:]

@@ -50,7 +50,7 @@ def expand(one: Expansion, gather: Callable[..., Tensor], pool: Callable[..., Te
 
 
 def get_bags(offsets: Tensor, uses: int) -> Tensor:
-    """Return the number of each occurrence's bag, int32 [N], from offsets int32 [B + 1]; `uses` is N."""
+    """Return the index of each occurrence's bag, int32 [N], from offsets int32 [B + 1]; `uses` is N."""
     places = torch.arange(uses, dtype=torch.int32, device=offsets.device)
     return torch.searchsorted(offsets, places, right=True, out_int32=True) - 1
 

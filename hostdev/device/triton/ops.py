@@ -181,7 +181,7 @@ def sum_uses(grads: Tensor, uses: Uses, source: Tensor | None, weights: Tensor |
     Args:
         grads: The gradients of occurrences or bags, float32 or bfloat16 [any, D].
         uses: From `sort_uses`.
-        source: Each occurrence's row of `grads`, int32 [N]; None if occurrence i has row i.
+        source: The row of `grads` for each occurrence, int32 [N]; None if it is row i for occurrence i.
         weights: The weight of each occurrence, [N]; None for 1.
     """
     out: Tensor = _OPS.sum_uses(grads, *uses, source, weights)

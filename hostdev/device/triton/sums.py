@@ -1,10 +1,11 @@
 """Sums over occurrences: of rows into bags, in order, and of gradients into rows, in parallel for hot rows.
 
 A row's occurrences, in order, are cut into segments of 64. Each segment is summed from first to last, and the segments'
-sums are added in order. Aligned windows of 64 sorted occurrences find the segments without a list. At most one segment
-that is not its row's first begins in each window, and it belongs to the row of the window's first occurrence. (The next
-segment of that row begins 64 places later, in another window; so does the second segment of a row that begins inside
-the window.) Conversely, a row whose segment k (k > 0, counted from 0) begins in the window began before the window.
+sums are added in order. Aligned windows of 64 sorted occurrences find the segments without a list. Besides the first
+segments of rows, at most one segment begins in each window, and it belongs to the row of the window's first occurrence.
+(The next segment of that row begins 64 places later, in another window; so does the second segment of a row that begins
+inside the window.) Conversely, a row whose segment k (k > 0, counted from 0) begins in the window began before the
+window.
 """
 
 import torch
@@ -100,7 +101,7 @@ def _sum_segments(
 def _add_segments(
     starts, partial, out, U, SEGMENT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add the sums of a row's other segments to that of its first segment."""
+    """Add the sums of a row's other segments to the sum of its first segment."""
     row, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     inside = inside & (row < U)
     begin = tl.load(starts + row, mask=inside, other=0)

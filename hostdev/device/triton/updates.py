@@ -1,7 +1,7 @@
 """Kernels of the sparse optimizers: the operations of `hostdev.kernels` in the same order, each rounded once.
 
 `hostdev.core.optimizers` has the recurrences. Divisions and square roots are correctly rounded (`div_rn`, `sqrt_rn`);
-Triton's plain ones are approximations.
+Triton's plain operators are approximations.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from hostdev.device.triton.launch import launch, shape, tile, tiles
 from hostdev.kernels.adagrad import LANES as ROW_WISE_LANES
 
-_SCALARS = 6  # the maximum over the optimizers, apart from a flag
+_SCALARS = 6  # maximum number of scalars over the optimizers, apart from a flag
 _ROW_WISE_ELEMENTS = 512  # per tile
 
 
@@ -150,7 +150,7 @@ def _update_row_wise(
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Update as `_update` does, LANES columns of a row at a time, with row-wise Adam if ADAM, else Adagrad."""
+    """Update as `_update` does, LANES columns of a row at a time, with row-wise Adam (ADAM) or Adagrad."""
     program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
     row = program * ROWS + tl.arange(0, ROWS)
     inside = row < rows
