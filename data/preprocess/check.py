@@ -34,7 +34,7 @@ from hostdev.data.targets import columns_of
 
 _NO_CHECKSUM = "no checksum recorded"
 _SHOWN = 40  # characters shown of a value
-_CLOSE = 1e-9  # relative tolerance of means, which depend on the order of summation
+_CLOSE = 1e-9  # relative tolerance for means, as their last bits depend on the order of summation
 
 
 class DamagedDataError(UserError):
@@ -193,7 +193,10 @@ def _is_version_1(found: Manifest) -> bool:
 
 
 def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArray[Any] | None) -> Iterator[str]:
-    """Yield findings about values and counts; `counts` [ids] are counted in training rows, or None if not known."""
+    """Yield the findings about a vocabulary's values and counts.
+
+    `counts` [ids] has the number of occurrences of each id, counted in the training rows; None if it is unknown.
+    """
     path, fixed = vocabulary.path, found.schema.first_value
     values = vocabulary.table["value"]
     if values.slice(0, fixed).null_count != fixed or values.null_count != fixed:
@@ -212,8 +215,8 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
         yield f"{path}: it has counts below 0; {REMEDY}"
     elif (total or 0) != found.uses("train"):
         yield (
-            f"{path}: its counts add up to {total:,}, not to the {found.uses('train'):,} ids in the training rows; "
-            f"{REMEDY}"
+            f"{path}: its counts add up to {total:,}, not to the {found.uses('train'):,} id occurrences in the "
+            f"training rows; {REMEDY}"
         )
     if counts is None:
         return
@@ -284,7 +287,7 @@ def _add_part(totals: Totals, part: Part, found: Manifest, counter: Counter | No
 
 
 def _label_means(found: Manifest, recorded: dict[str, Any], totals: Totals) -> Iterator[tuple[str, Any, float]]:
-    """Yield, for each label, the name of its mean in the statistics, the recorded means, and the rows' mean."""
+    """Yield, for each label, the name of its entry in the statistics, the entry itself, and the mean over the rows."""
     means = [total / max(1, totals.rows) for total in totals.labels or [0.0] * len(found.schema.labels)]
     yield "label_mean", recorded.get("label_mean"), means[0]
     for name, mean in zip(found.schema.targets.more, means[1:], strict=True):

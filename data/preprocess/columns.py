@@ -33,7 +33,7 @@ _BINARY = {
     pa.string_view(): pa.binary_view(),
 }
 TEXT_OR_WHOLE = "text or integers"  # a result of `get_written_form`
-_FEW_LABELS = 20  # up to this many distinct labels are looked at one by one
+_FEW_LABELS = 20  # `distinct_numbers` examines at most this many distinct values
 _SHOWN = 40  # characters of a wrong value in a message
 
 
@@ -123,7 +123,7 @@ class Positive:
 
 
 def classify_type(found: pa.DataType) -> str:
-    """Return "text", "number", "bool", "other" (dates, times), "list" or "nested" (also unsupported) for a type."""
+    """Return a type's class: "text", "number", "bool", "other" (dates, times), "list", or "nested" for the rest."""
     if pa.types.is_dictionary(found):
         return classify_type(found.value_type)
     if any(test(found) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
@@ -212,7 +212,7 @@ def as_text(array: pa.Array, clean: Callable[[pa.Array], pa.Array] | None = None
 
 
 def distinct(array: pa.Array) -> tuple[Codes, pa.Array]:
-    """Return codes, int32 [n], and the distinct values that they index, in order of first occurrence, with null."""
+    """Return codes, int32 [n], and the distinct values, of which null may be one, in order of first occurrence."""
     if pa.types.is_integer(array.type) and not pa.types.is_uint64(array.type) and not array.null_count:
         ids = array.cast(pa.int64()).to_numpy(zero_copy_only=False)  # several times faster than Arrow's encoding
         seen = id_map(ids)
@@ -297,7 +297,10 @@ def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
 
 
 def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Convert like `as_numbers`, but with NaN for invalid values; return float64 [n], and a mask of these, bool [n]."""
+    """Convert like `as_numbers`, but convert invalid values to NaN.
+
+    Returns the numbers, float64 [n], and a mask of the invalid values, bool [n].
+    """
     try:
         return as_numbers(array), np.zeros(len(array), np.bool_)
     except WrongValueError:

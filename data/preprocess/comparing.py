@@ -54,7 +54,9 @@ def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> npt.NDArray[np.b
 def is_after_where_readable(
     array: pa.Array, value: str, flag: str = _FLAG
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return two masks, bool [n]: of times later or numbers larger than `value`, and of missing or unreadable values.
+    """Return two masks, bool [n].
+
+    The first mask marks times later, or numbers larger, than `value`; the second marks missing and unreadable values.
 
     Raises UserError if `value` cannot be compared with the array's type.
     """
@@ -155,7 +157,7 @@ def _parse_time_of_day(value: str) -> pa.Scalar:
 
 
 def _find_type(value: str) -> pa.DataType | None:
-    """Return the type for comparing text with `value`: float64 or a timestamp; None if it is neither."""
+    """Return the type for comparing text with `value`: float64 or a timestamp; None if `value` is neither."""
     for found in (pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
         try:
             pa.scalar(value).cast(found)

@@ -27,8 +27,8 @@ BLOCK_BYTES = 1 << 24
 MOST_COLUMNS = 1 << 16
 _USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, quoted for a shell
 _SHOWN = 120  # characters of a header in a message
-_MANY_LINES = 20  # a quoted value with this many lines may contain rows
-_ROWLIKE = 0.8  # such a value does contain rows if this share of its lines has as many delimiters as a row
+_MANY_LINES = 20  # a quoted value with this many lines may have swallowed rows, after an unclosed quote
+_ROWLIKE = 0.8  # it has swallowed rows if this share of its lines has as many delimiters as a row
 _STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, unusual in text
 
 
@@ -85,7 +85,10 @@ class DelimitedFile:
 
     @property
     def other_delimiter(self) -> str | None:
-        """A usual delimiter in a first line that has only one value, as --delimiter takes it; None if there is none."""
+        """A usual delimiter in the first line, as --delimiter takes it, if the line has only one value.
+
+        None if the line has several values or no usual delimiter.
+        """
         if len(self.names) > 1:
             return None
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)
@@ -275,7 +278,7 @@ class _WrongRows:
         return "skip"
 
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Return the rows' numbers, from 1: the header counts, empty lines and line ends in quotes do not."""
+        """Return the rows' numbers, from 1. The header is counted; empty lines and line ends in quotes are not."""
         return np.asarray(memoryview(self._numbers))
 
     def text(self, i: int) -> str:

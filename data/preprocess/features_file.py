@@ -111,7 +111,7 @@ def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
         _check_keys(f"{where}, label {name!r}", one, _LABEL, " of a label")
         if one.get("task", content.get("task")) == "regression" and "positive" in one:
             raise UserError(
-                f"{where}, label {name!r}: positive has no effect on a label of regression; leave out positive"
+                f"{where}, label {name!r}: positive has no effect on a regression label; leave out positive"
             )
     for task in [content.get("task"), *(one.get("task") for one in settings.values())]:
         if task not in (None, *TASKS):

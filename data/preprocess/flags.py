@@ -11,7 +11,7 @@ THRESHOLD = 1  # values seen once carry no information; they train the out-of-vo
 
 
 def add_table(to: argparse.ArgumentParser) -> None:
-    """Add the flags of `TableOptions`, except those of `add_split`."""
+    """Add the flags of `TableOptions`, except those of `add_split` and `add_split_files`."""
     add_roles(to)
     add_text(to)
 

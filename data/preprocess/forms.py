@@ -1,4 +1,4 @@
-"""The text forms that a column's values had in training; manifests record them so that new values are found.
+"""The text forms that a column's values had in training; manifests record them so that prediction finds equal values.
 
 A form is a way to write a value, such as 1.0 for a number; a manifest names it by an example. `hostdev.kernels.forms`
 defines the forms' numbers.

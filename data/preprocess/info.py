@@ -32,11 +32,11 @@ class Curve:
 
     Attributes:
         ids: Number of ids used in training rows.
-        top: Share of occurrences of the n most frequent ids for each n in TOPS, float64 [4].
+        top: For each n in TOPS, the share of occurrences that belong to the n most frequent ids, float64 [4].
         half: Number of the most frequent ids that make up 50% of the occurrences.
         most: Number of the most frequent ids that make up 90% of the occurrences.
         ranks: Log-spaced sample of ranks from 1, int64 [N].
-        shares: Share of occurrences of the id at each rank, float64 [N].
+        shares: The share of occurrences that belong to the id at each rank, float64 [N].
     """
 
     ids: int
@@ -49,7 +49,7 @@ class Curve:
 
 @dataclass
 class Totals:
-    """Totals over the rows of a split, which is divided into PLACES parts, with C dense columns and F columns with ids.
+    """Totals over the rows of a split, which has PLACES parts, C dense columns and F columns with ids.
 
     Attributes:
         labels: Sum of each label's values in each part of the split [labels, PLACES].
@@ -257,7 +257,7 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
 
 
 def _iterate_columns(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yield the index of each column of `spaces`, and its ids as bucket numbers, counted through all of `spaces`."""
+    """Yield the index and the bucket numbers of each column in `spaces`; the numbers continue from space to space."""
     places = {space.name: i * space.size - space.first for i, space in enumerate(spaces)}
     for i, column in enumerate(found.schema.columns):
         if column.space in places:

@@ -23,7 +23,7 @@ class Labels:
     Args:
         names: Names of all labels.
         targets: Which labels are numbers, and the name of the weight.
-        rule: Which values are positive (see `Positive`), for labels that are not in `rules`; None: 1 and true.
+        rule: Which values are positive (see `Positive`), for labels that are not in `rules`; None means 1 and true.
         rules: Which values are positive, by label.
         readings: Reading settings by the name of a label or the weight.
         tells: Whether to print a line, once for each label, if a value such as -1 beside 0 and 1 becomes a negative

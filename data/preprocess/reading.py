@@ -123,7 +123,7 @@ class Reading:
 
     @property
     def is_usual(self) -> bool:
-        """Whether there are no missing-value markers and numbers have a decimal point."""
+        """Whether numbers have a decimal point, no missing-value markers, and are not elements of a vector."""
         return not self.missing and self.decimal == "." and self.element is None
 
     def _with_points(self, array: pa.Array) -> pa.Array:

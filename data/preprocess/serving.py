@@ -95,7 +95,7 @@ def _require_one(found: Texts, of: pa.DataType, written: Written) -> None:
 
 
 def _format_text(values: pa.StringArray, written: Written, *, hashed: bool) -> Texts:
-    """Convert texts whose form did not occur in training, where possible; leave others unchanged."""
+    """Convert texts whose form did not occur in training to forms that did, where possible; leave others unchanged."""
     values = pc.fill_null(values, "")
     plain = Texts([values], values, np.zeros(len(values), np.bool_))
     kind, typed = written.kind, written.is_typed

@@ -35,7 +35,7 @@ _FEW = 100  # up to this many distinct integers may be categories
 _RARE = 0.01  # one of _MARKS is a missing-value marker if at least this share of the rows has it
 _PADS = 0.5  # a value above this share of a bag's values may be padding
 _VECTORS = 0.99  # minimum share of a column's lists that have the same length for it to be a vector
-_SHARED = 0.5  # a bag shares the ids of a column that has more than this share of its values
+_SHARED = 0.5  # a bag shares the ids of a column that has more than this share of the bag's values
 _SKEWED = 100.0  # a maximum above this many times the median suggests log scaling
 
 
@@ -226,7 +226,7 @@ def _vector(column: _Column) -> Suggestion:
     if most["counts"] < _VECTORS * len(column.known) or not most["values"]:
         shown = f"lists of numbers with {len(lengths):,} different lengths"
         return Suggestion(column.name, None, f"{shown}: average them with `preprocess query`", {})
-    return Suggestion(column.name, {"kind": "vector", "length": most["values"]}, "lists of equally many numbers", {})
+    return Suggestion(column.name, {"kind": "vector", "length": most["values"]}, "number lists of the same length", {})
 
 
 def _bag(column: _Column, separator: str | None) -> Suggestion:

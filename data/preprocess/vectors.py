@@ -52,9 +52,9 @@ def with_elements(
     """Return the reading settings of all features, where the numeric columns of vectors read elements of a list.
 
     Args:
-        readings: Settings by feature; the columns of vectors have those of all columns.
+        readings: Settings by feature; those of a vector's columns do not include the vector's own settings.
         vectors: The vectors, by name.
-        settings: Settings of single features, by which a vector may have another column or missing-value markers.
+        settings: Own settings of features; a vector's may have a column's name and missing-value markers.
     """
     found = dict(readings)
     for name, vector in vectors.items():
@@ -130,7 +130,7 @@ class WrongNumberError(Exception):
 
 
 def _columns(names: Sequence[str], readings: Mapping[str, Reading]) -> Iterator[tuple[int, str, int]]:
-    """Yield the index, the name and the number of columns of each number and each vector."""
+    """Yield the index and name of the first column, and the number of columns, of each number and each vector."""
     for place, name in enumerate(names):
         reading = readings[name]
         if not reading.element:  # not a later element of a vector
@@ -138,7 +138,7 @@ def _columns(names: Sequence[str], readings: Mapping[str, Reading]) -> Iterator[
 
 
 def _read_vectors(column: pa.Array, reading: Reading) -> tuple[Numbers, Mask]:
-    """Return vectors [n, length], NaN where one is missing, and the mask of rows with an unreadable one [n]."""
+    """Return vectors [n, length], NaN where a vector is missing, and the mask of rows with an unreadable vector [n]."""
     lists, unread = _lists(column, reading)
     length = reading.length or 1
     lengths = arrow.list_lengths(lists)
@@ -155,14 +155,14 @@ def _read_vectors(column: pa.Array, reading: Reading) -> tuple[Numbers, Mask]:
 
 
 def _require_vectors(column: pa.Array, reading: Reading) -> Numbers:
-    """Return vectors [n, length], NaN where one is missing; raise WrongValueError for the first unreadable one."""
+    """Return vectors [n, length], NaN where a vector is missing; raise WrongValueError if a vector is unreadable."""
     found, unread = _read_vectors(column, reading)
     for row in np.flatnonzero(unread)[:1].tolist():
         lists, no_text = _lists(column.slice(row, 1), reading)
         if no_text[0]:
             raise WrongValueError(row, "not text in UTF-8")
         if (length := int(arrow.list_lengths(lists)[0])) != reading.length:
-            raise WrongValueError(row, f"{counted(length, 'number')} in a vector of {reading.length}")
+            raise WrongValueError(row, f"the vector has {counted(length, 'number')}, not {reading.length}")
         try:
             replace(reading, separator=None, element=None).numbers(lists.flatten())
         except WrongValueError as error:

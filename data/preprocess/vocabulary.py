@@ -121,7 +121,10 @@ class Vocabulary:
         return len(self._values[space].uses)
 
     def known_shares(self) -> dict[str, float]:
-        """Return, for each id space with values in both data sets, the share of occurrences of earlier values."""
+        """Return, by id space, the share of training occurrences whose value has an id in the earlier data set.
+
+        Id spaces without values in one of the two data sets are left out.
+        """
         shares = {}
         for space, values in zip(self._begun, self._values, strict=True):
             uses = int(values.uses.sum())

@@ -209,7 +209,7 @@ def test_wrong_flags(in_process, frame, flags, message):
         (
             'task = "regression"',
             'task = "regression"\npositive = "1"',
-            "positive has no effect on a label of regression",
+            "positive has no effect on a regression label",
         ),
         ('column = "stars"', 'colunm = "stars"', "did you mean column?"),
         ("[labels.click]", "labels.click = 3", "label"),
