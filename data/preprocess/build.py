@@ -170,7 +170,7 @@ class _Build:
     def _learn(
         self, entries: Sequence[dict[str, Any]], rows: dict[str, int], workers: Workers
     ) -> tuple[Schema, Scaling]:
-        """Return the schema and the scaling that the journal records, or else learn them and write the vocabulary."""
+        """Return the schema and the scaling from the journal; if it has none, learn them and write the vocabulary."""
         of, signed = (self._options.dense, self._layout.dense, self._layout.scaling), self._source.signed
         for entry in entries:
             if "learned" in entry:
@@ -310,7 +310,7 @@ class _Build:
         return manifest
 
     def _kinds(self) -> dict[str, Any]:
-        """Return the types and text forms of each column with ids; empty if all values of the source have one kind."""
+        """Return the manifest's entry about types and text forms of columns with ids; empty if the source has none."""
         if self._source.kinds is None:
             return {}
         forms: dict[str, dict[int, frozenset[int]]] = {}

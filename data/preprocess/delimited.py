@@ -38,8 +38,8 @@ class DelimitedFile:
     Args:
         columns: The column names, or None to read them from the first row.
         delimiter: The separator of values. If it has several characters, quotes are ordinary characters. None selects
-            it by suffix: a tab for .tsv and .tab, a comma for .csv; for other suffixes, a tab if the first line has
-            one, else a comma.
+            it by the file's suffix: a tab for .tsv and .tab, a comma for .csv; for other suffixes, a tab if the first
+            line has one, else a comma.
         quotes: Whether values in double quotes may contain delimiters and line ends (RFC 4180).
         encoding: The text's encoding, as a Python codec name.
         skipped_lines: Number of lines to skip before the header, or before the first row if there is no header.
@@ -263,7 +263,7 @@ def _no_rows(used: Sequence[str]) -> pa.RecordBatch:
 
 
 class _WrongRows:
-    """Collects the parser's rows with too few or too many values; `columns` has their numbers of values, int32."""
+    """Collects the rows with too few or too many values; `columns` has the number of values of each row, int32."""
 
     def __init__(self) -> None:
         self._numbers, self.columns = array("q"), array("i")

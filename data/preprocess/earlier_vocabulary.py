@@ -71,7 +71,7 @@ class Earlier:
         }
 
     def require(self, source: Source, dense: str, buckets: int | None) -> None:
-        """Raise UserError unless new rows have the same columns, scaling and kind of ids."""
+        """Raise UserError unless new rows have the same columns, scaling and kind of ids as this data set."""
         mine, theirs = self.schema, source.layout
         for what, here, there in (
             ("labels", ", ".join(theirs.labels), ", ".join(mine.labels)),

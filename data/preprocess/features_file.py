@@ -130,7 +130,7 @@ def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _feature(where: str, settings: Any) -> dict[str, Any]:
-    """Check a feature's settings; return them, with a `Reading` as "reading" and a `Scaled` as "scaled" added."""
+    """Check feature settings; return them with two entries added: "reading", a `Reading`, and "scaled", a `Scaled`."""
     if not isinstance(settings, dict):
         raise UserError(f'{where}: write its settings as [features.NAME] or NAME = {{kind = "categorical"}}')
     kind = settings.get("kind")

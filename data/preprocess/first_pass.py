@@ -174,7 +174,7 @@ class FirstPass:
         self._rejected += rejected
 
     def _check_rejected(self, accepted: int) -> None:
-        """Raise UserError if more than 1% of all rows, or over half of the first 10,000 or more, are malformed.
+        """Raise UserError if more than 1% of all rows, or half of the rows so far (at least 10,000), are malformed.
 
         `accepted` is the number of well-formed rows in the source, or an upper bound on it. The second case indicates a
         wrong option, so it is reported early.

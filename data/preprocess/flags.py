@@ -53,7 +53,7 @@ def add_roles(to: argparse.ArgumentParser) -> None:
     add("--padding", "NAME=VALUE", "leave VALUE out of the lists of --bag NAME, as it is only padding")
     add("--last", "NAME=N", "keep only the last N values of each list of --bag NAME")
     add("--missing", "VALUES", "missing-value markers in every column, separated by commas, such as '\\N,?'")
-    to.add_argument("--decimal", choices=(".", ","), help="the decimal point of numbers in text (default .)")
+    to.add_argument("--decimal", choices=(".", ","), help="the decimal separator of numbers in text (default .)")
     to.add_argument(
         "--features",
         type=Path,

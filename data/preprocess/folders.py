@@ -56,7 +56,7 @@ def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[P
 
 
 def _files(top: Path) -> Iterator[Path]:
-    """Yield the files of a folder tree, following links, but each folder only once."""
+    """Yield the files of a folder tree. Links are followed, but each folder is visited only once."""
     seen = {_identity(top)}
     for folder, folders, names in os.walk(top, onerror=_raise, followlinks=True):
         inside = [Path(folder) / name for name in sorted(folders) if not _is_hidden(name)]

@@ -70,8 +70,8 @@ PADDED = frozenset(range(kernel.PADDED + 2, kernel.FORMS))
 class Written:
     """The forms that the values of a column, or of columns that share ids, had in training.
 
-    `forms` are the numbers of the forms that occurred; `types` are the columns' Arrow types in the files, "text" for
-    text, empty if unknown.
+    `forms` has the numbers of the forms that occurred. `types` has the columns' Arrow types in the files, where "text"
+    stands for every text type; it is empty if the types are unknown.
     """
 
     forms: frozenset[int]

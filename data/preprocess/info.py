@@ -257,7 +257,10 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
 
 
 def _iterate_columns(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yield the index and the bucket numbers of each column in `spaces`; the numbers continue from space to space."""
+    """Yield, for each column of `spaces`, its index, and its ids as bucket numbers.
+
+    The buckets of all `spaces` are numbered consecutively, from 0.
+    """
     places = {space.name: i * space.size - space.first for i, space in enumerate(spaces)}
     for i, column in enumerate(found.schema.columns):
         if column.space in places:
@@ -265,5 +268,5 @@ def _iterate_columns(part: Part, found: Manifest, spaces: Sequence[Space]) -> It
 
 
 def shortened(name: str, most: int) -> str:
-    """Shorten a name to `most` characters by cutting its middle, as column names differ at their ends."""
+    """Shorten a name to `most` characters by cutting its middle, as names often differ at their ends."""
     return name if len(name) <= most else f"{name[: (most - 1) // 2]}…{name[-(most // 2) :]}"

@@ -89,7 +89,7 @@ class Input:
     """A plain or compressed file, or a file in a tar or zip archive.
 
     `wanted` is called with the name of each file in an archive, without folders, to select one; None requires that
-    the archive has only one.
+    the archive has only one file.
     """
 
     def __init__(self, path: Path, wanted: Callable[[str], bool] | None = None) -> None:

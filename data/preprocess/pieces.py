@@ -264,7 +264,7 @@ def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _label_sums(values: Array, lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """Return the sums of a label in consecutive segments with these lengths, as integers if the label is 0 or 1."""
+    """Return a label's sums in consecutive segments with these lengths, as integers if the label is 0 or 1."""
     if values.dtype == np.uint8:
         return _sums(values, lengths)
     ends = np.cumsum(lengths).tolist()

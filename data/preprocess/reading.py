@@ -149,7 +149,7 @@ class Reading:
         return arrow.as_text(array, self.clean)
 
     def bags(self, array: pa.Array) -> tuple[Codes, pa.StringArray, Codes]:
-        """Dictionary-encode the values of lists, or of text with separators, without missing values.
+        """Dictionary-encode the values of bags, from lists or from text with separators; omit missing values.
 
         Returns codes int32 [N], the texts, and the number of values of each row, int32 [n].
         """

@@ -58,7 +58,7 @@ def own(options: Mapping[str, Any]) -> dict[str, Scaled]:
 
 
 class ByColumn:
-    """Scaling of numbers whose columns have different modes or are clipped.
+    """Scaling of columns that have different modes or are clipped.
 
     Args:
         names: Names of the columns.

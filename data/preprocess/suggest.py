@@ -41,7 +41,11 @@ _SKEWED = 100.0  # a maximum above this many times the median suggests log scali
 
 @dataclass
 class _Column:
-    """A sampled column: its type in the file, all values as text, those not missing, and missing-value markers."""
+    """A sampled column.
+
+    `type` is its type in the file. `texts` has all values as text, or the lists of a list column; `known` has those
+    that are not missing. `marks` has the missing-value markers that occur in the column.
+    """
 
     name: str
     type: pa.DataType

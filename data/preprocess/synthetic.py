@@ -180,7 +180,7 @@ def zipf_ranks(
 
 
 def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Map random words to uniform numbers with mean 0 and variance 1."""
+    """Map random 64-bit words to uniform numbers with mean 0 and variance 1."""
     uniform = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return (uniform - 0.5) * _SQRT_12
 

@@ -52,9 +52,9 @@ def with_elements(
     """Return the reading settings of all features, where the numeric columns of vectors read elements of a list.
 
     Args:
-        readings: Settings by feature; those of a vector's columns do not include the vector's own settings.
+        readings: Settings by feature. A vector's columns have only the settings that apply to all columns.
         vectors: The vectors, by name.
-        settings: Own settings of features; a vector's may have a column's name and missing-value markers.
+        settings: Each feature's own settings. For a vector, its column's name and missing-value markers are used.
     """
     found = dict(readings)
     for name, vector in vectors.items():
@@ -89,7 +89,7 @@ def read_numbers(
     Args:
         names: Names of the data set's numeric columns; those of a vector are consecutive.
         readings: Reading settings by name.
-        get: Returns the file's column with a name [n].
+        get: Returns the values [n] of the file's column with a name.
     """
     found, unread = np.empty((n, len(names))), np.zeros(n, np.bool_)
     for place, name, width in _columns(names, readings):
@@ -130,7 +130,7 @@ class WrongNumberError(Exception):
 
 
 def _columns(names: Sequence[str], readings: Mapping[str, Reading]) -> Iterator[tuple[int, str, int]]:
-    """Yield the index and name of the first column, and the number of columns, of each number and each vector."""
+    """Yield, for each vector and each other numeric column, its first index and name, and its number of columns."""
     for place, name in enumerate(names):
         reading = readings[name]
         if not reading.element:  # not a later element of a vector
@@ -160,7 +160,7 @@ def _require_vectors(column: pa.Array, reading: Reading) -> Numbers:
     for row in np.flatnonzero(unread)[:1].tolist():
         lists, no_text = _lists(column.slice(row, 1), reading)
         if no_text[0]:
-            raise WrongValueError(row, "not text in UTF-8")
+            raise WrongValueError(row, "the value is not text in UTF-8")
         if (length := int(arrow.list_lengths(lists)[0])) != reading.length:
             raise WrongValueError(row, f"the vector has {counted(length, 'number')}, not {reading.length}")
         try:
@@ -180,7 +180,7 @@ def _lists(column: pa.Array, reading: Reading) -> tuple[pa.Array, Mask]:
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), pa.list_(pa.float64())), np.zeros(len(column), np.bool_)
     if kind != "text":
-        raise WrongValueError(0, f"of type {column.type}, which is not a list of numbers")
+        raise WrongValueError(0, f"it is of type {column.type}, not a list of numbers")
     column, no_text = readable(column)
     texts = reading.clean(column)
     texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)
