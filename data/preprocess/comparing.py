@@ -97,7 +97,7 @@ def is_after_where_readable(
 
 
 def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
-    """Return a mask, bool [n], of the numbers that are larger than `value`; numbers may be text. None is missing."""
+    """Return a mask, bool [n], of the numbers above `value`. Numbers may be text; no number may be missing."""
     kind = array.type
     if pa.types.is_decimal(kind) and np.isfinite(float(value)):
         with localcontext(prec=_DIGITS):

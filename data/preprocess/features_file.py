@@ -142,7 +142,7 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
         if settings.get(name, least) < least:
             raise UserError(f"{where}: {name} must be at least {least}, not {settings[name]}")
     if kind == "vector" and "length" not in settings:
-        raise UserError(f"{where}: length is missing; give the number of numbers in each vector")
+        raise UserError(f"{where}: length is missing; set it to how many numbers each vector has")
     if kind == "vector":
         check_length(where, settings["length"])
     if settings.get("end", "last") not in ENDS:

@@ -148,7 +148,7 @@ def gather(folder: Path) -> Information:
     else:
         vocabulary = StoredVocabulary(folder, found)
         largest = max((space.values for space in vocabulary.spaces.values()), default=0)
-        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # mask; sorted counts and their sums
+        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # a mask, and a curve's arrays
         known = vocabulary.counts > 0
         known[: found.schema.first_value] = False
         totals = {split: _totals(folder, found, split, known) for split in found.splits}

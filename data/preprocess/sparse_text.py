@@ -97,7 +97,8 @@ class SparseText:
             lines = text.decode().split("\n")
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{self.input.name}: byte {offset + error.start:,} or a byte near it is not UTF-8"
+                f"{self.input.name}: byte {offset + error.start:,} or a byte near it is not UTF-8; convert the file "
+                "to UTF-8"
             ) from None
         lines = [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
         columns: dict[str, list[Any]] = {name: [] for name in used}
@@ -148,4 +149,4 @@ class SparseText:
         return found
 
     def _too_long(self) -> UserError:
-        return UserError(f"{self.input.name}: a line is longer than {LONGEST * _BLOCK} bytes")
+        return UserError(f"{self.input.name}: a line is longer than {LONGEST * _BLOCK} bytes; check its line ends")

@@ -203,7 +203,7 @@ def _numeric_or_ids(column: _Column, numbers: Any, distinct: int) -> Suggestion:
     middle, most = float(np.median(size[size > 0])) if (size > 0).any() else 0.0, float(size.max())
     if middle and most > _SKEWED * middle:
         settings["scaling"] = "log"
-        reasons["scaling"] = f"the largest is {most / middle:,.0f} times the median"
+        reasons["scaling"] = f"the largest number is {most / middle:,.0f} times the median"
     what = "integers" if whole else "numbers"
     return Suggestion(column.name, settings, f"{what} from {numbers.min():g} to {numbers.max():g}", reasons)
 
@@ -242,7 +242,7 @@ def _bag(column: _Column, separator: str | None) -> Suggestion:
         [most] = sorted(pc.value_counts(values).to_pylist(), key=lambda one: -one["counts"])[:1]
         if most["counts"] > _PADS * len(values) and most["values"] in ("0", "-1", "", "<pad>", "PAD"):
             settings["missing"] = [most["values"]]
-            reasons["missing"] = f"{most['counts'] / len(values):.0%} of all values: padding"
+            reasons["missing"] = f"{most['counts'] / len(values):.0%} of all values: probably padding"
     return Suggestion(
         column.name, settings, f"{lengths:.1f} values per row, {len(pc.unique(values)):,} distinct", reasons
     )
