@@ -289,7 +289,7 @@ def is_table(path: Path, start: bytes) -> bool:
 def find_format(source: AnyInput) -> str:
     """Return "Parquet", "an Arrow file", "an Arrow stream" or "text", judging by a file's first bytes.
 
-    Raises UserError for the first bytes of an unsupported format.
+    Raises UserError if these are the first bytes of an unsupported format.
     """
     start = source.head(8)
     if start.startswith(_FEATHER_1):

@@ -1,4 +1,4 @@
-"""Inputs as byte streams: plain or compressed files, files in tar archives, standard input.
+"""Inputs as byte streams: plain or compressed files, files in tar and zip archives, standard input.
 
 A file's first bytes, and not its name, determine its format.
 """

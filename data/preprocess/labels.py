@@ -104,7 +104,7 @@ class Labels:
             return arrow.labels_where_readable(found, self._rules[name])
 
     def _tell(self, name: str, labels: pa.Array) -> None:
-        """Print a line if the rule makes both a number below 0 and a number of at least 0 negative labels."""
+        """Print a note if a number below 0, such as -1, becomes a negative label, and so does 0 or a larger number."""
         rule = self._rules[name]
         assert rule is not None
         values = arrow.decoded(labels)

@@ -25,7 +25,7 @@ _SHOWN = 40
 
 
 class WrongTypeError(Exception):
-    """Values of a column's type cannot match the values in training, or it is ambiguous which of them they match."""
+    """A column's values, because of their type, cannot match values in training, or could match several of them."""
 
 
 def format_texts(values: pa.Array, written: Written, *, hashed: bool) -> Texts:

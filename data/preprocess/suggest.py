@@ -69,7 +69,7 @@ class _Column:
 
 @dataclass
 class Suggestion:
-    """Proposed settings of a feature, or None to leave out the column, with the reason."""
+    """Proposed settings of a feature, or None to leave out the column, and the reason for either."""
 
     name: str
     settings: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""Columns of vectors: lists of equally many numbers, each of which becomes a numeric column of the data set."""
+"""Vector columns: each row has a list of N numbers, which become N numeric columns of the data set."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ MOST = 1 << 16  # numbers in a vector
 
 
 class Vector(NamedTuple):
-    """A vector feature: the number of its numbers, and their separator in text (None: commas or whitespace)."""
+    """A vector feature: its length, and the separator of its numbers in text (None means commas or whitespace)."""
 
     length: int
     separator: str | None = None

@@ -174,5 +174,5 @@ def open_query(sql: str, options: QueryOptions) -> QueryRows:
 
 
 def spill_folder(out: Path) -> Path:
-    """Return the folder for data that does not fit in memory. It is removed with the work folder, in which it lies."""
+    """Return the folder for data that does not fit in memory. It is inside the work folder, and is removed with it."""
     return out.parent / f".{out.name}.partial" / "query"
