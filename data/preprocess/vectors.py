@@ -130,7 +130,7 @@ class WrongNumberError(Exception):
 
 
 def _columns(names: Sequence[str], readings: Mapping[str, Reading]) -> Iterator[tuple[int, str, int]]:
-    """Yield, for each vector and each other numeric column, its first index and name, and its number of columns."""
+    """Yield each vector and each other numeric column: its first column's index and name, and its number of columns."""
     for place, name in enumerate(names):
         reading = readings[name]
         if not reading.element:  # not a later element of a vector
