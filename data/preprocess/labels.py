@@ -90,7 +90,9 @@ class Labels:
         if not np.isnan(self._numbers(name, get, least=-np.inf if is_label else 0)).any():
             return
         self._readings[name].numbers(get(self.column(name)))  # raises for text that is not a number
-        raise WrongValueError(0, f"the value is missing, {'' if is_label else 'negative, '}or too large")
+        raise WrongValueError(
+            0, "the value is missing, or too large" if is_label else "the value is missing, negative, or too large"
+        )
 
     def _label(self, name: str, get: GetColumn) -> Values:
         if name not in self._rules:
