@@ -71,8 +71,10 @@ class _Build:
     def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier | None) -> None:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
-        self._known_shares: dict[str, float] | None = None  # by id space: share of occurrences with an id of `earlier`
-        self._padded: dict[str, list[Any]] = {}  # by bag: a value that makes up most of its values, and its share
+        # By id space, the share of training occurrences that have an id of `earlier`.
+        self._known_shares: dict[str, float] | None = None
+        # By bag, the value that makes up most of the bag's values, and its share.
+        self._padded: dict[str, list[Any]] = {}
         self._layout: Layout = source.layout
         has_validation = source.has_validation or options.validation_fraction is not None
         self._splits = SPLITS if has_validation else SPLITS[:2]
@@ -168,7 +170,7 @@ class _Build:
     def _learn(
         self, entries: Sequence[dict[str, Any]], rows: dict[str, int], workers: Workers
     ) -> tuple[Schema, Scaling]:
-        """Return the schema and the scaling that the journal records, or else learn them and write the vocabulary."""
+        """Return the schema and the scaling from the journal; if it has none, learn them and write the vocabulary."""
         of, signed = (self._options.dense, self._layout.dense, self._layout.scaling), self._source.signed
         for entry in entries:
             if "learned" in entry:
@@ -308,7 +310,7 @@ class _Build:
         return manifest
 
     def _kinds(self) -> dict[str, Any]:
-        """Return the types and text forms of each column with ids; empty if all values of the source have one kind."""
+        """Return the manifest's entry about types and text forms of columns with ids; empty if the source has none."""
         if self._source.kinds is None:
             return {}
         forms: dict[str, dict[int, frozenset[int]]] = {}
@@ -323,7 +325,11 @@ class _Build:
         return {split: sum(of(fact, i) for fact in self._facts) for i, split in enumerate(self._splits)}
 
     def _label_means(self, rows: dict[str, int]) -> dict[str, Any]:
-        """Return the label means for the manifest: of the first label by split, of others by label and split."""
+        """Return the manifest's entries about label means.
+
+        `label_mean` has the first label's means, by split. If there are other labels, `label_means` has their means, by
+        label and then by split.
+        """
         means = {}
         for k, name in enumerate(self._layout.labels):
             sums = {split: math.fsum(fact.labels[i][k] for fact in self._facts) for i, split in enumerate(self._splits)}
@@ -347,7 +353,7 @@ class _Build:
 
 
 def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str, splits: int) -> int:
-    """Return how many journal entries, from the first on, are valid and in order."""
+    """Return the number of journal entries before the first one that is invalid or out of order."""
     order = ("piece", "parsed", "learned", "shard")
     stage = 0
     for number, entry in enumerate(entries):
@@ -390,9 +396,9 @@ class _Done(Shard):
         out: Number of out-of-vocabulary occurrences in each column with ids.
         uses: Number of id occurrences in each column with ids.
         apart: In the entry of the first training shard, the columns that share another column's ids but have no value
-            in common with it; otherwise empty.
+            in common with it; empty in other entries.
         squeezed: In the entry of the first training shard, the numeric columns with a few numbers so large that nearly
-            all others are almost equal when scaled; otherwise empty.
+            all others are almost equal when scaled; empty in other entries.
     """
 
     out: list[int]
@@ -402,7 +408,7 @@ class _Done(Shard):
 
 
 def _count_intact(paths: Sequence[Path], checksums: Sequence[str], workers: Workers) -> int:
-    """Return how many files, from the first on, have the expected CRC-32."""
+    """Return the number of files before the first one that is missing or has an unexpected CRC-32."""
 
     def check(path: Path, expected: str) -> bool:
         return path.is_file() and checksum(path, Crc32) == expected

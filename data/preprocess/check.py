@@ -34,7 +34,7 @@ from hostdev.data.targets import columns_of
 
 _NO_CHECKSUM = "no checksum recorded"
 _SHOWN = 40  # characters shown of a value
-_CLOSE = 1e-9  # relative tolerance of means, which depend on the order of summation
+_CLOSE = 1e-9  # relative tolerance for means, as their last bits depend on the order of summation
 
 
 class DamagedDataError(UserError):
@@ -160,7 +160,7 @@ def _check_rejected(folder: Path, found: Manifest, report: Report) -> None:
 def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[StoredVocabulary | None, list[str]]:
     """Open the vocabulary; return it and the findings about its id ranges.
 
-    Returns None for the vocabulary if ids are hashed, or if the file is unreadable; the report then says so.
+    Returns None for the vocabulary if ids are hashed, or if the file is unreadable, which is added to the report.
     """
     if found.vocabulary is None:
         return None, []
@@ -188,12 +188,15 @@ def _format_kept(found: Manifest) -> str:
 
 
 def _is_version_1(found: Manifest) -> bool:
-    """Return whether a manifest with a vocabulary is of version 1, which has no separate id range for each space."""
+    """Return whether a manifest with a vocabulary is of version 1, which does not record id ranges."""
     return len(found.schema.spaces) > 1 and len({(space.first, space.size) for space in found.schema.spaces}) == 1
 
 
 def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArray[Any] | None) -> Iterator[str]:
-    """Yield findings about values and counts; `counts` [ids] are counted in training rows, or None if not known."""
+    """Yield the findings about a vocabulary's values and counts.
+
+    `counts` [ids] has the number of occurrences of each id, counted in the training rows; None if it is unknown.
+    """
     path, fixed = vocabulary.path, found.schema.first_value
     values = vocabulary.table["value"]
     if values.slice(0, fixed).null_count != fixed or values.null_count != fixed:
@@ -206,14 +209,14 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
     for space in spaces.values():
         repeated = vocabulary.find_repeated_value(space)
         if repeated is not None:
-            yield f"{path}: ids {repeated[0]} and {repeated[1]} are both {vocabulary.text(repeated[0])}; {REMEDY}"
+            yield f"{path}: ids {repeated[0]} and {repeated[1]} both stand for {vocabulary.text(repeated[0])}; {REMEDY}"
     least, total = pc.min(vocabulary.table["count"]).as_py(), pc.sum(vocabulary.table["count"]).as_py()
     if least is not None and least < 0:
         yield f"{path}: it has counts below 0; {REMEDY}"
     elif (total or 0) != found.uses("train"):
         yield (
-            f"{path}: its counts add up to {total:,}, not to the {found.uses('train'):,} ids in the training rows; "
-            f"{REMEDY}"
+            f"{path}: its counts add up to {total:,}, not to the {found.uses('train'):,} id occurrences in the "
+            f"training rows; {REMEDY}"
         )
     if counts is None:
         return
@@ -235,7 +238,7 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
 def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | None, report: Report) -> Totals:
     """Check the shards of a split, add the result to the report, and return the sums over the rows.
 
-    If `counter` is given and the split is "train", it counts the ids.
+    The ids of the "train" split are counted with `counter`, if it is given.
     """
     wrong: list[str] = []
     totals, shards = Totals(), found.shards(split)
@@ -253,7 +256,7 @@ def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | 
 
 
 def _check_shard(folder: Path, found: Manifest, shard: Shard, counter: Counter | None) -> tuple[Totals, list[str]]:
-    """Read a shard; return the sums over its rows, and the findings. `counter`, if given, counts the ids."""
+    """Read a shard, and count its ids with `counter` if given; return the sums over its rows, and the findings."""
     totals = Totals()
     wrong: dict[str, Wrong] = {}
     try:
@@ -284,7 +287,7 @@ def _add_part(totals: Totals, part: Part, found: Manifest, counter: Counter | No
 
 
 def _label_means(found: Manifest, recorded: dict[str, Any], totals: Totals) -> Iterator[tuple[str, Any, float]]:
-    """Yield, for each label, the name of its mean in the statistics, the recorded means, and the rows' mean."""
+    """Yield, for each label, the name of its entry in the statistics, the entry itself, and the mean over the rows."""
     means = [total / max(1, totals.rows) for total in totals.labels or [0.0] * len(found.schema.labels)]
     yield "label_mean", recorded.get("label_mean"), means[0]
     for name, mean in zip(found.schema.targets.more, means[1:], strict=True):

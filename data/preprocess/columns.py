@@ -33,7 +33,7 @@ _BINARY = {
     pa.string_view(): pa.binary_view(),
 }
 TEXT_OR_WHOLE = "text or integers"  # a result of `get_written_form`
-_FEW_LABELS = 20  # up to this many distinct labels are looked at one by one
+_FEW_LABELS = 20  # `distinct_numbers` examines at most this many distinct values
 _SHOWN = 40  # characters of a wrong value in a message
 
 
@@ -123,7 +123,7 @@ class Positive:
 
 
 def classify_type(found: pa.DataType) -> str:
-    """Return "text", "number", "bool", "other" (dates, times), "list" or "nested" (also unsupported) for a type."""
+    """Return a type's class: "text", "number", "bool", "other" (dates, times), "list", or "nested" for the rest."""
     if pa.types.is_dictionary(found):
         return classify_type(found.value_type)
     if any(test(found) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
@@ -179,10 +179,10 @@ def _whole_numbers(array: pa.Array) -> npt.NDArray[np.int64]:
 
 
 def get_written_form(found: pa.DataType) -> str | None:
-    """Return a name for the way a type is written; types with the same name write equal values as the same text.
+    """Return a name for how a type's values become text. Types with the same name turn equal values into equal texts.
 
-    A list has the name of its values' type. Text and numbers share a name, since CSV stores numbers as text. Nulls,
-    which fit all types, have the name None.
+    A list has the name of its values' type. Text and numbers share a name, since CSV stores numbers as text. A type
+    that has only nulls fits all types; its name is None.
     """
     if pa.types.is_dictionary(found) or classify_type(found) == "list":
         return get_written_form(found.value_type)
@@ -212,7 +212,7 @@ def as_text(array: pa.Array, clean: Callable[[pa.Array], pa.Array] | None = None
 
 
 def distinct(array: pa.Array) -> tuple[Codes, pa.Array]:
-    """Return codes, int32 [n], and the distinct values that they index, in order of first occurrence, with null."""
+    """Return codes, int32 [n], and the distinct values, which may include null, in order of first occurrence."""
     if pa.types.is_integer(array.type) and not pa.types.is_uint64(array.type) and not array.null_count:
         ids = array.cast(pa.int64()).to_numpy(zero_copy_only=False)  # several times faster than Arrow's encoding
         seen = id_map(ids)
@@ -297,7 +297,10 @@ def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
 
 
 def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Convert like `as_numbers`, but with NaN for invalid values; return float64 [n], and a mask of these, bool [n]."""
+    """Convert like `as_numbers`, but convert invalid values to NaN.
+
+    Returns the numbers, float64 [n], and a mask of the invalid values, bool [n].
+    """
     try:
         return as_numbers(array), np.zeros(len(array), np.bool_)
     except WrongValueError:
@@ -328,9 +331,9 @@ def _booleans_as_digits(texts: pa.Array) -> pa.Array:
 
 
 def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
-    """Convert values to labels 0 or 1, float32 [n], by the rule `positive` if there is one.
+    """Convert values to labels 0 or 1, float32 [n], by the rule `positive`.
 
-    Raises WrongValueError for a missing or invalid value.
+    If it is None, the values must be 0, 1, true or false. Raises WrongValueError for a missing or invalid value.
     """
     if positive is not None and positive.orders:
         numbers = as_numbers(array)
@@ -439,7 +442,7 @@ def cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> p
 
 
 def cast_where_possible(array: pa.Array, to: pa.DataType) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
-    """Cast an array; return it with null where a value cannot be cast, and a mask of these values, bool [n]."""
+    """Cast an array. Return it with null for each value that cannot be cast, and a mask of those values, bool [n]."""
     encoded = _encode(array)  # wrong values often repeat
     parts: list[pa.Array] = []
 

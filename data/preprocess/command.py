@@ -100,7 +100,7 @@ def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -
         options = table_options(arguments, earlier)
         if options.hash_buckets is not None and how.thresholds:
             raise UserError(
-                f"threshold of {next(iter(how.thresholds))!r} has no effect with --hash-buckets; leave out threshold"
+                f"threshold of feature {next(iter(how.thresholds))!r} has no effect with --hash-buckets; leave it out"
             )
         return Table(arguments.files if arguments.command == "table" else [_open_query(arguments)], how), options
     options = parse_options(arguments, **earlier_flags.defaults(earlier))

@@ -30,7 +30,7 @@ _DIGITS = 400  # more digits than any float64 or decimal has
 
 
 def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> npt.NDArray[np.bool_]:
-    """Return a mask of the times later, or the numbers larger, than `value`, bool [n].
+    """Return a mask, bool [n], of the values that are later (times) or larger (numbers) than `value`.
 
     Integers and decimals are compared exactly; numbers in text with a point or an exponent are compared as float64.
     `flag` is the option that error messages name.
@@ -54,7 +54,10 @@ def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> npt.NDArray[np.b
 def is_after_where_readable(
     array: pa.Array, value: str, flag: str = _FLAG
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return two masks, bool [n]: of times later or numbers larger than `value`, and of missing or unreadable values.
+    """Return two masks, bool [n].
+
+    The first mask marks values that are later (times) or larger (numbers) than `value`; the second marks missing and
+    unreadable values.
 
     Raises UserError if `value` cannot be compared with the array's type.
     """
@@ -94,7 +97,7 @@ def is_after_where_readable(
 
 
 def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
-    """Return a mask of the numbers, or texts of numbers, larger than `value`, bool [n]; no value may be missing."""
+    """Return a mask, bool [n], of the numbers above `value`. Numbers may be text; no number may be missing."""
     kind = array.type
     if pa.types.is_decimal(kind) and np.isfinite(float(value)):
         with localcontext(prec=_DIGITS):
@@ -155,7 +158,7 @@ def _parse_time_of_day(value: str) -> pa.Scalar:
 
 
 def _find_type(value: str) -> pa.DataType | None:
-    """Return the type for comparing text with `value`: float64 or a timestamp; None if it is neither."""
+    """Return the type for comparing text with `value`: float64 or a timestamp; None if `value` is neither."""
     for found in (pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
         try:
             pa.scalar(value).cast(found)

@@ -1,4 +1,4 @@
-"""Criteo's text format: per row, a tab-separated line with a label, 13 integers and 26 values of 8 hex digits."""
+"""Criteo's text format: each row is a tab-separated line with a label, 13 integers and 26 values of 8 hex digits."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence

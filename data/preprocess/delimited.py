@@ -27,8 +27,8 @@ BLOCK_BYTES = 1 << 24
 MOST_COLUMNS = 1 << 16
 _USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, quoted for a shell
 _SHOWN = 120  # characters of a header in a message
-_MANY_LINES = 20  # a quoted value with this many lines may contain rows
-_ROWLIKE = 0.8  # such a value does contain rows if this share of its lines has as many delimiters as a row
+_MANY_LINES = 20  # a quoted value with this many lines may have swallowed rows, after an unclosed quote
+_ROWLIKE = 0.8  # it has swallowed rows if this share of its lines has as many delimiters as a row
 _STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, unusual in text
 
 
@@ -38,8 +38,8 @@ class DelimitedFile:
     Args:
         columns: The column names, or None to read them from the first row.
         delimiter: The separator of values. If it has several characters, quotes are ordinary characters. None selects
-            it by suffix: a tab for .tsv and .tab, a comma for .csv; for other suffixes, a tab if the first line has
-            one, else a comma.
+            it by the file's suffix: a tab for .tsv and .tab, a comma for .csv; for other suffixes, a tab if the first
+            line has one, else a comma.
         quotes: Whether values in double quotes may contain delimiters and line ends (RFC 4180).
         encoding: The text's encoding, as a Python codec name.
         skipped_lines: Number of lines to skip before the header, or before the first row if there is no header.
@@ -85,7 +85,10 @@ class DelimitedFile:
 
     @property
     def other_delimiter(self) -> str | None:
-        """A usual delimiter in a first line that has only one value, as --delimiter takes it; None if there is none."""
+        """A usual delimiter in the first line, as --delimiter takes it, if the line has only one value.
+
+        None if the line has several values or no usual delimiter.
+        """
         if len(self.names) > 1:
             return None
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)
@@ -260,7 +263,7 @@ def _no_rows(used: Sequence[str]) -> pa.RecordBatch:
 
 
 class _WrongRows:
-    """Collects the parser's rows with too few or too many values; `columns` has their numbers of values, int32."""
+    """Collects the rows with too few or too many values; `columns` has the number of values of each row, int32."""
 
     def __init__(self) -> None:
         self._numbers, self.columns = array("q"), array("i")
@@ -275,7 +278,7 @@ class _WrongRows:
         return "skip"
 
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Return the rows' numbers, from 1: the header counts, empty lines and line ends in quotes do not."""
+        """Return the rows' numbers, from 1. The header is counted; empty lines and line ends in quotes are not."""
         return np.asarray(memoryview(self._numbers))
 
     def text(self, i: int) -> str:

@@ -166,7 +166,7 @@ class Standard:
 
     @property
     def _subtracted(self) -> Numbers:
-        """The mean, or the exact value of a constant column, since its computed mean may be rounded."""
+        """The number to subtract: the mean, or the value of a constant column, whose computed mean may be rounded."""
         return np.where(self.deviation > 0, self.mean, np.where(self._count > 0, self._low, 0.0))
 
     def statistics(self) -> dict[str, Any]:

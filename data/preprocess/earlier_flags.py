@@ -49,7 +49,7 @@ def defaults(earlier: Earlier | None) -> dict[str, Any]:
 
 
 def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
-    """Return the arguments of `TableOptions` about columns, with their values and order in the earlier data set.
+    """Return the arguments of `TableOptions` about columns, with the earlier data set's values and order of names.
 
     `given` has the flags' values for some of these arguments, None or empty if the flag is not set. Raises UserError if
     a flag that is set differs from the earlier data set in more than the order of names.

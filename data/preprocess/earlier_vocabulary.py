@@ -29,7 +29,7 @@ from hostdev.kernels.strings import hash_texts
 
 EARLIER = "earlier"  # the field of a manifest's options that `as_json` fills
 KNOWN_SHARES = "known_shares"  # statistic: by id space, the share of training occurrences with an earlier id
-_FEW = 0.01  # a smaller share of known occurrences is reported
+_FEW = 0.01  # a smaller share of occurrences with an earlier id is reported
 _AT_ONCE = 1 << 20  # values in a chunk
 _SHOWN = 120  # characters of a column list in a message
 
@@ -71,7 +71,7 @@ class Earlier:
         }
 
     def require(self, source: Source, dense: str, buckets: int | None) -> None:
-        """Raise UserError unless new rows have the same columns, scaling and kind of ids."""
+        """Raise UserError unless new rows have the same columns, scaling and kind of ids as this data set."""
         mine, theirs = self.schema, source.layout
         for what, here, there in (
             ("labels", ", ".join(theirs.labels), ", ".join(mine.labels)),
@@ -112,7 +112,10 @@ class Earlier:
         return made
 
     def survey(self) -> Survey | None:
-        """Return a survey of the earlier values, which need memory besides the new ones; None if ids are hashed."""
+        """Return estimates of the number and size of the earlier values; None if ids are hashed.
+
+        The memory check needs them, because the earlier values are in memory together with the new ones.
+        """
         if self.buckets is not None:
             return None
         stored, registers, texts = self._stored(), [], []

@@ -60,7 +60,7 @@ class WrongRowError(UserError):
 
 
 class Encoding:
-    """Encodes new rows as those of a data set were encoded.
+    """Encodes new rows in the same way as the rows of a data set.
 
     Args:
         data: The data set's manifest.
@@ -115,7 +115,7 @@ class Encoding:
 
     @property
     def separators(self) -> Mapping[str, str | None]:
-        """The separator of each bag's text by column, or None for a bag of lists."""
+        """By column, the separator of the values of a bag or a vector in text; None if the training files had lists."""
         vectors = (name for name in self.schema.dense if self._readings[name].element is not None)
         found = {self._sources[name]: self._readings[name].separator for name in [*self.schema.bags, *vectors]}
         return found | {name: self._readings[bag].separator for bag, name in self._weights_columns.items()}
@@ -138,7 +138,7 @@ class Encoding:
 
     @property
     def rates(self) -> Mapping[str, float]:
-        """The out-of-vocabulary share of training values by id space; empty if ids are hashed."""
+        """By id space, the share of training values that are out of vocabulary; empty if ids are hashed."""
         return {} if isinstance(self._known, HashBuckets) else self._known.rates
 
     @property
@@ -286,7 +286,7 @@ class Encoding:
             return None
         if any(type(value) is int and abs(value) > LARGEST for value in numbers):
             return None
-        dense = np.array(numbers, np.float64).reshape(len(self.schema.dense), n).T  # None: NaN
+        dense = np.array(numbers, np.float64).reshape(len(self.schema.dense), n).T  # None becomes NaN
         if (np.abs(dense) > self._most).any():
             return None
         ids = self._find_few(texts, n)  # type: ignore[arg-type]  # no None in it
@@ -391,7 +391,7 @@ class Encoding:
         return ids[codes], missing[codes]
 
     def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return the ids of distinct values [N], and a mask of missing values, which a bag skips [N]."""
+        """Return the ids of distinct values [N], and a mask of the missing values [N], which are omitted from bags."""
         known, written, reading = self._known, self._written[column.space], self._readings[column.name]
         if column.kind == "bag" or reading.missing:  # training skips a bag's missing values
             written = Written(written.forms | {EMPTY}, written.types)

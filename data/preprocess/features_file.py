@@ -111,7 +111,7 @@ def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
         _check_keys(f"{where}, label {name!r}", one, _LABEL, " of a label")
         if one.get("task", content.get("task")) == "regression" and "positive" in one:
             raise UserError(
-                f"{where}, label {name!r}: positive has no effect on a label of regression; leave out positive"
+                f"{where}, label {name!r}: positive has no effect on a regression label; leave out positive"
             )
     for task in [content.get("task"), *(one.get("task") for one in settings.values())]:
         if task not in (None, *TASKS):
@@ -130,7 +130,7 @@ def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _feature(where: str, settings: Any) -> dict[str, Any]:
-    """Check a feature's settings; return them, with a `Reading` as "reading" and a `Scaled` as "scaled" added."""
+    """Check feature settings; return them with two entries added: "reading", a `Reading`, and "scaled", a `Scaled`."""
     if not isinstance(settings, dict):
         raise UserError(f'{where}: write its settings as [features.NAME] or NAME = {{kind = "categorical"}}')
     kind = settings.get("kind")
@@ -142,7 +142,7 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
         if settings.get(name, least) < least:
             raise UserError(f"{where}: {name} must be at least {least}, not {settings[name]}")
     if kind == "vector" and "length" not in settings:
-        raise UserError(f"{where}: length is missing; give the number of numbers in each vector")
+        raise UserError(f"{where}: length is missing; set it to how many numbers each vector has")
     if kind == "vector":
         check_length(where, settings["length"])
     if settings.get("end", "last") not in ENDS:

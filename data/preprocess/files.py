@@ -1,4 +1,4 @@
-"""Readers of table files, some rows at a time: Parquet, Arrow (IPC files and streams, Feather) and text."""
+"""Readers of table files, which yield the rows in chunks: Parquet, Arrow (IPC files and streams, Feather) and text."""
 
 import os
 import re
@@ -46,7 +46,7 @@ class Part(NamedTuple):
     """Unparsed rows of a file."""
 
     content: Any
-    offset: int  # end position in the file, in the format's unit
+    offset: int  # where the rows end in the file: a row number or a byte offset, by format
     taken: int  # approximate size of the rows in the file, in bytes
 
 
@@ -132,7 +132,7 @@ def split_batch(batch: pa.RecordBatch, first: int, each: float) -> Iterator[Part
 
 
 def _fitting(sizes: Sequence[npt.NDArray[np.int64]], most: int, n: int) -> int:
-    """Return how many of n rows, at least one, fit into a total size of `most`.
+    """Return how many of the first n rows, at least one, have a total size of at most `most`.
 
     `sizes` has an array for each column: the size of its value in each row [n].
     """
@@ -143,7 +143,7 @@ def _fitting(sizes: Sequence[npt.NDArray[np.int64]], most: int, n: int) -> int:
 
 
 def _rows_at_once(size: GroupSize) -> int:
-    """Return how many rows of a row group to decode at once: CHUNK_ROWS, or half a chunk of large rows."""
+    """Return how many rows of a row group to decode at once: CHUNK_ROWS, or half a chunk if the rows are large."""
     per_row = max(size.list_values / CHUNK_VALUES, size.text_bytes / CHUNK_BYTES) / max(1, size.rows)
     return CHUNK_ROWS if 2 * CHUNK_ROWS * per_row <= 1 else max(1, int(0.5 / per_row))
 
@@ -289,7 +289,7 @@ def is_table(path: Path, start: bytes) -> bool:
 def find_format(source: AnyInput) -> str:
     """Return "Parquet", "an Arrow file", "an Arrow stream" or "text", judging by a file's first bytes.
 
-    Raises UserError for the first bytes of an unsupported format.
+    Raises UserError if these are the first bytes of an unsupported format.
     """
     start = source.head(8)
     if start.startswith(_FEATHER_1):

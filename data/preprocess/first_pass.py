@@ -36,7 +36,7 @@ class FirstPass:
         splits: Number of splits.
         hashed: The hash that maps values to ids; None if values are counted for a vocabulary.
         shards: The memory that the second pass needs for shards.
-        survey: A survey of the earlier data set's values, which will be in memory, too; None without such a data set.
+        survey: Estimates for the earlier data set's values, which will be in memory, too; None without such a data set.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FirstPass:
         self._input = self._lines = self._rows = self._rejected = 0  # counts so far; `_lines` of the current input only
         self._first: Rejected | None = None
         self._surveys = [] if survey is None else [survey]
-        self._unchecked: list[Facts] = []  # pieces whose memory has not been checked yet
+        self._unchecked: list[Facts] = []  # pieces that the memory check does not include yet
 
     def path(self, number: int) -> Path:
         """Return the path of a piece's file."""
@@ -124,7 +124,7 @@ class FirstPass:
             self._first = self._first or rows.rejected[0]
         begin = self._rows
         self._pass(block.end.input, len(rows) + len(rows.rejected), len(rows), len(rows.rejected))
-        self._check_rejected(self._source.most_rows)  # fails early, as more lines cannot help
+        self._check_rejected(self._source.most_rows)  # fails as soon as the remaining rows cannot lower the share to 1%
 
         def write() -> Written:
             splits = self._draw(rows, begin)
@@ -133,7 +133,7 @@ class FirstPass:
         return workers.submit(write)
 
     def _draw(self, rows: RawRows, begin: int) -> npt.NDArray[np.uint8]:
-        """Return the number of each row's split; rows that the source uses for training may be drawn for other splits.
+        """Return the index of each row's split. Only rows that the source uses for training are drawn for other splits.
 
         `begin` is the number of preceding rows. The validation fraction does not change which rows are test rows.
         """
@@ -174,7 +174,7 @@ class FirstPass:
         self._rejected += rejected
 
     def _check_rejected(self, accepted: int) -> None:
-        """Raise UserError if more than 1% of all rows, or over half of the first 10,000 or more, are malformed.
+        """Raise UserError if more than 1% of all rows, or half of the rows so far (at least 10,000), are malformed.
 
         `accepted` is the number of well-formed rows in the source, or an upper bound on it. The second case indicates a
         wrong option, so it is reported early.

@@ -11,7 +11,7 @@ THRESHOLD = 1  # values seen once carry no information; they train the out-of-vo
 
 
 def add_table(to: argparse.ArgumentParser) -> None:
-    """Add the flags of `TableOptions`, except those of `add_split`."""
+    """Add the flags of `TableOptions`, except those of `add_split` and `add_split_files`."""
     add_roles(to)
     add_text(to)
 
@@ -49,12 +49,12 @@ def add_roles(to: argparse.ArgumentParser) -> None:
     add("--vector", "NAME=N", "a column with a list of N numbers in each row, which become N numeric columns")
     add("--categorical", "NAMES", "columns whose values become ids, separated by commas")
     add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
-    add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")
-    add("--padding", "NAME=VALUE", "leave VALUE out of the lists of --bag NAME, as it is only padding")
+    add("--share", "NAME=OTHER", "let column NAME share the ids of column OTHER, so that equal values have equal ids")
+    add("--padding", "NAME=VALUE", "omit VALUE, which is only padding, from the lists of --bag NAME")
     add("--last", "NAME=N", "keep only the last N values of each list of --bag NAME")
     add("--bag-weights", "NAME=SEP", "the values of --bag NAME have weights after SEP, such as ':' in red:0.5")
     add("--missing", "VALUES", "missing-value markers in every column, separated by commas, such as '\\N,?'")
-    to.add_argument("--decimal", choices=(".", ","), help="the decimal point of numbers in text (default .)")
+    to.add_argument("--decimal", choices=(".", ","), help="the decimal separator of numbers in text (default .)")
     to.add_argument(
         "--features",
         type=Path,
@@ -131,7 +131,7 @@ def add_looking(to: Any) -> None:
     what = "look at a table's first rows and write a features file for --features"
     made: argparse.ArgumentParser = to.add_parser("suggest", help=what, description=what + ".", allow_abbrev=False)
     made.add_argument("file", type=Path, metavar="FILE", help="a table in CSV, TSV, Parquet or Arrow")
-    made.add_argument("--label", metavar="NAME", help="the column with the label (default: by its name)")
+    made.add_argument("--label", metavar="NAME", help="the column with the label (default: chosen by its name)")
     made.add_argument("--out", type=Path, metavar="FILE", default=Path("features.toml"), help="the new file "
                       "(default features.toml)")  # fmt: skip
     add_text(made)

@@ -48,12 +48,15 @@ def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[P
     if empty:
         note(f"skipped in {top} as empty: {_listed(empty, top)}")
     if others:
-        note(f"skipped in {top}, as not tables by name or content: {_listed(others, top)}; to read one, name it")
+        note(
+            f"skipped in {top}, because neither name nor content is a table's: {_listed(others, top)}; to read one, "
+            "name it"
+        )
     return taken
 
 
 def _files(top: Path) -> Iterator[Path]:
-    """Yield the files of a folder tree, following links, but each folder only once."""
+    """Yield the files of a folder tree. Links are followed, but each folder is visited only once."""
     seen = {_identity(top)}
     for folder, folders, names in os.walk(top, onerror=_raise, followlinks=True):
         inside = [Path(folder) / name for name in sorted(folders) if not _is_hidden(name)]
@@ -79,7 +82,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _order(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key that puts day_2 before day_10; with equal numbers, as in day_01 and day_1, text decides."""
+    """Return a sort key that puts day_2 before day_10; if only leading zeros differ, names are ordered as text."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part], name
 

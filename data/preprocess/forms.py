@@ -1,4 +1,4 @@
-"""The text forms that a column's values had in training; manifests record them so that new values are found.
+"""The text forms that a column's values had in training; manifests record them so that prediction finds equal values.
 
 A form is a way to write a value, such as 1.0 for a number; a manifest names it by an example. `hostdev.kernels.forms`
 defines the forms' numbers.
@@ -70,8 +70,8 @@ PADDED = frozenset(range(kernel.PADDED + 2, kernel.FORMS))
 class Written:
     """The forms that the values of a column, or of columns that share ids, had in training.
 
-    `forms` are the numbers of the forms that occurred; `types` are the columns' Arrow types in the files, "text" for
-    text, empty if unknown.
+    `forms` has the numbers of the forms that occurred. `types` has the columns' Arrow types in the files, where "text"
+    stands for every text type; it is empty if the types are unknown.
     """
 
     forms: frozenset[int]

@@ -32,11 +32,11 @@ class Curve:
 
     Attributes:
         ids: Number of ids used in training rows.
-        top: Share of occurrences of the n most frequent ids for each n in TOPS, float64 [4].
+        top: For each n in TOPS, the share of occurrences that belong to the n most frequent ids, float64 [4].
         half: Number of the most frequent ids that make up 50% of the occurrences.
         most: Number of the most frequent ids that make up 90% of the occurrences.
         ranks: Log-spaced sample of ranks from 1, int64 [N].
-        shares: Share of occurrences of the id at each rank, float64 [N].
+        shares: The share of occurrences that belong to the id at each rank, float64 [N].
     """
 
     ids: int
@@ -49,7 +49,7 @@ class Curve:
 
 @dataclass
 class Totals:
-    """Totals over the rows of a split, which is divided into PLACES parts, with C dense columns and F columns with ids.
+    """Totals over the rows of a split, which has PLACES parts, C dense columns and F columns with ids.
 
     Attributes:
         labels: Sum of each label's values in each part of the split [labels, PLACES].
@@ -148,7 +148,7 @@ def gather(folder: Path) -> Information:
     else:
         vocabulary = StoredVocabulary(folder, found)
         largest = max((space.values for space in vocabulary.spaces.values()), default=0)
-        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # mask; sorted counts and their sums
+        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # a mask, and a curve's arrays
         known = vocabulary.counts > 0
         known[: found.schema.first_value] = False
         totals = {split: _totals(folder, found, split, known) for split in found.splits}
@@ -257,7 +257,10 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
 
 
 def _iterate_columns(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yield the index of each column of `spaces`, and its ids as bucket numbers, counted through all of `spaces`."""
+    """Yield, for each column of `spaces`, its index, and its ids as bucket numbers.
+
+    The buckets of all `spaces` are numbered consecutively, from 0.
+    """
     places = {space.name: i * space.size - space.first for i, space in enumerate(spaces)}
     for i, column in enumerate(found.schema.columns):
         if column.space in places:
@@ -265,5 +268,5 @@ def _iterate_columns(part: Part, found: Manifest, spaces: Sequence[Space]) -> It
 
 
 def shortened(name: str, most: int) -> str:
-    """Shorten a name to `most` characters by cutting its middle, as column names differ at their ends."""
+    """Shorten a name to `most` characters by cutting its middle, as names often differ at their ends."""
     return name if len(name) <= most else f"{name[: (most - 1) // 2]}…{name[-(most // 2) :]}"

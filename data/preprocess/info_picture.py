@@ -180,7 +180,7 @@ def _name_bars(axes: Any, names: Sequence[str], *, wide: bool) -> None:
 
 
 def _entitle(axes: Any, title: str, *, lines: int) -> None:
-    """Add a title and, between it and the plot, a legend of `lines` lines."""
+    """Add a title, and a legend of `lines` lines between the title and the plot."""
     axes.set_title(title, pad=9 + 15 * lines)
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.99)}
     axes.legend(fontsize=9, ncols=4 // lines, frameon=False, borderpad=0.2, **place)

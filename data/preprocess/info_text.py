@@ -88,7 +88,7 @@ def _features(info: Information) -> Iterator[str]:
     yield from _table("feature", [_label(column) for column in columns], groups)
     for space in info.found.schema.spaces:
         if len(names := info.shared(space.name)) > 1:
-            yield f"{', '.join(names)} share ids: ids and training uses of the top count these features together"
+            yield f"{', '.join(names)} share ids, so their ids and training uses of the top are counted together"
 
 
 def _parts(curves: Sequence[Curve]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Inputs as byte streams: plain or compressed files, files in tar archives, standard input.
+"""Inputs as byte streams: plain or compressed files, files in tar and zip archives, standard input.
 
 A file's first bytes, and not its name, determine its format.
 """
@@ -20,7 +20,7 @@ from hostdev.core.errors import HostdevError, TransientError, UserError
 from hostdev.data.preprocess import zipped
 
 STANDARD_INPUT = Path("-")
-HEAD_BYTES = 1 << 20  # bytes of standard input that are available before reading
+HEAD_BYTES = 1 << 20  # maximum bytes that `head` returns for standard input
 
 _BZIP2 = (b"BZh%d" % level + block for level in range(1, 10) for block in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"))
 _CODECS = {b"\x1f\x8b": "gzip", **dict.fromkeys(_BZIP2, "bz2"), b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
@@ -89,7 +89,7 @@ class Input:
     """A plain or compressed file, or a file in a tar or zip archive.
 
     `wanted` is called with the name of each file in an archive, without folders, to select one; None requires that
-    the archive has only one.
+    the archive has only one file.
     """
 
     def __init__(self, path: Path, wanted: Callable[[str], bool] | None = None) -> None:
@@ -295,7 +295,7 @@ def _decompressing(file: Any, codec: str, *, padded: bool = False) -> Any:
 
 
 def _ends_in_zero(file: BinaryIO) -> bool:
-    """Return whether the last byte is zero: padding or part of a length. If not, Arrow, which is faster, can read."""
+    """Return whether the last byte is zero, as in a padded file. If it is not, Arrow's faster reader can be used."""
     file.seek(-1, os.SEEK_END)
     last = file.read(1)
     file.seek(0)

@@ -23,7 +23,7 @@ class Labels:
     Args:
         names: Names of all labels.
         targets: Which labels are numbers, and the name of the weight.
-        rule: Which values are positive (see `Positive`), for labels that are not in `rules`; None: 1 and true.
+        rule: Which values are positive (see `Positive`), for labels that are not in `rules`; None means 1 and true.
         rules: Which values are positive, by label.
         readings: Reading settings by the name of a label or the weight.
         tells: Whether to print a line, once for each label, if a value such as -1 beside 0 and 1 becomes a negative
@@ -90,7 +90,9 @@ class Labels:
         if not np.isnan(self._numbers(name, get, least=-np.inf if is_label else 0)).any():
             return
         self._readings[name].numbers(get(self.column(name)))  # raises for text that is not a number
-        raise WrongValueError(0, "missing, or too large" if is_label else "missing, negative, or too large")
+        raise WrongValueError(
+            0, "the value is missing, or too large" if is_label else "the value is missing, negative, or too large"
+        )
 
     def _label(self, name: str, get: GetColumn) -> Values:
         if name not in self._rules:
@@ -104,7 +106,7 @@ class Labels:
             return arrow.labels_where_readable(found, self._rules[name])
 
     def _tell(self, name: str, labels: pa.Array) -> None:
-        """Print a line if labels have a number below 0 beside others that are not positive."""
+        """Print a note if a number below 0, such as -1, becomes a negative label, and so does 0 or a larger number."""
         rule = self._rules[name]
         assert rule is not None
         values = arrow.decoded(labels)
@@ -116,7 +118,7 @@ class Labels:
             self._untold.discard(name)
             note(
                 f"label {name!r}: --positive {rule.value} makes {min(others):g} a negative label, like "
-                f"{max(others):g}; if it means that the label is unknown, give --missing={min(others):g}"
+                f"{max(others):g}; if {min(others):g} means that the label is unknown, give --missing={min(others):g}"
             )
 
     def _numbers(self, name: str, get: GetColumn, *, least: float) -> Values:

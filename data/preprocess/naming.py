@@ -45,6 +45,6 @@ def about_blanks(name: str, names: Sequence[str]) -> str:
     if found is None:
         return ""
     return (
-        f"; {short(found, _EACH)!r} differs in whitespace: remove the whitespace from the file, or include it in the "
-        f"name, as '{short(chr(34) + found + chr(34), _EACH)}'"
+        f"; {short(found, _EACH)!r} differs only in whitespace: remove the whitespace from the file, or include it in "
+        f"the name, as '{short(chr(34) + found + chr(34), _EACH)}'"
     )

@@ -5,7 +5,7 @@ stores each value as an index into that dictionary. A dictionary begins with the
 first occurrence; the piece also has their counts. A value is therefore looked up in the vocabulary once per piece, not
 once per row.
 
-A piece is an Arrow file with a single record; each column holds one list. Readers map the file without copying.
+A piece is an Arrow file with a single row, in which each column holds one list. Readers map the file without copying.
 """
 
 import os
@@ -258,14 +258,14 @@ def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64
 
 
 def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sums of consecutive segments with these lengths."""
+    """Return the sums of the values in consecutive segments with these lengths."""
     ends = np.cumsum(lengths).tolist()
     starts = [0, *ends[:-1]]
     return tuple(int(values[a:b].sum(dtype=np.int64)) for a, b in zip(starts, ends, strict=True))
 
 
 def _label_sums(values: Array, lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """Return the sums of consecutive segments of a label with these lengths, as integers if the label is 0 or 1."""
+    """Return a label's sums in consecutive segments with these lengths, as integers if the label is 0 or 1."""
     if values.dtype == np.uint8:
         return _sums(values, lengths)
     ends = np.cumsum(lengths).tolist()

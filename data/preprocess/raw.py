@@ -26,7 +26,7 @@ class Layout:
         dense: Names of the numeric columns.
         ids: Columns with one id per row.
         bags: Columns with any number of ids per row.
-        hashed: For each id space, a key that is hashed with its values; None for the spaces' names.
+        hashed: For each id space, a key that is hashed together with its values; None to use the spaces' names.
         thresholds: Vocabulary thresholds by id space, which override the default.
         scaling: Scaling settings by numeric column, which override the default.
         targets: The other labels, which labels are numbers, and the weight.
@@ -75,7 +75,7 @@ class RawRows:
     label: npt.NDArray[np.float32]  # [n], or [n, labels] if there are several
     numbers: npt.NDArray[np.float64]  # [n, numeric columns], NaN where missing
     keys: npt.NDArray[np.int64]  # [n, columns with one id per row]
-    bags: Bags = ()  # for each bag, the concatenated keys of all rows [N] and the rows' lengths [n]
+    bags: Bags = ()  # for each bag, the concatenated keys of all rows [N] and the number of keys of each row [n]
     rejected: RejectedLines = field(default_factory=RejectedLines)
     splits: npt.NDArray[np.uint8] | None = None  # [n], each row's index in `manifest.SPLITS`; None to draw them later
     texts: Mapping[str, pa.Array] | None = None  # by id space, the values; None if keys are not indices
@@ -140,7 +140,7 @@ class Source(Protocol):
     has_validation: bool
     """Whether the source itself assigns rows to validation."""
     signed: bool
-    """Whether negative numbers are scaled like positive ones; false for Criteo, where they are markers."""
+    """Whether negative numbers are scaled symmetrically to positive ones; false for Criteo, where they are markers."""
 
     @property
     def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array] | None:
@@ -158,7 +158,10 @@ class Source(Protocol):
 
     @property
     def kinds(self) -> Callable[[Mapping[str, Mapping[int, frozenset[int]]]], dict[str, Any]] | None:
-        """Function that returns the manifest's `kinds` for value forms by column and input; None for no `kinds`."""
+        """Function that returns the manifest's entry `kinds`, or None if there is no such entry.
+
+        Its argument has the forms of the values, by column, then by input number.
+        """
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the manifest's entry about where the rows come from."""

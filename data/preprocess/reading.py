@@ -132,7 +132,7 @@ class Reading:
 
     @property
     def is_usual(self) -> bool:
-        """Whether there are no missing-value markers and numbers have a decimal point."""
+        """Whether numbers have a decimal point, no missing-value markers, and are not elements of a vector."""
         return not self.missing and self.decimal == "." and self.element is None
 
     def _with_points(self, array: pa.Array) -> pa.Array:
@@ -158,7 +158,7 @@ class Reading:
         return arrow.as_text(array, self.clean)
 
     def bags(self, array: pa.Array) -> tuple[Codes, pa.StringArray, Codes]:
-        """Dictionary-encode the values of lists, or of text with separators, without missing values.
+        """Dictionary-encode the values of bags, from lists or from text with separators; omit missing values.
 
         Returns codes int32 [N], the texts, and the number of values of each row, int32 [n].
         """

@@ -18,7 +18,7 @@ _BUFFER = 1 << 12  # bytes; without a buffer size, Arrow reads a column's whole 
 
 
 class GroupSize(NamedTuple):
-    """Size of the part of a row group that is read: the used columns."""
+    """Size of the used columns of a row group; the other columns are not read."""
 
     rows: int
     list_values: int
@@ -36,7 +36,7 @@ class RowGroups:
     """The row groups of an untrusted Parquet file, with the columns to read.
 
     Attributes:
-        ends: Each row group's end, as the number of rows in the file up to there, int64.
+        ends: For each row group, the number of rows in the file up to its end, int64.
     """
 
     def __init__(self, path: Path, file: pq.ParquetFile, used: Sequence[str]) -> None:

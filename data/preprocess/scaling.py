@@ -58,7 +58,7 @@ def own(options: Mapping[str, Any]) -> dict[str, Scaled]:
 
 
 class ByColumn:
-    """Scaling of numbers whose columns have different modes or are clipped.
+    """Scaling of columns that have different modes or are clipped.
 
     Args:
         names: Names of the columns.
@@ -164,16 +164,17 @@ def _clips(own: Mapping[str, Scaled]) -> dict[str, tuple[float, float]]:
 
 
 def select(numbers: Callable[[], Iterable[Numbers]], quantiles: Sequence[float]) -> list[float] | None:
-    """Return exact quantiles: for each q, the number of rank floor(q * (n - 1)), from 0, among the n that are not NaN.
+    """Return exact quantiles of n numbers, not counting NaN, or None if n is 0.
 
-    `numbers` yields float64 arrays; it is called several times to save memory. Returns None if n is 0.
+    The quantile q is the number of rank floor(q * (n - 1)), from 0. `numbers` yields float64 arrays; it is called
+    several times, so that not all numbers have to be in memory.
     """
     total = sum(int(np.count_nonzero(~np.isnan(some))) for some in numbers())
     return [_select(numbers, int(q * (total - 1))) for q in quantiles] if total else None
 
 
 def _select(numbers: Callable[[], Iterable[Numbers]], rank: int) -> float:
-    """Return the number whose rank, from 0, is `rank`: radix selection on keys, from the most significant digit."""
+    """Return the number of this rank, from 0, by radix selection on keys, from the most significant digit."""
     known = np.uint64(0)
     for shift in range(64 - _DIGIT, -1, -_DIGIT):
         counts = np.zeros(1 << _DIGIT, np.int64)

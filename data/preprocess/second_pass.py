@@ -23,7 +23,7 @@ from hostdev.data.rows import Piece as Rows
 from hostdev.data.schema import Schema
 from hostdev.kernels.columns import place_column
 
-_SOME = 20  # a column with fewer values is not reported
+_SOME = 20  # `apart` and `squeezed` ignore columns with fewer values
 _NEARLY_ALL = 0.999  # share of a column's numbers
 
 Array = npt.NDArray[Any]
@@ -182,7 +182,7 @@ def build_shard(
 
 
 def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[list[int], list[int]]:
-    """Count out-of-vocabulary ids, and all ids, in each column of the schema."""
+    """Return the number of out-of-vocabulary ids in each column of the schema, and the number of all ids in each."""
     n, columns = rows.ids.shape
     unknown = np.flatnonzero(rows.ids.ravel() < schema.first_value)  # in one pass over the rows
     bags = [values for values, _ in rows.bags.values()]

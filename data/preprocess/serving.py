@@ -25,7 +25,7 @@ _SHOWN = 40
 
 
 class WrongTypeError(Exception):
-    """Values of a column's type match no values in training, or match them ambiguously."""
+    """A column's values, because of their type, cannot match values in training, or could match several of them."""
 
 
 def format_texts(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
@@ -95,7 +95,7 @@ def _require_one(found: Texts, of: pa.DataType, written: Written) -> None:
 
 
 def _format_text(values: pa.StringArray, written: Written, *, hashed: bool) -> Texts:
-    """Convert texts whose form did not occur in training, where possible; leave others unchanged."""
+    """Convert texts whose form did not occur in training to forms that did, where possible; leave others unchanged."""
     values = pc.fill_null(values, "")
     plain = Texts([values], values, np.zeros(len(values), np.bool_))
     kind, typed = written.kind, written.is_typed
@@ -270,7 +270,10 @@ def _with_digits(texts: pa.Array, digits: int) -> pa.Array:
 
 
 def _padded(integers: pa.Array, width: int) -> pa.Array:
-    """Pad non-negative integers with zeros to `width`; return null for negative ones and for `width` or more digits."""
+    """Pad integers with zeros to `width` digits.
+
+    Returns null for negative integers and for integers that already have `width` or more digits.
+    """
     shorter = pc.and_(pc.less(pc.utf8_length(integers), width), pc.invert(pc.starts_with(integers, "-")))
     return pc.if_else(shorter, pc.utf8_lpad(integers, width, "0"), None)
 

@@ -5,8 +5,8 @@
     click:0 1:737395 1:9 2:210498938   slots: name:value, where a name may occur several times
 
 LIBSVM becomes the columns `label` and `features`, a bag of indices, if all values are 1; otherwise each index becomes a
-numeric column. libffm becomes `label` and a bag `field N` for each field. Of slots, the first is the label; each other
-slot becomes a bag with the slot's name.
+numeric column. libffm becomes `label` and a bag `field N` for each field. The first slot of a line is the label; each
+other slot becomes a bag with the slot's name.
 """
 
 import re
@@ -36,7 +36,10 @@ _MOST = 4096  # maximum number of numeric columns
 
 
 class _Row(NamedTuple):
-    """A line's label, and its entries: the name of a column, an index or a slot's value, and a number (1 for slots)."""
+    """A line's label and entries.
+
+    An entry has the name of a column, an index or a slot's value, and a number, which is 1 for slots.
+    """
 
     label: str
     pairs: list[tuple[str, str, float]]
@@ -94,7 +97,8 @@ class SparseText:
             lines = text.decode().split("\n")
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{self.input.name}: byte {offset + error.start:,} or a byte near it is not UTF-8"
+                f"{self.input.name}: byte {offset + error.start:,} or a byte near it is not UTF-8; convert the file "
+                "to UTF-8"
             ) from None
         lines = [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
         columns: dict[str, list[Any]] = {name: [] for name in used}
@@ -145,4 +149,4 @@ class SparseText:
         return found
 
     def _too_long(self) -> UserError:
-        return UserError(f"{self.input.name}: a line is longer than {LONGEST * _BLOCK} bytes")
+        return UserError(f"{self.input.name}: a line is longer than {LONGEST * _BLOCK} bytes; check its line ends")

@@ -39,7 +39,7 @@ class DamagedError(UserError):
 class Part(Piece):
     """Consecutive rows of a shard, as views of the mapped file."""
 
-    start: int  # number of the first row in the shard
+    start: int  # number of rows of the shard before this part
 
     def ids_of(self, schema: Schema, column: Column) -> Ids:
         """Return a column's ids: [n], or [N] for a bag."""

@@ -63,7 +63,10 @@ class StoredVocabulary:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def _owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Yield, by chunk, the first id and each id's owner: the fixed id of its column or id space; -1 if none."""
+        """Yield, for each chunk, its first id and the owner of each id in it.
+
+        An owner is the fixed id of a column or an id space, or -1 if that is unknown.
+        """
         numbers = {name: i for i, name in enumerate(self._names)}
         start = 0
         for chunk in self.table["field"].chunks:

@@ -37,13 +37,17 @@ _PADS = 0.5  # a value above this share of a bag's values may be padding
 _VECTORS = 0.99  # minimum share of a column's lists that have the same length for it to be a vector
 _WEIGHTED = r"^(?s:.+):[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?$"  # a value with its weight, such as red:0.5
 _MARKED = 0.99  # minimum share of a bag's values that must have a weight for all to be read as weighted
-_SHARED = 0.5  # a bag shares the ids of a column that has more than this share of its values
+_SHARED = 0.5  # a bag shares the ids of a column that has more than this share of the bag's values
 _SKEWED = 100.0  # a maximum above this many times the median suggests log scaling
 
 
 @dataclass
 class _Column:
-    """A sampled column: its type in the file, all values as text, those not missing, and missing-value markers."""
+    """A sampled column.
+
+    `type` is its type in the file. `texts` has all values as text, or the lists of a list column; `known` has those
+    that are not missing. `marks` has the missing-value markers that occur in the column.
+    """
 
     name: str
     type: pa.DataType
@@ -67,7 +71,7 @@ class _Column:
 
 @dataclass
 class Suggestion:
-    """Proposed settings of a feature, or None to leave out the column, with the reason."""
+    """Proposed settings of a feature, or None to leave out the column, and the reason for either."""
 
     name: str
     settings: dict[str, Any] | None
@@ -201,7 +205,7 @@ def _numeric_or_ids(column: _Column, numbers: Any, distinct: int) -> Suggestion:
     middle, most = float(np.median(size[size > 0])) if (size > 0).any() else 0.0, float(size.max())
     if middle and most > _SKEWED * middle:
         settings["scaling"] = "log"
-        reasons["scaling"] = f"the largest is {most / middle:,.0f} times the median"
+        reasons["scaling"] = f"the largest number is {most / middle:,.0f} times the median"
     what = "integers" if whole else "numbers"
     return Suggestion(column.name, settings, f"{what} from {numbers.min():g} to {numbers.max():g}", reasons)
 
@@ -229,7 +233,7 @@ def _vector(column: _Column) -> Suggestion:
     if most["counts"] < _VECTORS * len(column.known) or not most["values"]:
         shown = f"lists of numbers with {len(lengths):,} different lengths"
         return Suggestion(column.name, None, f"{shown}: average them with `preprocess query`", {})
-    return Suggestion(column.name, {"kind": "vector", "length": most["values"]}, "lists of equally many numbers", {})
+    return Suggestion(column.name, {"kind": "vector", "length": most["values"]}, "number lists of the same length", {})
 
 
 def _bag(column: _Column, separator: str | None) -> Suggestion:
@@ -245,7 +249,7 @@ def _bag(column: _Column, separator: str | None) -> Suggestion:
         [most] = sorted(pc.value_counts(values).to_pylist(), key=lambda one: -one["counts"])[:1]
         if most["counts"] > _PADS * len(values) and most["values"] in ("0", "-1", "", "<pad>", "PAD"):
             settings["missing"] = [most["values"]]
-            reasons["missing"] = f"{most['counts'] / len(values):.0%} of all values: padding"
+            reasons["missing"] = f"{most['counts'] / len(values):.0%} of all values: probably padding"
     return Suggestion(
         column.name, settings, f"{lengths:.1f} values per row, {len(pc.unique(values)):,} distinct", reasons
     )

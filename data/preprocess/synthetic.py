@@ -94,7 +94,7 @@ MEDIANS = np.array([2, 8, 7, 5, 3000, 40, 4, 8, 40, 1, 2, 1, 5])
 SHIFTS = np.array([0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
 MISSING_RATES = np.array([0.45, 0, 0.21, 0.22, 0.03, 0.22, 0.04, 0, 0.04, 0.45, 0.04, 0.77, 0.22])
 SPREAD = 1.3
-# The planted model, a logit: one effect per categorical value, one slope per standardised log integer.
+# The planted model, a logit: one effect per categorical value, one slope per standardized log integer.
 BIAS = -0.2
 VALUE_EFFECT = 0.28
 SLOPES = np.array([0.25, 0.05, 0.05, -0.1, -0.2, -0.15, 0.25, 0.05, 0.05, 0.15, 0.15, 0.05, -0.1])
@@ -180,7 +180,7 @@ def zipf_ranks(
 
 
 def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Map random words to uniform numbers with mean 0 and variance 1."""
+    """Map random 64-bit words to uniform numbers with mean 0 and variance 1."""
     uniform = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return (uniform - 0.5) * _SQRT_12
 

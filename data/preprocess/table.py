@@ -49,7 +49,8 @@ class Table:
         opened: list[list[TableFile]] = [[open_table(path, options) for path in group] for group in paths]
         opened[0] += [file for file in files if not isinstance(file, Path)]
         self._files = [file for group in opened for file in group]
-        self._splits = [split for split, group in enumerate(opened) for _ in group]  # 0 if the options choose by row
+        # The index of each file's split; 0 if the options select the split of each row.
+        self._splits = [split for split, group in enumerate(opened) for _ in group]
         self._types: dict[
             str, tuple[str, pa.DataType, TableFile, str]
         ] = {}  # by id space: written form, type, file and column of the first column that has a written form

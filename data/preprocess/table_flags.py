@@ -130,7 +130,7 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _with_labels(roles: dict[str, Any]) -> dict[str, Any]:
-    """Replace the entry `label` with `labels`, all labels, and `numeric_labels`, those that are numbers."""
+    """Replace the entry `label` with two entries: `labels`, and `numeric_labels` for the labels that are numbers."""
     labels = roles.pop("label") or roles.get("labels", ())
     numeric = labels if roles["task"] == "regression" else roles.get("numeric_labels", ())
     return {**roles, "labels": labels, "numeric_labels": numeric}

@@ -243,7 +243,7 @@ class RowParser:
 
     @cached_property
     def _typed_numbers(self) -> dict[str, str]:
-        """By id space, a description of a column with a numeric type, if there is one: name, type and file."""
+        """By id space, a description of one of its columns with a numeric type, if any: its name, type and file."""
         found = {}
         for file in reversed(self._files):
             for name in self._options.roles():

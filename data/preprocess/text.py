@@ -17,7 +17,7 @@ class Lines(NamedTuple):
     is_last: bool = False  # the rest of the input, without a newline
 
 
-LONGEST = 4  # maximum length of a line in blocks, wherever in a block the line begins
+LONGEST = 4  # maximum length of a line, in blocks, wherever in a block the line begins
 
 
 def newline(piece: bytes) -> int:

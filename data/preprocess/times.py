@@ -33,8 +33,8 @@ def timestamps_from_text(texts: pa.StringArray, *, zoned: bool) -> pa.Array:
 
 
 def timestamp_texts(values: pa.Array, written: Written) -> Texts:
-    """Format dates or timestamps in each form that training had, of those with a time zone if they have one,
-    otherwise of those without.
+    """Format dates or timestamps in each form that occurred in training: the forms with a time zone if the values have
+    one, otherwise the forms without.
 
     Raises WrongValueError if training had only dates and a value has a time.
     """

@@ -72,7 +72,7 @@ def _text_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
     """Return the column names for text without a header, or None if the text has one.
 
-    Labels, or labels and the weight, are left out if the first line has just as many values as there are other columns.
+    The labels, or the labels and the weight, are left out if the first line has just one value for each other column.
     """
     names = options.get("columns")
     if names is None:

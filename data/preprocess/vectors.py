@@ -1,4 +1,4 @@
-"""Columns of vectors: lists of equally many numbers, each of which becomes a numeric column of the data set."""
+"""Vector columns: each row has a list of N numbers, which become N numeric columns of the data set."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ MOST = 1 << 16  # numbers in a vector
 
 
 class Vector(NamedTuple):
-    """A vector feature: the number of its numbers, and their separator in text (None: commas or whitespace)."""
+    """A vector feature: its length, and the separator of its numbers in text (None means commas or whitespace)."""
 
     length: int
     separator: str | None = None
@@ -52,9 +52,9 @@ def with_elements(
     """Return the reading settings of all features, where the numeric columns of vectors read elements of a list.
 
     Args:
-        readings: Settings by feature; the columns of vectors have those of all columns.
+        readings: Settings by feature. A vector's columns have only the settings that apply to all columns.
         vectors: The vectors, by name.
-        settings: Settings of single features, by which a vector may have another column or missing-value markers.
+        settings: Each feature's own settings. For a vector, its column's name and missing-value markers are used.
     """
     found = dict(readings)
     for name, vector in vectors.items():
@@ -89,7 +89,7 @@ def read_numbers(
     Args:
         names: Names of the data set's numeric columns; those of a vector are consecutive.
         readings: Reading settings by name.
-        get: Returns the file's column with a name [n].
+        get: Returns the values [n] of the file's column with a name.
     """
     found, unread = np.empty((n, len(names))), np.zeros(n, np.bool_)
     for place, name, width in _columns(names, readings):
@@ -130,7 +130,7 @@ class WrongNumberError(Exception):
 
 
 def _columns(names: Sequence[str], readings: Mapping[str, Reading]) -> Iterator[tuple[int, str, int]]:
-    """Yield the index, the name and the number of columns of each number and each vector."""
+    """Yield each vector and each other numeric column: its first column's index and name, and its number of columns."""
     for place, name in enumerate(names):
         reading = readings[name]
         if not reading.element:  # not a later element of a vector
@@ -138,7 +138,7 @@ def _columns(names: Sequence[str], readings: Mapping[str, Reading]) -> Iterator[
 
 
 def _read_vectors(column: pa.Array, reading: Reading) -> tuple[Numbers, Mask]:
-    """Return vectors [n, length], NaN where one is missing, and the mask of rows with an unreadable one [n]."""
+    """Return vectors [n, length], NaN where a vector is missing, and the mask of rows with an unreadable vector [n]."""
     lists, unread = _lists(column, reading)
     length = reading.length or 1
     lengths = arrow.list_lengths(lists)
@@ -155,14 +155,14 @@ def _read_vectors(column: pa.Array, reading: Reading) -> tuple[Numbers, Mask]:
 
 
 def _require_vectors(column: pa.Array, reading: Reading) -> Numbers:
-    """Return vectors [n, length], NaN where one is missing; raise WrongValueError for the first unreadable one."""
+    """Return vectors [n, length], NaN where a vector is missing; raise WrongValueError if a vector is unreadable."""
     found, unread = _read_vectors(column, reading)
     for row in np.flatnonzero(unread)[:1].tolist():
         lists, no_text = _lists(column.slice(row, 1), reading)
         if no_text[0]:
-            raise WrongValueError(row, "not text in UTF-8")
+            raise WrongValueError(row, "the value is not text in UTF-8")
         if (length := int(arrow.list_lengths(lists)[0])) != reading.length:
-            raise WrongValueError(row, f"{counted(length, 'number')} in a vector of {reading.length}")
+            raise WrongValueError(row, f"the vector has {counted(length, 'number')}, not {reading.length}")
         try:
             replace(reading, separator=None, element=None).numbers(lists.flatten())
         except WrongValueError as error:
@@ -180,7 +180,7 @@ def _lists(column: pa.Array, reading: Reading) -> tuple[pa.Array, Mask]:
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), pa.list_(pa.float64())), np.zeros(len(column), np.bool_)
     if kind != "text":
-        raise WrongValueError(0, f"of type {column.type}, which is not a list of numbers")
+        raise WrongValueError(0, f"it is of type {column.type}, not a list of numbers")
     column, no_text = readable(column)
     texts = reading.clean(column)
     texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)

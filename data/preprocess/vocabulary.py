@@ -121,7 +121,10 @@ class Vocabulary:
         return len(self._values[space].uses)
 
     def known_shares(self) -> dict[str, float]:
-        """Return, for each id space with values in both data sets, the share of occurrences of earlier values."""
+        """Return, by id space, the share of training occurrences whose value has an id in the earlier data set.
+
+        Id spaces without values in one of the two data sets are left out.
+        """
         shares = {}
         for space, values in zip(self._begun, self._values, strict=True):
             uses = int(values.uses.sum())
@@ -197,7 +200,7 @@ class Vocabulary:
         return found
 
     def write(self, path: Path, rows: int) -> None:
-        """Write a row per id: column or id space, value (null for fixed ids), and occurrences in the training rows.
+        """Write a file with a row per id: column or id space, value (null for fixed ids), occurrences in training rows.
 
         A batch has at most 2^20 rows and 256 MiB of text, to bound memory.
         """
@@ -276,7 +279,7 @@ class HashBuckets:
         self._keys = np.array([keys[column.space] for column in layout.columns], np.uint64)
 
     def encode(self, rows: RawRows) -> tuple[Ids, Bags]:
-        """Return ids int64 [n, columns with one id], and each bag's ids int64 [N] with lengths [n]."""
+        """Return the ids of columns with one id per row, int64 [n, columns], and each bag's ids [N] and lengths [n]."""
         ones = rows.keys.shape[1]
         ids = np.empty((ones, len(rows)), np.int64)
         for column, out in enumerate(ids):

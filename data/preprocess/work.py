@@ -49,7 +49,7 @@ class Work:
         if not entries:
             if size := self.left():
                 note(
-                    f"unfinished work of another command, or on files that have since changed, is removed from "
+                    f"unfinished work of another command, or on input files that have since changed, is removed from "
                     f"{self.folder} ({format_bytes(size)})"
                 )
             self.clear()

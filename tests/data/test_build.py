@@ -218,7 +218,7 @@ def test_other_work_is_not_gone_on_with(tmp_path, capsys):
     capsys.readouterr()
     made = build(Synthetic(140_000, 1), tmp_path / "out", Options(threshold=5))
     said = capsys.readouterr().err
-    assert "unfinished work of another command, or on files that have since changed, is removed from " in said
+    assert "unfinished work of another command, or on input files that have since changed, is removed from " in said
     assert re.search(r" is removed from .*\.out\.partial \([0-9.]+ MiB\)\n$", said)
     assert made == build(Synthetic(140_000, 1), tmp_path / "straight", Options(threshold=5))
 

@@ -248,7 +248,7 @@ def widen_field(columns):
             lambda columns: columns["count"].__setitem__(40, -1),
             ["it has counts below 0", "1 wrong count of training occurrences, the first for id 40 "],
         ),
-        (copy_value, ["ids 39 and 40 are both 'C1' value "]),
+        (copy_value, ["ids 39 and 40 both stand for 'C1' value "]),
         (
             lambda columns: columns["value"].__setitem__(3, "x"),
             ["the ids without a value are not exactly the first 39"],
@@ -290,7 +290,7 @@ def test_a_value_twice_far_apart(tmp_path, monkeypatch):
     assert wrong(tmp_path / "data") == []
     edit_vocabulary(tmp_path / "data", lambda columns: columns["value"].__setitem__(10, columns["value"][3]))
     [found] = wrong(tmp_path / "data")
-    assert found.startswith("vocabulary.arrow: ids 3 and 10 are both 'a' value 'v")
+    assert found.startswith("vocabulary.arrow: ids 3 and 10 both stand for 'a' value 'v")
 
 
 @pytest.mark.parametrize("name", ["rows", "label_mean", "out_of_vocabulary"])

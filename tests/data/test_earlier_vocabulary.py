@@ -354,7 +354,7 @@ def test_check_finds_what_is_wrong_with_a_grown_vocabulary(grown):
     new = a.more[0][0]
     assert check(grown).lines[2].startswith(f"{grown}/vocabulary.arrow: {schema.rows} ids ({new} kept from ")
     edit_vocabulary(grown, lambda columns: columns["value"].__setitem__(new, columns["value"][a.first]))
-    assert wrong(grown)[0].startswith(f"vocabulary.arrow: ids {a.first} and {new} are both 'a' value ")
+    assert wrong(grown)[0].startswith(f"vocabulary.arrow: ids {a.first} and {new} both stand for 'a' value ")
     edit_vocabulary(grown, lambda columns: columns["field"].__setitem__(new, "g"))
     assert wrong(grown)[0].startswith(f"vocabulary.arrow: id {new} belongs to 'g', not 'a'")
     with pytest.raises(UserError, match="belongs to 'g', not 'a'; preprocess the data again"):

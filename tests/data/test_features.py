@@ -310,7 +310,7 @@ def test_flags_that_a_file_of_features_replaces(tmp_path, refused):
     both = refused("t.csv", "--features", "f.toml")
     assert "--categorical has no effect with --features" in both
     hashed = refused("t.csv", "--features", "f.toml", "--hash-buckets", 8, columns=())
-    assert "threshold of 'u' has no effect with --hash-buckets" in hashed
+    assert "threshold of feature 'u' has no effect with --hash-buckets" in hashed
     assert "--features missing.toml: the file cannot be read" in refused(
         "t.csv", "--features", "missing.toml", columns=()
     )

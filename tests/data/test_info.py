@@ -178,7 +178,7 @@ def test_what_is_printed(tables):
     assert [line.split()[0] for line in lines[8:10]] == ["x", "z"]
     assert lines[11].endswith(" ids that have")
     assert [line.split()[0] for line in lines[13:16]] == ["word", "item", "seen"]
-    assert lines[16] == "item, seen share ids: ids and training uses of the top count these features together"
+    assert lines[16] == "item, seen share ids, so their ids and training uses of the top are counted together"
     assert not any("missing" in line for line in lines)
 
 

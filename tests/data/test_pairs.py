@@ -205,7 +205,7 @@ def test_truth_values_as_numbers_and_a_header_with_blanks(tmp_path):
     column = lambda n: encoding.encode(pa.RecordBatch.from_pydict({"u": ["a"] * 3, "n": n})).dense[:, 0].tolist()  # noqa: E731
     assert column(["True", "FALSE", ""]) == column([True, False, None]) == column([1, 0, None]) == [1, 0, 0]
     (tmp_path / "blanks.csv").write_text("u, n\na,1\n")
-    with pytest.raises(UserError, match="has no column 'n'; it has u, ' n'; ' n' differs in whitespace: remove"):
+    with pytest.raises(UserError, match="has no column 'n'; it has u, ' n'; ' n' differs only in whitespace: remove"):
         rows_in(tmp_path / "blanks.csv", encoding, {"preset": "table"})
 
 

@@ -220,8 +220,8 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
     source = Table([tmp_path / "in"], COLUMNS)
     assert names_of(source, tmp_path / "in") == ["a.csv", "x", "x.pq"]
     assert capsys.readouterr().err == (
-        f"skipped in {tmp_path / 'in'}, as not tables by name or content: 5 files (book.xlsx, k.dat, readme.md and 2 "
-        "more); to read one, name it\n"
+        f"skipped in {tmp_path / 'in'}, because neither name nor content is a table's: 5 files (book.xlsx, "
+        "k.dat, readme.md and 2 more); to read one, name it\n"
     )
     assert names_of(Table([tmp_path / "in" / "k.dat"], COLUMNS), tmp_path / "in") == ["k.dat"]
     before = source.stamp()

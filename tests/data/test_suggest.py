@@ -60,7 +60,7 @@ def test_a_proposal_for_each_kind_of_column(tmp_path, in_process):
     assert "# [features.time]  # left out: a time: split with --test-after" in text
     assert "# [features.title]  # left out: nearly every row has a different value" in text
     assert "# [features.version]  # left out: fewer than two distinct values" in text
-    assert 'scaling = "log"  # the largest is ' in text
+    assert 'scaling = "log"  # the largest number is ' in text
     assert 'missing = ["0"]  # ' in text
     [line] = [line.strip() for line in printed.splitlines() if "preprocess table" in line]
     assert line == f"hostdev preprocess table {tmp_path / 't.csv'} --features features.toml --out DIR"

@@ -306,10 +306,10 @@ def test_names_that_are_none(refused, good):
     [
         (
             "y, c",
-            "it has y, ' c'; ' c' differs in whitespace: remove the whitespace from the file, or include it in the "
-            "name, as '\"",
+            "it has y, ' c'; ' c' differs only in whitespace: remove the whitespace from the file, or include it in "
+            "the name, as '\"",
         ),
-        ("y,c ", "it has y, 'c '; 'c ' differs in whitespace"),
+        ("y,c ", "it has y, 'c '; 'c ' differs only in whitespace"),
         ("y,d", "it has y, d (from its first line; if that is no header, name the columns with --columns)"),
     ],
 )

@@ -209,7 +209,7 @@ def test_wrong_flags(in_process, frame, flags, message):
         (
             'task = "regression"',
             'task = "regression"\npositive = "1"',
-            "positive has no effect on a label of regression",
+            "positive has no effect on a regression label",
         ),
         ('column = "stars"', 'colunm = "stars"', "did you mean column?"),
         ("[labels.click]", "labels.click = 3", "label"),
@@ -236,7 +236,7 @@ def test_a_label_below_0_beside_0_is_told(in_process, tmp_path, values, told):
     code, out, error = in_process(preprocess, "table", "t.csv", *more, "--out", "data")
     assert code == 0
     below = labels[-1]
-    line = f"label 'click': --positive 1 makes {below} a negative label, like 0; if it means that the label is unknown,"
+    line = f"label 'click': --positive 1 makes {below} a negative label, like 0; if {below} means that the label is"
     assert (line in error) == told, error
     assert error.count("label 'click'") == told
     if told:

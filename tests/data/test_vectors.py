@@ -71,7 +71,7 @@ def test_a_features_file_and_rows_set_aside(in_process, tmp_path, vectors):
     assert code == 0, error
     aside = [line.split("\t") for line in (tmp_path / "data" / "rejected.tsv").read_text().splitlines()]
     assert [line[1] for line in aside] == ["5", "6"]
-    assert "column 'emb': 3 numbers in a vector of 6" in aside[0][2]
+    assert "column 'emb': the vector has 3 numbers, not 6" in aside[0][2]
     assert "'x' is not a number" in aside[1][2]
     dense = batch_of(tmp_path / "data").dense
     kept = np.delete(vectors, [3, 4, 5], 0)
@@ -104,7 +104,7 @@ def test_from_a_table_to_predictions(in_process, tmp_path, vectors):
         np.testing.assert_allclose(predictor(rows), expected, rtol=1e-5)
     one = predictor({"u": "u0", "emb": vectors[0].tolist()})
     np.testing.assert_allclose(one, expected[:1], rtol=1e-5)
-    with pytest.raises(hostdev.errors.UserError, match=r"row 2, column 'emb': 2 numbers in a vector of 6"):
+    with pytest.raises(hostdev.errors.UserError, match=r"row 2, column 'emb': the vector has 2 numbers, not 6"):
         predictor({"u": ["u0", "u1"], "emb": [vectors[0].tolist(), [1.0, 2.0]]})
     with pytest.raises(hostdev.errors.UserError, match="emb"):
         predictor({"u": ["u0"], "emb": [3.5]})
@@ -128,7 +128,7 @@ def test_a_later_data_set_has_the_same_vectors(in_process, tmp_path, vectors):
         (["--vector", "emb=100000"], "a vector has 1 to 65,536 numbers, not 100000"),
         (["--vector", "other=3"], "no column 'other'"),
         (["--vector", "x=3"], "of type double, not a list of numbers; name it with --numeric"),
-        (["--vector", "emb=5"], "6 numbers in a vector of 5"),
+        (["--vector", "emb=5"], "the vector has 6 numbers, not 5"),
     ],
 )
 def test_wrong_flags(in_process, tmp_path, vectors, flags, message):

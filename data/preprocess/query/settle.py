@@ -44,7 +44,7 @@ PICKING = frozenset(
         *("json_group_array", "json_group_object"),
     ]
 )
-"""Aggregates whose value depends on the order of rows, even of those that tie in their ORDER BY."""
+"""Aggregates whose value depends on the order of all rows, including rows that tie in the aggregate's ORDER BY."""
 
 SUMMING = frozenset(
     [

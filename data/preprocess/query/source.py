@@ -43,7 +43,7 @@ class QueryInput:
         return {"query": self._sql, "engine": f"DuckDB {duckdb.__version__}", "files": files}
 
     def stamp(self) -> list[Any] | None:
-        """Return the query, DuckDB's version, and its files' paths, sizes and times; None if the files are unknown."""
+        """Return the query, DuckDB's version, and each file's path, size and time; None if the files are unknown."""
         return None if self._seen is None else [self._sql, duckdb.__version__, self._seen]
 
     def check_unchanged(self) -> None:
@@ -174,5 +174,5 @@ def open_query(sql: str, options: QueryOptions) -> QueryRows:
 
 
 def spill_folder(out: Path) -> Path:
-    """Return the folder for data that does not fit in memory. It is removed with the work folder, in which it lies."""
+    """Return the folder for data that does not fit in memory. It is inside the work folder, and is removed with it."""
     return out.parent / f".{out.name}.partial" / "query"
