@@ -96,7 +96,7 @@ class Schema:
         columns: The id and bag columns.
         spaces: The columns' id spaces.
         rows: Total number of ids, which is the number of rows of a table that all columns share.
-        targets: The further labels, which labels can be any number, and the column of weights.
+        targets: Names of the further labels, of the numeric labels, and of the column with the samples' weights.
     """
 
     label: str

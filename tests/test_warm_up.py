@@ -176,10 +176,10 @@ def compile_always():
 
 def test_kernels_that_are_not_kept_are_an_error(monkeypatch):
     monkeypatch.setattr(command, "_tasks", lambda: [(compile_always, ())])
-    with pytest.raises(UserError, match=r"1 kernel could not be kept in .*NUMBA_CACHE_DIR to a writable folder"):
+    with pytest.raises(UserError, match=r"1 kernel could not be stored in .*NUMBA_CACHE_DIR to a writable folder"):
         command.run(1)
     monkeypatch.delattr(address_of, "_cache")
-    with pytest.raises(UserError, match="compiled kernels cannot be kept: .* set NUMBA_CACHE_DIR"):
+    with pytest.raises(UserError, match="compiled kernels cannot be stored: .* set NUMBA_CACHE_DIR"):
         command.run(1)
 
 

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace, options: Options, rows: int) -> None:
     Args:
         arguments: Parsed flags of the training.
         options: Options of the preprocessing.
-        rows: Samples of the synthetic data if no file is given.
+        rows: Number of synthetic samples to create if no file is given.
     """
     text = arguments.criteo
     if text is None:
