@@ -58,7 +58,7 @@ class Space:
         return replace(self, size=last + size)
 
     def has(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Return whether each of the ids [N] belongs to a value of this id space, bool [N]."""
+        """Return a mask, bool [N]: whether each of the ids [N] is the id of a value of this id space."""
         found = np.zeros(ids.shape, np.bool_)
         for first, size in self.segments:
             found |= (ids >= first) & (ids < first + size)

@@ -64,7 +64,7 @@ def run(processes: int) -> None:
         by = f"{processes} process{'es' * (processes > 1)}"
         print(f"{counted(compiled, 'kernel')} compiled in {seconds:.0f} s by {by}: {folder}")
     else:
-        print(f"all kernels were compiled before: {folder}")
+        print(f"all kernels are already compiled: {folder}")
 
 
 def _run_all(tasks: Sequence[Task], processes: int, what: str) -> int:

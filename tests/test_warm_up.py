@@ -166,7 +166,7 @@ def test_the_command_compiles_what_was_not_compiled(tmp_path, monkeypatch, capsy
     command.run(2)
     assert re.match(r"[1-9]\d* kernels compiled in \d+ s by 2 processes: ", capsys.readouterr().out)
     command.run(1)
-    assert capsys.readouterr().out.startswith("all kernels were compiled before: ")
+    assert capsys.readouterr().out.startswith("all kernels are already compiled: ")
 
 
 def compile_always():
@@ -188,7 +188,7 @@ def test_everything_is_compiled_at_once(capsys):
     command.run(2)
     capsys.readouterr()
     command.run(1)
-    assert capsys.readouterr().out.startswith("all kernels were compiled before: ")
+    assert capsys.readouterr().out.startswith("all kernels are already compiled: ")
 
 
 def meet_another(folder):

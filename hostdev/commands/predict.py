@@ -32,9 +32,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.add_argument(
         "--keep", metavar="NAMES", help="columns of FILE, separated by commas, to write next to the predictions"
     )
-    made.add_argument(
-        "--by", metavar="NAME", help="print GAUC, NDCG and recall, with the rows grouped by this column"
-    )
+    made.add_argument("--by", metavar="NAME", help="print GAUC, NDCG and recall, with the rows grouped by this column")
     made.add_argument("--at", type=int, metavar="K", help="with --by: NDCG and recall at K (default 10)")
     made.add_argument("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
     return made

@@ -44,13 +44,13 @@ def parser(prog: str = PROG) -> cli.Parser:
         action="store_true",
         help="test verify itself: let lookups overtake the updates that they need, and check that verify detects this",
     )
-    made.add_argument("--processes", metavar="W,...", help="also compare these numbers of local processes, such as 2,4")
+    made.add_argument("--processes", metavar="W,...", help="also compare runs in 2,4,... local processes")
     made.add_argument(
         "--mesh",
         action="append",
         default=[],
         metavar="AXES",
-        help="also compare local processes that distribute the network, such as data=2,pipe=2; may be repeated; "
+        help="also compare a run whose processes divide the network, such as data=2,pipe=2; may be repeated; "
         "sliced layers (model=N) are compared within a tolerance",
     )
     made.add_argument("--plan", metavar="STRATEGIES", help="how --mesh model=N slices layers (default: in pairs)")

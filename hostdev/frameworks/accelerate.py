@@ -1,4 +1,4 @@
-"""Makes loops that read ahead work with loaders that Hugging Face accelerate has prepared.
+"""Support for data loaders prepared by Hugging Face accelerate, in loops that read ahead.
 
 accelerate's `GradientState` tells a loop's body whether a batch is the loader's last one (`Accelerator.accumulate`
 then takes a step), and how many samples of the batch are padding. A prepared loader sets this state whenever a batch is

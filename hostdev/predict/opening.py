@@ -101,7 +101,9 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
     if which == "newest" or (which is None and (known is None or not known.stops_early)):
         return found, "" if known is None or not known.stops_early else "the newest, as requested"
     if known is None:
-        raise UserError(f"the newest checkpoint in {path} has no evaluation, so the best is not known; use the newest")
+        raise UserError(
+            f"the newest checkpoint in {path} has no evaluation, so the best one is unknown; use the newest"
+        )
     chain = best.find_best_chain(found.chain[-1].path.parent, known)
     if chain is None:
         told = f"the best checkpoint (step {known.step:,}, after epoch {known.epoch}) is not in {path}"

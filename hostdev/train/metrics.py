@@ -24,7 +24,9 @@ def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> flo
 
 
 def twice_above(positives: npt.NDArray[Any], negatives: npt.NDArray[Any]) -> int:
-    """Sum over all pairs of a positive and a negative: 2 if the positive has the higher score, 1 if scores are equal.
+    """Return a sum over all pairs of a positive and a negative sample.
+
+    A pair counts 2 if the positive sample has the higher score, and 1 if the scores are equal.
 
     Args:
         positives: Sorted scores of positive samples [P].

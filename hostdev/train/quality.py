@@ -44,7 +44,7 @@ class Quality:
 
     @property
     def result(self) -> Evaluation | None:
-        """The evaluation on the test rows: after the best epoch with validation rows and patience, else after the last."""
+        """The evaluation on the test rows: after the best epoch with validation rows and patience, else the last."""
         if self.split == "test":
             return self.points[-1].test if self.points else None
         point = self.best if self._patience is not None else self.points[-1] if self.points else None

@@ -179,7 +179,7 @@ def _simulate(
 
 
 def _size(point: Point, ranks: Ranks | None) -> str:
-    """Return a value for --cache-rows: a number of rows, or a share if each of several processes has only some rows."""
+    """Return a value for --cache-rows: a number of rows, or a share if the rows are divided among several processes."""
     if ranks is None:
         return format_size(point)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
