@@ -158,7 +158,8 @@ class TrainConfig:
     )
     exchange_levels: int | None = _flag(
         "1: each process exchanges data with every other; 2: processes on a host share memory, and one process per "
-        "host exchanges data with the other hosts (default: 2 if there are several hosts, and a host has several processes)",
+        "host exchanges data with the other hosts (default: 2 if there are several hosts and a host has several "
+        "processes)",
         kind=int,
         choices=(1, 2),
     )
