@@ -122,7 +122,7 @@ class Predictor:
                 and NaN are missing values. Other columns, such as the label, are ignored.
 
         Raises:
-            UserError: A column is missing, its type differs in kind from training, or a value or a result is invalid.
+            UserError: A column is missing or has a wrong type, or a value or a result is invalid.
         """
         rows = as_mapping(rows)
         self.encoding.require(get_column_names(rows))
