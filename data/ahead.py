@@ -1,4 +1,4 @@
-"""Background threads that open shards and compute the order of their rows before the rows are needed."""
+"""Background threads that open shards, and compute the order of their rows, before the rows are needed."""
 
 import threading
 from collections import deque
@@ -19,7 +19,7 @@ _AHEAD = 2  # open whole windows in advance until they have at least this many s
 def opened(
     windows: Sequence[Window], open_shard: Callable[[int, threading.Event], list[Piece]]
 ) -> Generator[Rows, None, None]:
-    """Yield the rows of each window, while threads open the windows after it: enough to have two shards ready.
+    """Yield the rows of each window. Meanwhile, threads open the next windows, until two or more shards are open.
 
     Each open shard maps one file and, if shuffled, needs 8 bytes per row for the order of its rows (16 while this order
     is computed). Closing the iterator ends the threads.

@@ -75,7 +75,7 @@ class Manifest:
     options: dict[str, Any]
     statistics: dict[str, Any]
     sources: list[dict[str, Any]]
-    kinds: dict[str, Any] = field(default_factory=dict)  # by column with ids: types and text forms in the sources
+    kinds: dict[str, Any] = field(default_factory=dict)  # by column with ids: its values' types and forms
     validation: list[Shard] = field(default_factory=list)  # empty if there are no validation rows
 
     @property

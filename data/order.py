@@ -11,7 +11,7 @@ from hostdev.kernels.counter import key64, permutation
 
 @dataclass(frozen=True)
 class Window:
-    """Shards whose rows are shuffled together; they are consecutive in the order of an epoch.
+    """Shards whose rows are shuffled together. They are consecutive in an epoch's order of shards.
 
     Attributes:
         shards: The shards' numbers in the split, from 0.

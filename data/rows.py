@@ -64,7 +64,7 @@ Range = tuple[Rows, int, int]  # positions [start, stop) in the order of a `Rows
 
 
 def gathered(ranges: Sequence[Range], whole: int | None) -> Batch:
-    """Copy rows into a batch, in the order of `ranges`, with the host threads.
+    """Copy rows into a batch, in the order of `ranges`, using the host threads.
 
     Args:
         ranges: The rows to copy: one or more ranges, with the same columns.

@@ -58,7 +58,7 @@ class Space:
         return replace(self, size=last + size)
 
     def has(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Return whether each of the ids [N] belongs to a value of this id space, bool [N]."""
+        """Return a mask, bool [N]: whether each of the ids [N] is the id of a value of this id space."""
         found = np.zeros(ids.shape, np.bool_)
         for first, size in self.segments:
             found |= (ids >= first) & (ids < first + size)
@@ -100,7 +100,7 @@ class Schema:
         columns: The id and bag columns.
         spaces: The columns' id spaces.
         rows: Total number of ids, which is the number of rows of a table that all columns share.
-        targets: The further labels, which labels can be any number, and the column of weights.
+        targets: Names of the further labels, of the numeric labels, and of the column with the samples' weights.
     """
 
     label: str

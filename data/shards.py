@@ -55,7 +55,7 @@ class ShardReader:
         Args:
             seed: Seed for shuffling shards and the rows of each window, or None for stored order.
             skip: Number of batches to skip; windows that contain only skipped rows are not read.
-            part: (i, n): divide each batch into n slices and yield only slice i, from 0; a slice may be empty.
+            part: (i, n): divide each batch into n slices and yield only slice i (counted from 0), which may be empty.
 
         Raises:
             UserError: A shard is missing or does not match the manifest, or an id, label or weight is invalid. The

@@ -35,7 +35,10 @@ from hostdev.train.report import kind
 
 
 def format_tables(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> list[str]:
-    """Return the lines of three tables: bytes, host time and hit rate by cache size, each with the optimum."""
+    """Return three text tables as lines: bytes, host time and hit rate, for each cache size and each policy.
+
+    Each table also has a column for the offline optimum.
+    """
     first = curves[POLICIES[0]][0]
     blocks: list[tuple[str, str, Callable[[Point], str]]] = [
         (
@@ -74,7 +77,7 @@ def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Pa
     crossing, hosting, missing = figure.subplots(1, 3)
     for policy, points in curves.items():
         style: dict[str, Any] = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {"marker": "o"}
-        name = "offline optimum of each" if policy == OPTIMUM else policy
+        name = "offline optimum (separate for each plot)" if policy == OPTIMUM else policy
         sizes = [point.rows for point in points]
         crossing.plot(sizes, [point.moved / 2**20 for point in points], markersize=4, label=name, **style)
         hosting.plot(sizes, [point.host * 1e3 for point in points], markersize=4, **style)
@@ -181,7 +184,7 @@ def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
 
 
 def advise_mesh(settings: TrainConfig, processes: int) -> None:
-    """Measure the time per step of each layout of the model in several processes, and print it.
+    """Measure and print the time per step of each way to distribute the model over several processes.
 
     Start the processes, unless a launcher has started this process as one of several.
     """
@@ -210,11 +213,11 @@ def describe_tables(tables: Mapping[str, TableSpec]) -> str:
 
 
 def _rates(groups: Sequence[Group], bus: Bus, has_bus: bool) -> str:
-    """Format the measured rates of the machine."""
+    """Format the measured host time per row for each group of tables, and the measured copy speeds."""
     by_group = [
-        f"{group.host.passed:.0f} ns of host time for a bypassing row"
+        f"{group.host.passed:.0f} ns of host time per bypassing row"
         f"{' of ' + ' and '.join(group.names) if len(groups) > 1 else ''}, {group.host.admitted:.0f} "
-        f"for an admitted one, {group.host.evicted:.0f} for an evicted one"
+        f"per admitted row, {group.host.evicted:.0f} per evicted row"
         for group in groups
     ]
     over = f"{bus.down / 1e9:.1f} GB/s to the device, {bus.up / 1e9:.1f} back"

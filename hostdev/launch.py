@@ -1,4 +1,4 @@
-"""python -m hostdev.launch: start the processes of this host in a rank table, or check that all ranks are connected."""
+"""python -m hostdev.launch: start the processes that a rank table assigns to this host, or check their connections."""
 
 if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
@@ -27,7 +27,10 @@ _CHECKED_BYTES = 8 << 20
 
 
 def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
-    """Return this host's entry in a rank table: `wanted`, the only entry, or the one that names this host."""
+    """Return this host's entry in a rank table.
+
+    This is the entry with the ID `wanted` if an ID is given, else the only entry, else the entry that names this host.
+    """
     names = [str(server["server_id"]) for server in table.servers]
     if wanted is not None:
         if wanted not in names:

@@ -58,7 +58,7 @@ class Mode(NamedTuple):
     host_device_mix: bool
     depth: int
     threads: int
-    cache: str | None = None  # share of the rows; "some": none for the first group, different shares for the rest
+    cache: str | None = None  # share of the rows; "some": none for the first group, different shares for the others
     policy: str = "lookahead"
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Mode(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The record of a run; `weights` holds the dense layers' weights at the end."""
+    """The record of a run; `weights` has the dense layers' weights after the last step."""
 
     steps: list[Step]
     losses: list[tuple[float, ...]]
@@ -148,7 +148,7 @@ def train(
     Args:
         faulty_group: Number of the group whose reads do not wait for updates by earlier batches (the injected fault),
             or None for no fault.
-        layout: The distribution of the network over the ranks, or None if each rank has the whole network.
+        layout: How the network is distributed over the ranks, or None if each rank has the whole network.
     """
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
@@ -218,14 +218,14 @@ def _add_rows(step: Step, table: str, states: Sequence[str], ids: Any, block: An
     if isinstance(ids, torch.Tensor):
         ids = ids.cpu().numpy()
     hashes = hash_rows(block, at)
-    for i, name in enumerate(states[: hashes.shape[1]]):  # the digest alone covers per-row scalar state
+    for i, name in enumerate(states[: hashes.shape[1]]):  # scalar state per row is left out here; the digest covers it
         key = f"{table}/{name}"
         before = step.get(key, (ids[:0], hashes[:0, i]))
         step[key] = (np.concatenate([before[0], ids]), np.concatenate([before[1], hashes[:, i]]))
 
 
 def _hash_dense(dense: DenseState) -> Step:
-    """Return the hashes of the rows of the dense tensors; empty if another rank gathered the state."""
+    """Return hashes of the rows of all dense tensors; empty if the dense state is on another rank."""
     tensors: Step = {}
     for name, value, _ in dense_arrays(dense):
         rows = value.float().cpu().numpy().reshape(value.shape[0] if value.ndim else 1, 1, -1)
@@ -267,7 +267,7 @@ def get_batch_size(settings: TrainConfig, reader: ShardReader, steps: int) -> in
 
 
 def read_batches(reader: ShardReader, size: int, seed: int, steps: int, part: tuple[int, int] = (0, 1)) -> list[Batch]:
-    """Read the batches of `steps` steps, or of each batch only a part, given as (number, number of parts)."""
+    """Read the batches of the first `steps` steps, or one part of each batch: `part` is (index, number of parts)."""
     epochs = (reader.batches(size, seed=seed, epoch=epoch, part=part) for epoch in itertools.count(1))
     return list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
 
@@ -287,7 +287,7 @@ def verify(
     Args:
         fault: Whether to inject a fault into each group in turn: batches read rows before earlier batches update them.
         meshes: Meshes of processes to compare with one process.
-        layout: The distribution of the network over those meshes that have stages or slices.
+        layout: How the network is distributed over meshes that have stages or slices.
         micro_batches: Number of micro-batches per batch, which the processes of a mesh share.
 
     Returns:
@@ -374,7 +374,7 @@ def _compare_all(
     expected: Record,
     report: Callable[[str], None],
 ) -> int:
-    """Train in these modes, report the comparisons, and return the number of modes that differ."""
+    """Train in each mode of `ways`, report the comparisons, and return the number of modes that differ."""
     different = 0
     for mode in ways:
         gc.collect()  # torch's first steps leave frames that keep the last mode's tables alive

@@ -1,4 +1,4 @@
-"""Compares training in several processes with training in one: the processes' records are merged and compared."""
+"""Compares training in several processes, whose records are merged, with training in one process."""
 
 if __name__ == "__main__":
     from hostdev.core import cli
@@ -33,7 +33,7 @@ from hostdev.verify import Mode, Record, compare, get_batch_size, read_batches, 
 
 _MODULE = "hostdev.verify_processes"  # run by the processes
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
-_TOLERANCE = 1e-5  # relative tolerance for losses with sliced layers, whose sums have a different order
+_TOLERANCE = 1e-5  # relative tolerance for losses if layers are sliced, because their sums have a different order
 _WEIGHTS = 1e-4  # tolerance for the final dense weights, relative to their norm
 
 
@@ -78,8 +78,10 @@ def _compare_by_tolerance(expected: Record, record: Record) -> tuple[bool, str]:
     size = sum(float(np.sum(value**2.0)) for value in expected.weights.values())
     weights = (apart / size) ** 0.5
     wrong = not (far <= _TOLERANCE and weights <= _WEIGHTS)
-    how = "TOO FAR" if wrong else "near"
-    return wrong, f"{how}: losses {far:.1e} (up to {_TOLERANCE:g}), weights {weights:.1e} (up to {_WEIGHTS:g})"
+    how = "DIFFERENT" if wrong else "within tolerance"
+    return wrong, (
+        f"{how}: losses differ by {far:.1e} (limit {_TOLERANCE:g}), weights by {weights:.1e} (limit {_WEIGHTS:g})"
+    )
 
 
 def _train_processes(

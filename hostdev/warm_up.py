@@ -38,16 +38,16 @@ from hostdev.kernels.jit import address_of
 from hostdev.kernels.pool import set_host_threads
 
 _ID_DTYPES = ("int32", "int64")
-_THREADS = 2  # more than 1, to call kernels with several threads, too
+_THREADS = 2  # more than 1, so that kernels are also called with several threads
 
 Task = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 def run(processes: int) -> None:
-    """Compile all kernels in this many processes, and print the kernels' number and folder.
+    """Compile all kernels in this many processes, and print how many there are, and the folder that stores them.
 
     Raises:
-        UserError: Compiled kernels cannot be kept on this machine.
+        UserError: Compiled kernels cannot be stored on this machine.
     """
     folder = _require_folder()
     start = time.perf_counter()
@@ -56,7 +56,7 @@ def run(processes: int) -> None:
     left = _run_all(tasks, 1, "checking") if compiled else 0  # in a new process, which has to load them
     if left:
         raise UserError(
-            f"{counted(left, 'kernel')} could not be kept in {folder}; free disk space there, or set NUMBA_CACHE_DIR "
+            f"{counted(left, 'kernel')} could not be stored in {folder}; free disk space there, or set NUMBA_CACHE_DIR "
             "to a writable folder"
         )
     seconds = time.perf_counter() - start
@@ -64,7 +64,7 @@ def run(processes: int) -> None:
         by = f"{processes} process{'es' * (processes > 1)}"
         print(f"{counted(compiled, 'kernel')} compiled in {seconds:.0f} s by {by}: {folder}")
     else:
-        print(f"all kernels were compiled before: {folder}")
+        print(f"all kernels are already compiled: {folder}")
 
 
 def _run_all(tasks: Sequence[Task], processes: int, what: str) -> int:
@@ -77,7 +77,7 @@ def _run_all(tasks: Sequence[Task], processes: int, what: str) -> int:
                 compiled += done.result()
                 progress.update()
     except BaseException:
-        for process in (pool._processes or {}).values():  # Ctrl-C does not wait the seconds that a kernel takes
+        for process in (pool._processes or {}).values():  # so that Ctrl-C need not wait for a kernel
             process.kill()
         raise
     finally:
@@ -131,12 +131,12 @@ def _prepare() -> None:
 
 
 def _require_folder() -> Path:
-    """Return the folder where numba keeps compiled kernels; raise UserError if there is none."""
+    """Return the folder where numba stores compiled kernels; raise UserError if there is none."""
     cache = getattr(address_of, "_cache", None)
     path = getattr(cache, "cache_path", None)
     if path is None:
         raise UserError(
-            "compiled kernels cannot be kept: neither the package's folder nor the user's cache folder is writable; "
+            "compiled kernels cannot be stored: neither the package's folder nor the user's cache folder is writable; "
             "set NUMBA_CACHE_DIR to a writable folder"
         )
     return Path(path).parent

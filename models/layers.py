@@ -13,7 +13,7 @@ from hostdev.core.pieces import Piece
 
 
 def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = True) -> nn.Sequential:
-    """Return linear layers with these widths, each followed by ReLU and dropout; if `linear`, the last by neither."""
+    """Return linear layers with these widths, each followed by ReLU and dropout, except the last if `linear`."""
     modules: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         modules += [nn.Linear(inputs, outputs), nn.ReLU()]

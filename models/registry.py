@@ -51,7 +51,7 @@ def find(name: "str | type[Any]") -> "type[Model]":
 
 
 def default_dim(name: "str | type[Any]") -> int:
-    """Return the default number of a model's embedding columns; raise UserError if it has none."""
+    """Return a model's default number of embedding columns; raise UserError if the model has none."""
     dim = getattr(find(name), "default_dim", None)
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
         raise UserError(f"model {name!r} has no default_dim; give the number of embedding columns with --emb-dim N")

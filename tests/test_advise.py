@@ -61,7 +61,7 @@ def test_the_table_the_picture_and_the_advice(advised, small_data, tmp_path):
     for table in (moved, host):
         for before, after in itertools.pairwise(table):
             assert after[-1] <= before[-1]
-    rates = r"\d+ ns of host time for a bypassing row, \d+ for an admitted one, \d+ for an evicted one"
+    rates = r"\d+ ns of host time per bypassing row, \d+ per admitted row, \d+ per evicted row"
     assert re.search(rf"^rates    {rates}; [\d.]+ GB/s for copies in host memory, as there is no bus$", out, re.M)
     assert out.count("<- recommended: ") == 3
     gains = r"[\d.]+ MiB per step instead of [\d.]+, [\d.]+ ms of host time instead of [\d.]+, [\d.]+% of lookups hit"
@@ -288,7 +288,7 @@ def test_the_picture(tmp_path, monkeypatch, misses, labels):
     texts = [text.get_text() for text in legend.get_texts()]
     assert texts == [
         "lookahead",
-        "offline optimum of each",
+        "offline optimum (separate for each plot)",
         "no cache",
         "300 bytes of device memory",
         "recommended: 100 rows, lookahead",

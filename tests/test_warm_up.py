@@ -166,7 +166,7 @@ def test_the_command_compiles_what_was_not_compiled(tmp_path, monkeypatch, capsy
     command.run(2)
     assert re.match(r"[1-9]\d* kernels compiled in \d+ s by 2 processes: ", capsys.readouterr().out)
     command.run(1)
-    assert capsys.readouterr().out.startswith("all kernels were compiled before: ")
+    assert capsys.readouterr().out.startswith("all kernels are already compiled: ")
 
 
 def compile_always():
@@ -176,10 +176,10 @@ def compile_always():
 
 def test_kernels_that_are_not_kept_are_an_error(monkeypatch):
     monkeypatch.setattr(command, "_tasks", lambda: [(compile_always, ())])
-    with pytest.raises(UserError, match=r"1 kernel could not be kept in .*NUMBA_CACHE_DIR to a writable folder"):
+    with pytest.raises(UserError, match=r"1 kernel could not be stored in .*NUMBA_CACHE_DIR to a writable folder"):
         command.run(1)
     monkeypatch.delattr(address_of, "_cache")
-    with pytest.raises(UserError, match="compiled kernels cannot be kept: .* set NUMBA_CACHE_DIR"):
+    with pytest.raises(UserError, match="compiled kernels cannot be stored: .* set NUMBA_CACHE_DIR"):
         command.run(1)
 
 
@@ -188,7 +188,7 @@ def test_everything_is_compiled_at_once(capsys):
     command.run(2)
     capsys.readouterr()
     command.run(1)
-    assert capsys.readouterr().out.startswith("all kernels were compiled before: ")
+    assert capsys.readouterr().out.startswith("all kernels are already compiled: ")
 
 
 def meet_another(folder):

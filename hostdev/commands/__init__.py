@@ -16,5 +16,5 @@ COMMANDS = {  # module and help text by name
     "advise": ("hostdev.advise", "recommend an embedding cache for your data"),
     "verify": ("hostdev.verify", "show on your data that every mode gives the same bits"),
     "warm-up": ("hostdev.warm_up", "compile all kernels now, for example for a container image"),
-    "launch": ("hostdev.launch", "start this host's processes of a rank table; test the connections"),
+    "launch": ("hostdev.launch", "start the processes that a rank table assigns to this host; test the connections"),
 }

@@ -59,7 +59,7 @@ def _add_export(to: argparse.ArgumentParser) -> None:
     """Add the options of `export`."""
     to.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
     to.add_argument("--format", choices=FORMATS, default="parquet", help="format of the tables (default parquet)")
-    to.add_argument("--slots", action="store_true", help="also write optimizer state, steps and settings, and `extra`")
+    to.add_argument("--slots", action="store_true", help="also write optimizer state, steps, settings, and `extra`")
     to.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the tables' values (default float32)")
 
 

@@ -12,11 +12,15 @@ from hostdev.launch import PROG, check, find_server, start
 
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
-    made = cli.parser(prog, "Start this host's processes of a rank table; give the program and its options after --.")
+    made = cli.parser(
+        prog, "Start the processes that a rank table assigns to this host; give the program and its options after --."
+    )
     made.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON file with the servers and their devices")
-    made.add_argument("--server", metavar="ID", help="this host's server_id in the table (default: by name or address)")
     made.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="a new folder for the logs of the ranks (default launch-TIME)"
+        "--server", metavar="ID", help="this host's server_id in the table (default: found by name or address)"
+    )
+    made.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="a new folder for the logs of the ranks (default launch-<time>)"
     )
     made.add_argument("--check", action="store_true", help="test and time the connections; works under any launcher")
     return made

@@ -25,14 +25,14 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.add_argument(
         "--data", type=Path, required=True, metavar="FILE|DIR", help="raw rows (- for standard input), or a data set"
     )
-    made.add_argument("--split", choices=("train", "test", "validation"), help="rows of a data set (default test)")
+    made.add_argument(
+        "--split", choices=("train", "test", "validation"), help="which rows of a data set to predict (default test)"
+    )
     made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet or NAME.csv")
     made.add_argument(
         "--keep", metavar="NAMES", help="columns of FILE, separated by commas, to write next to the predictions"
     )
-    made.add_argument(
-        "--by", metavar="NAME", help="print GAUC, NDCG and recall of rows that are grouped by this column"
-    )
+    made.add_argument("--by", metavar="NAME", help="print GAUC, NDCG and recall, with the rows grouped by this column")
     made.add_argument("--at", type=int, metavar="K", help="with --by: NDCG and recall at K (default 10)")
     made.add_argument("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
     return made

@@ -46,13 +46,13 @@ def parser(prog: str = PROG) -> cli.Parser:
         action="store_true",
         help="test verify itself: let lookups overtake the updates that they need, and check that verify detects this",
     )
-    made.add_argument("--processes", metavar="W,...", help="also compare these numbers of local processes, such as 2,4")
+    made.add_argument("--processes", metavar="W,...", help="also compare runs in 2,4,... local processes")
     made.add_argument(
         "--mesh",
         action="append",
         default=[],
         metavar="AXES",
-        help="also compare local processes that distribute the network, such as data=2,pipe=2; may be repeated; "
+        help="also compare a run whose processes divide the network, such as data=2,pipe=2; may be repeated; "
         "sliced layers (model=N) are compared within a tolerance",
     )
     made.add_argument("--plan", metavar="STRATEGIES", help="how --mesh model=N slices layers (default: in pairs)")
@@ -70,7 +70,7 @@ def parser(prog: str = PROG) -> cli.Parser:
 def main(argv: Sequence[str], prog: str = PROG) -> int:
     """Parse the command line, verify, and return the exit code: 1 if a mode differs."""
     arguments = parser(prog).parse_args(argv)
-    alone()  # even if a launcher started several processes: verify starts those that it compares
+    alone()  # even if a launcher started several processes: verify itself starts the processes to compare
     settings = config.from_flags(arguments, OPTIONS)
     if arguments.steps < 2:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")
@@ -93,7 +93,10 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     if arguments.inject_fault:
         if not all(different):
             raise UserError("the injected fault was not caught: no consecutive batches share a row; use larger batches")
-        print(f"\nthe injected fault was caught in every group of modes: {' and '.join(map(str, different))} differ")
+        print(
+            "\nthe injected fault was caught in every group of tables: "
+            f"{' and '.join(map(str, different))} modes differ"
+        )
     elif any(different):
         print(f"\n{different[0]} modes differ from the serial run")
     else:
@@ -103,7 +106,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
 
 
 def _meshes(arguments: argparse.Namespace) -> tuple[list[Mesh], int]:
-    """Return the meshes of processes to compare, and the number of micro-batches that all of them use."""
+    """Return the meshes of processes to compare, and the number of micro-batches, which is the same for all meshes."""
     for name, axis in (("plan", "model"), ("schedule", "pipe"), ("stage_cut", "pipe")):
         if getattr(arguments, name) is not None and all(
             getattr(parse_mesh(each), axis) == 1 for each in arguments.mesh

@@ -1,4 +1,4 @@
-"""Makes loops that read ahead work with loaders that Hugging Face accelerate has prepared.
+"""Support for data loaders prepared by Hugging Face accelerate, in loops that read ahead.
 
 accelerate's `GradientState` tells a loop's body whether a batch is the loader's last one (`Accelerator.accumulate`
 then takes a step), and how many samples of the batch are padding. A prepared loader sets this state whenever a batch is
@@ -23,7 +23,7 @@ class _State(NamedTuple):
 
 
 class _Shown:
-    """The dataloader that a loop shows to accelerate as the active one, with the state of the batch in the body."""
+    """The dataloader that a loop shows to accelerate as the active one, with the state of the body's batch."""
 
     end_of_dataloader = False
     remainder = -1
@@ -53,7 +53,7 @@ class _Reports:
 
 
 class _Reading(threading.local):
-    """For each thread: the recorder of prepared loaders' states while the thread reads for a loop, else None."""
+    """The current thread's recorder of prepared loaders' states; None unless it reads batches for a hostdev loop."""
 
     reports: _Reports | None = None
 
@@ -61,7 +61,7 @@ class _Reading(threading.local):
 _reading = _Reading()
 _lock = threading.Lock()
 _readers: list[_Reports] = []  # one recorder for each thread that is reading a batch
-_original: Callable[[Any], None]  # accelerate's own `begin`, while it is replaced
+_original: Callable[[Any], None]  # accelerate's own `begin`, while a replacement is installed
 
 
 def is_imported() -> bool:
@@ -119,7 +119,7 @@ def _gradient_state() -> Any:
 
 @contextmanager
 def _reporting_to(reports: _Reports) -> Iterator[None]:
-    """In a `with` block, make prepared loaders that this thread begins to read report their state to `reports`."""
+    """In a `with` block, send the state of each prepared loader that this thread begins to read to `reports`."""
     global _original
     mixin = sys.modules["accelerate.data_loader"].DataLoaderStateMixin
     with _lock:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hostdev.core.errors import UserError
 
-_ENTRY = "hostdev_tables"  # the key in Lightning's checkpoint that has the name of the tables' checkpoint
+_ENTRY = "hostdev_tables"  # key in Lightning's checkpoint; its value is the name of the tables' checkpoint
 _PACKAGES = {"lightning": "lightning.fabric.plugins", "pytorch_lightning": "lightning_fabric.plugins"}
 
 
@@ -35,7 +35,7 @@ def checkpoint_io(runtime: Any) -> Any:
     class TablesIO(*bases):  # type: ignore[misc]
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
             folder = _folder(path)
-            # The tables are saved first: until it is replaced, an older checkpoint here refers to its own tables.
+            # Save the tables first: an older checkpoint at `path` refers to its own tables until it is replaced.
             saved = runtime.save(folder, keep=2).wait().path.name
             super().save_checkpoint({**checkpoint, _ENTRY: saved}, path, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""python -m hostdev.predict: probabilities for the rows of a file or of a data set."""
+"""python -m hostdev.predict: write probabilities for the rows of a file or of a data set."""
 
 if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli

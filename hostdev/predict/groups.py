@@ -1,4 +1,4 @@
-"""Prediction quality within groups of rows, such as one user's rows, over all predictions of a command."""
+"""Prediction quality within groups of rows, such as the rows of each user, over all predictions of a command."""
 
 from collections.abc import Iterator
 
@@ -40,7 +40,7 @@ class Groups:
         known: npt.NDArray[np.bool_],
         part: Part,
     ) -> None:
-        """Add those rows of a part that `known` [n] marks: the ones with a label and a finite score."""
+        """Add the rows of a part that the mask `known` [n] selects: rows with a label and a finite score."""
         keys, known = (self._values(part), known) if part.more is not None else self._ids(part, known)
         self._parts.append((keys[known], logits[known], label[known] != 0))
 

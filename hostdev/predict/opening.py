@@ -101,7 +101,9 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
     if which == "newest" or (which is None and (known is None or not known.stops_early)):
         return found, "" if known is None or not known.stops_early else "the newest, as requested"
     if known is None:
-        raise UserError(f"{path} has no evaluation in its newest checkpoint, so there is no best one; use the newest")
+        raise UserError(
+            f"the newest checkpoint in {path} has no evaluation, so the best one is unknown; use the newest"
+        )
     chain = best.find_best_chain(found.chain[-1].path.parent, known)
     if chain is None:
         told = f"the best checkpoint (step {known.step:,}, after epoch {known.epoch}) is not in {path}"
@@ -136,7 +138,7 @@ def choose_model(settings: dict[str, Any], model: "str | type[Any] | None", path
     if settings["model"] not in registry.NAMES:
         shown = str(settings["model"])[:100]
         raise UserError(
-            f"{path} has the custom model class {shown!r}, whose module would be imported; if you trust it, name it "
+            f"{path} has the custom model class {shown!r}, and predicting imports its module; if you trust it, name it "
             "with --model, or in Python with Predictor(..., model=)"
         )
     return str(settings["model"])

@@ -1,4 +1,4 @@
-"""Writer of the predictions file: Parquet or CSV, with a line for each input row, and columns kept from the input."""
+"""Writes the predictions to Parquet or CSV: a line for each input line, with columns copied from the input."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ Values = npt.NDArray[np.float32]
 
 
 def names_of(schema: Schema) -> list[tuple[str, str]]:
-    """Return, for each label, the names of the columns with its predictions and with its values."""
+    """Return a pair of column names for each label: the columns with its predictions and with its values."""
     kinds = ["prediction" if name in schema.targets.numeric else "probability" for name in schema.labels]
     if not schema.targets.more:
         return [(kinds[0], "label")]
@@ -111,7 +111,7 @@ def _flat(column: pa.Array) -> pa.Array:
 
 
 def _column(values: Values, missing: npt.NDArray[np.bool_], part: Part) -> pa.Array:
-    """Return the values of a part's rows [n] as a column of all of its lines."""
+    """Return a column with one value per line of a part, from the values of its rows [n]; other lines are null."""
     if part.places is None:
         return pa.array(values, mask=missing)
     whole, nulls = np.zeros(part.lines, np.float32), np.ones(part.lines, np.bool_)

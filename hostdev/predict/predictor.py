@@ -33,7 +33,7 @@ _FEW = 64  # rows; up to this many, plain Python values are faster
 
 
 class Predictor:
-    """A trained model that predicts the probability of a positive label, or numbers for labels of regression.
+    """A trained model that predicts the probability of a positive label, or the value of a numeric label.
 
     ::
 
@@ -111,7 +111,7 @@ class Predictor:
     def __call__(self, rows: Any) -> Probabilities:  # Any, as pandas may not be installed
         """Return the probability of each row, float32 [n], or [n, labels] if the model has several labels.
 
-        For a label of regression, the value is the predicted number.
+        For a numeric label, the value is the predicted number.
 
         A value matches the same value in training even if its type differs (docs/serving.md). Unseen values are out of
         vocabulary; a warning names a column in which most values are unseen, unlike in training.
@@ -122,7 +122,7 @@ class Predictor:
                 and NaN are missing values. Other columns, such as the label, are ignored.
 
         Raises:
-            UserError: A column is missing or its type does not fit training, or a value or a result is invalid.
+            UserError: A column is missing or has a wrong type, or a value or a result is invalid.
         """
         rows = as_mapping(rows)
         self.encoding.require(get_column_names(rows))
@@ -151,7 +151,7 @@ class Predictor:
         return np.stack([one if name in schema.targets.numeric else probabilities(one) for name, one in each], 1)
 
     def _require_finite(self, batch: Batch, logits: Probabilities) -> None:
-        """Raise UserError, which names the likely cause, unless all outputs [n] or [n, labels] are finite."""
+        """Raise UserError with the likely cause unless all outputs, [n] or [n, labels], are finite."""
         if not len(wrong := np.flatnonzero(~np.logical_and.reduce(list(map(np.isfinite, columns_of(logits)))))):
             return
         row, names = int(wrong[0]), self.data.schema.dense
@@ -159,7 +159,7 @@ class Predictor:
         raise UserError(f"row {row + 1}: the model's result is not a finite number{most if names else ''}")
 
     def predict(self, batch: Batch) -> Probabilities:
-        """Return predictions, as when the predictor is called, for a batch that already has ids of the data set."""
+        """Return the same predictions as `__call__`, but for a batch that already has the data set's ids."""
         return self._predictions(self.logits_by_batch(batch))
 
     def logits_by_batch(self, batch: Batch) -> Probabilities:
@@ -170,7 +170,10 @@ class Predictor:
         return np.concatenate(logits) if logits else np.empty((0, len(labels)) if len(labels) > 1 else 0, np.float32)
 
     def logits(self, batch: Batch) -> Probabilities:
-        """Return the model's logits, or numbers, for one batch, float32 [n], or [n, labels] for several labels."""
+        """Return the model's outputs for one batch, float32 [n], or [n, labels] for several labels.
+
+        An output is a logit, or the predicted number for a numeric label.
+        """
         with torch.inference_mode():
             rows = dict(self._rows(batch))
             dense = torch.from_numpy(batch.dense).to(self._device)

@@ -128,7 +128,7 @@ def group_features(model: Model) -> dict[str, list[str]]:
 
 
 def groups_of(model: Model) -> list[list[str]]:
-    """Return the tables' names in groups, as `Runtime` forms them: the same features look up all tables of a group."""
+    """Return the tables' names, grouped as in `Runtime`: all tables of a group are looked up by the same features."""
     groups: dict[Any, list[str]] = {}
     for table, features in group_features(model).items():
         if not features:
@@ -145,7 +145,7 @@ def ids_of(model: Model, batch: Batch, table: str) -> npt.NDArray[Any]:
 
 
 def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader) -> npt.NDArray[np.int64] | None:
-    """Return how often each row is used, int64 [V], as the vocabulary counted it.
+    """Return how often the training samples use each row, int64 [V], according to the vocabulary.
 
     Return None if the data has no vocabulary, or if the model has several groups of tables.
     """
@@ -184,7 +184,7 @@ def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -
 def make_cache_specs(
     settings: TrainConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
 ) -> dict[str, CacheSpec] | None:
-    """Return each group's cache for `Runtime`, by the group's first table; None if the resolved settings have none."""
+    """Return each group's cache for `Runtime`, by the group's first table; None if the settings have no cache."""
     if settings.cache_policy is None:
         return None
     assert settings.cache_rows is not None

@@ -107,7 +107,7 @@ class Progress:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Progress":
-        """Return the progress from which `as_values` made these values."""
+        """Return the progress that `as_values` converted to these values."""
         made = cls()
         made.steps, made.seconds = values["steps"], values["seconds"]
         for name in ("wide", "deep", "rows"):
@@ -157,7 +157,7 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
 
 
 def _get_search_path(settings: TrainConfig) -> Path:
-    """Return the path that --resume names, or without one the folder of the run's checkpoints."""
+    """Return the path given to --resume or, without a path, the folder of the run's checkpoints."""
     return Path(settings.resume) if settings.resume else get_folder(settings, settings.run_dir or Path())
 
 
@@ -231,7 +231,7 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
 
 
 def _find_difference(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
-    """Return the first option in FIXED whose value differs from the one in `then`, or None if there is none.
+    """Return the first option in FIXED whose value differs from its value in `then`, or None if all are equal.
 
     Options in IN_EFFECT count as equal if they have the same effect: a model's default may be given or left out.
     """
@@ -381,7 +381,7 @@ class CheckpointSchedule:
         self._stalled += time.monotonic() - start
 
     def keep_best(self, step: int) -> None:
-        """Keep a checkpoint of this step, the best so far, besides the newest ones; save it if that is not done yet."""
+        """Keep this step's checkpoint, the best so far, besides the newest ones; save it if it is not saved yet."""
         self._record_outcome()
         self.manager.best_steps.insert(0, step)
         if self._step != step or self._failing is not None:

@@ -157,8 +157,9 @@ class TrainConfig:
         choices=EXCHANGES,
     )
     exchange_levels: int | None = _flag(
-        "1: each process exchanges with every other; 2: processes on a host share memory, and one process per host "
-        "exchanges with the other hosts (default: 2 if there are several hosts, and a host has several processes)",
+        "1: each process exchanges data with every other; 2: processes on a host share memory, and one process per "
+        "host exchanges data with the other hosts (default: 2 if there are several hosts and a host has several "
+        "processes)",
         kind=int,
         choices=(1, 2),
     )

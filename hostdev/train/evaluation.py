@@ -22,7 +22,7 @@ class LabelQuality(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The quality of the model on a split. Each metric is its mean over the labels that have it, or NaN if none has."""
+    """The quality of the model on a split. Each metric is the mean over the labels that have it; NaN if none has it."""
 
     auc: float
     logloss: float
@@ -68,7 +68,7 @@ class Evaluation(NamedTuple):
 
     @classmethod
     def from_values(cls, values: Sequence[Any]) -> "Evaluation":
-        """Return the evaluation from which `as_values` made these values."""
+        """Return the evaluation that `as_values` converted to these values."""
         if len(values) == 3:
             return cls(*values)
         auc, logloss, rows, rmse, mae, labels = values

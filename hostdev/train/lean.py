@@ -15,14 +15,14 @@ import torch
 from torch.optim import Optimizer
 
 _METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
-_MARK = "__dynamo_disable"  # attribute in which torch's `_disable_dynamo` keeps a marked method
+_MARK = "__dynamo_disable"  # in this attribute, torch's `_disable_dynamo` stores the method to call instead
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """Keep torch's optimizers from importing torch's compiler in this context, unless it is already imported."""
     methods = () if "torch._dynamo" in sys.modules else (getattr(Optimizer, name) for name in _METHODS)
-    plain = (getattr(method, "__wrapped__", None) for method in methods)  # None if this torch does not mark it
+    plain = (getattr(method, "__wrapped__", None) for method in methods)  # None if torch does not wrap it
     changed = [function for function in plain if function is not None and not hasattr(function, _MARK)]
     for function in changed:
         setattr(function, _MARK, function)

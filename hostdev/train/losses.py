@@ -11,7 +11,7 @@ from hostdev.runtime.loop import NonFiniteError
 
 
 class Losses(NamedTuple):
-    """A step's losses: the wide loss, without the L2 term, and the deep loss, with it."""
+    """A step's losses: the wide loss has no L2 term, the deep loss includes it."""
 
     wide: float
     deep: float
@@ -27,7 +27,8 @@ def read_losses(squares: Any, shares: list[float], has_l2: bool, step: int, resu
     Args:
         squares: With --l2 table, the sums of squares of the table's weights; otherwise None.
         shares: Each micro-batch's share of the batch's samples.
-        has_l2: Whether the deep losses include an L2 term. Each is already multiplied by its micro-batch's weight.
+        has_l2: Whether the deep losses include an L2 term. If so, they are already multiplied by their micro-batches'
+            weights.
         step: The step's number, for errors.
         results: Arrays from the device: the wide and deep losses [M, 2]; the squares, if the device computed them; and
             a flag that is not 0 if the update was skipped.

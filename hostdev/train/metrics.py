@@ -1,4 +1,4 @@
-"""AUC and log loss in float64 of samples in memory; `scores` handles more samples than fit in memory."""
+"""AUC and log loss, in float64, of samples in memory. The module `scores` handles samples that do not fit in memory."""
 
 from itertools import pairwise
 from typing import Any
@@ -10,7 +10,7 @@ _AT_ONCE = 1 << 20  # values processed at a time
 
 
 def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:
-    """Return the area under the ROC curve; equal scores count half. NaN unless both labels occur.
+    """Return the area under the ROC curve. Pairs with equal scores count half. NaN unless both labels occur.
 
     This is the Mann-Whitney statistic (Hanley & McNeil, Radiology 143, 1982). Pairs are counted in integers, so the
     result is rounded only once.
@@ -24,7 +24,9 @@ def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> flo
 
 
 def twice_above(positives: npt.NDArray[Any], negatives: npt.NDArray[Any]) -> int:
-    """Count the pairs of a positive and a negative: 2 if the positive has the higher score, 1 if the scores are equal.
+    """Return a sum over all pairs of a positive and a negative sample.
+
+    A pair counts 2 if the positive sample has the higher score, and 1 if the scores are equal.
 
     Args:
         positives: Sorted scores of positive samples [P].

@@ -33,7 +33,7 @@ class MicroBatches:
         self._begun += count
 
     def start_after(self, step: int) -> None:
-        """Continue as after this number of steps, to resume a training run."""
+        """Count as if `step` steps had been taken; used when a training run resumes."""
         self._begun = step * self.here
 
     @property

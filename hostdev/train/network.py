@@ -34,7 +34,7 @@ DENSE_EPS = 1e-8
 Table: TypeAlias = HostTable | DeviceTable
 DEEP = "deep"  # the table that --l2 regularizes
 
-# Logits and their micro-batch; logits are None if it has no samples or another rank has them.
+# A micro-batch's logits, and the micro-batch. The logits are None if it has no samples, or if another rank has them.
 Scored: TypeAlias = Generator[tuple[npt.NDArray[Any] | None, Batch], None, None]
 
 
@@ -100,7 +100,7 @@ class Network:
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=setup.log)
 
     def _start_adam(self) -> None:
-        """Create the optimizer's state in a skipped step, before a step can fail because a gradient is not finite."""
+        """Create the optimizer's state by a step without updates, so that it exists even if the first step fails."""
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.adam.found_inf = torch.ones((), device=self.device)  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ class Network:
             squares: With --l2 table, the sums of squares of the table's weights; otherwise None.
         """
         looked_at, results = [losses], [losses]
-        if isinstance(squares, Tensor):  # on the device, maybe not computed yet
+        if isinstance(squares, Tensor):  # on the device, and possibly not computed yet
             looked_at.append(squares.sum().float())
             results.append(squares)
         elif squares is not None:
@@ -138,8 +138,8 @@ class WholeNetwork(Network):
         reading: Arguments of `Runtime.train` and `predict` that define how to read batches.
     """
 
-    description: str | None = None  # text about the network's parts; None if it has one part
-    sent_bytes: int | None = None  # bytes sent between parts
+    description: str | None = None  # describes the parts of a network that is split over ranks
+    sent_bytes: int | None = None  # bytes sent between these parts
 
     def __init__(self, setup: Setup, reading: dict[str, Any]) -> None:
         world = setup.ranks or ALONE_WORLD
@@ -216,7 +216,7 @@ class WholeNetwork(Network):
         return logits
 
     def score(self, parts: Iterable[Batch]) -> Scored:
-        """Yield the logits of each of this rank's micro-batches, or None if it has no samples, and the micro-batch."""
+        """For each of this rank's micro-batches, yield its logits (None if it has no samples) and the micro-batch."""
         with closing(self.setup.runtime.predict(parts, **self._reading)) as loop:
             for (batch, dense, *_), rows in loop:
                 outcome = None

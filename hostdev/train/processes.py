@@ -131,8 +131,8 @@ class ProcessSession:
     def folder(self, made: Path | None) -> Path:
         """Return the folder of this rank's files.
 
-        This is the run directory `made` on rank 0, where the subfolder rank0 gets links to the logs, and the run
-        directory's subfolder rank<k> on every other rank k.
+        On rank 0, this is the run directory `made`, whose subfolder rank0 gets links to the logs. On any other rank k,
+        this is the run directory's subfolder rank<k>.
         """
         self.root = root = Path(self.ranks.control.share(str(made))[0])
         mine = root / f"rank{self._environment.rank}"

@@ -18,7 +18,7 @@ class Point(NamedTuple):
 
 
 class Quality:
-    """The evaluations of a run. The best one is the first with the highest AUC, or the lowest RMSE for regression.
+    """The evaluations of a run. The best one is the first with the highest AUC (the lowest RMSE if no label is binary).
 
     Args:
         patience: Number of epochs without an improvement after which training stops; None for no early stop.
@@ -44,7 +44,7 @@ class Quality:
 
     @property
     def result(self) -> Evaluation | None:
-        """The evaluation on the test rows: after the best epoch if training may stop early, else after the last."""
+        """The evaluation on the test rows: after the best epoch with validation rows and patience, else the last."""
         if self.split == "test":
             return self.points[-1].test if self.points else None
         point = self.best if self._patience is not None else self.points[-1] if self.points else None

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace, options: Options, rows: int) -> None:
     Args:
         arguments: Parsed flags of the training.
         options: Options of the preprocessing.
-        rows: Samples of the synthetic data if no file is given.
+        rows: Number of synthetic samples to create if no file is given.
     """
     text = arguments.criteo
     if text is None:
@@ -61,7 +61,7 @@ def prepare(text: Path, datasets: Path, options: Options) -> Path:
     """Return the data set prepared from a text file; reuse an existing one if the text has not changed."""
     if text == STANDARD_INPUT:
         raise UserError(
-            "--criteo needs a file, because a later call reuses its data set; for standard input use "
+            "--criteo must be a file, because later calls reuse its data set; for standard input use "
             "python -m hostdev.data.preprocess criteo - --out DIR"
         )
     source = CriteoText([text])

@@ -34,9 +34,9 @@ class Ranked(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """Runs of samples of a group with equal scores, ordered by group and by decreasing score; all arrays are int64.
+    """Runs of samples that have the same group and equal scores, ordered by group and by decreasing score.
 
-    The gain of each sample is the mean gain of its run.
+    The gain of each sample is the mean gain of its run. All arrays are int64.
 
     Attributes:
         group: Index of each run's group.

@@ -256,7 +256,7 @@ def _dropped(log: dict[str, int]) -> str:
 
 
 def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the lines of a table of ops, sorted by total time, with a line for each embedding table an op works on."""
+    """Return text lines with the times of all ops, sorted by total time: a line for each op and embedding table."""
     rows = []
     for name, times in ops.items():
         for scope, part in times.get("by_scope", {"": times}).items():

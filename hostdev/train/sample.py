@@ -16,7 +16,7 @@ class TrainingSample:
     Args:
         root: The data set's folder.
         manifest: The data set's manifest.
-        rows: Approximate number of samples; each shard's number is rounded up, so that its batches have equal sizes.
+        rows: Approximate number of samples. Each shard's number is rounded up, so that its batches have equal sizes.
         seed: Seed of the draw.
     """
 

@@ -30,6 +30,6 @@ class Schedule(NamedTuple):
         return -(-self.steps // self.epoch_steps)
 
     def find(self, steps: int) -> tuple[int, int]:
-        """Return the epoch, from 1, of the last of `steps` steps, and the number of steps taken in this epoch."""
+        """Return the epoch of step number `steps`, and the step's number in that epoch, from 1; (1, 0) for step 0."""
         epoch = max(1, -(-steps // self.epoch_steps))
         return epoch, steps - (epoch - 1) * self.epoch_steps

@@ -15,7 +15,7 @@ from hostdev.train.trainer import Trainer
 
 
 def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cache's statistics for summary.json; with several caches, a dictionary by the names of their tables.
+    """Return the entry "cache" of summary.json or, for several caches, the entry "caches" by names of tables.
 
     Args:
         ops: Durations, as `OpLog.summary` returns them.

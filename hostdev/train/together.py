@@ -7,7 +7,7 @@ from hostdev.distributed.process_group import Ranks
 from hostdev.train.scores import Figures
 from hostdev.train.target_scores import TargetScores
 
-_AT_ONCE = 1 << 20  # samples over all ranks after which they are sent to rank 0
+_AT_ONCE = 1 << 20  # send samples to rank 0 when all ranks together hold this number
 
 
 class Together:
@@ -24,7 +24,7 @@ class Together:
         self._ranks, self._to, self._labels = ranks, to, labels
         self._parts: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
         self._sizes: list[int] = []  # this rank's samples in each waiting batch
-        self._mine = self._all = 0  # this rank's samples in the batch, and all ranks' in the waiting batches
+        self._mine = self._all = 0  # this rank's samples in this batch; all ranks' samples in waiting batches
 
     def add(self, logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> None:
         """Add samples of this rank's part of a batch, as `TargetScores.add` does; the arrays are kept, not copied."""

@@ -183,7 +183,9 @@ class Trainer:
     def evaluate(
         self, batches: Iterable[Batch], progress: Callable[[], object] = lambda: None, folder: Path | None = None
     ) -> Evaluation | None:
-        """Return the quality of the predictions for batches; None if they have no samples. Keep the training mode.
+        """Return the quality of the predictions for batches, or None if the batches have no samples.
+
+        The model then returns to its previous mode (training or evaluation).
 
         Args:
             progress: Called after each batch.
@@ -222,7 +224,7 @@ class Trainer:
         return state_sha256(self.tables.values(), self.dense_state(), self.ranks)
 
     def dense_state(self) -> DenseState:
-        """Return the dense state; if the network is split over ranks, all of it on rank 0 and nothing on the others."""
+        """Return the dense state. If the network is split over ranks, rank 0 gets all of it, the others get none."""
         return self._network.state()
 
     def save(

@@ -19,7 +19,7 @@ def deep_l2(rows: Tensor, uses: Tensor | None, places: Tensor | None = None) -> 
         rows: float32 [U, D], the batch's unique deep rows, not weighted.
         uses: float32 [U], occurrences of each row in the batch (`--l2 batch`); None counts each row once (`--l2
             table`, whose gradient reaches only the batch's rows, as with lazy optimizers).
-        places: int32 [U], indices of the rows in the order in which they are added; None for the order of `rows`.
+        places: int32 [U], indices of the rows in the order of summation; None for the order of `rows`.
     """
     squares = rows.square().sum(1)
     terms = squares if uses is None else squares * uses

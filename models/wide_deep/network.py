@@ -4,7 +4,7 @@ Source: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016.
 rates follow MindSpore's published model for Criteo. Like that model, this one also looks up a row for each dense column
 and multiplies the row by the column's value.
 
-Shapes: B samples, nd dense columns, F columns of ids, D the deep dimension.
+Shapes: B samples, nd dense columns, F columns of ids, D columns of the deep table.
 """
 
 from collections.abc import Sequence

@@ -184,7 +184,7 @@ def test_a_module_that_a_checkpoint_names_is_not_imported(copied, capsys):
     """The author of a checkpoint does not decide which code its reader runs."""
     changed(copied, lambda content: content["state"]["more"]["settings"].update(model="this:X"))
     sys.modules.pop("this", None)
-    told = f"{copied} has the custom model class 'this:X', whose module would be imported; if you trust it, name it"
+    told = f"{copied} has the custom model class 'this:X', and predicting imports its module; if you trust it, name it"
     with pytest.raises(hostdev.UserError) as error:
         hostdev.Predictor(copied)
     assert str(error.value).startswith(told)

@@ -1,4 +1,4 @@
-"""--cache-rows auto: the cache that `advise` would choose for the first batches and the memory a step leaves free."""
+"""--cache-rows auto: choose a cache as `advise` does, from the first batches and the memory a step leaves free."""
 
 import itertools
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ from hostdev.train.config import TrainConfig
 from hostdev.train.room import estimate_host_memory, measure_free_after_step
 
 _LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # limits of the simulation
-_SAMPLE = 1000  # samples in the batch that shows the shapes of the model's inputs
+_SAMPLE = 1000  # samples in the batch from which the shapes of the model's inputs are read
 
 Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids of each batch, and their occurrences
 
@@ -51,7 +51,7 @@ Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids of 
 def choose_cache(
     settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks | None
 ) -> tuple[TrainConfig, list[str]]:
-    """Replace --cache-rows auto in the settings by a number of rows and a policy; return also lines that explain them.
+    """Replace --cache-rows auto by a number of rows and a policy; return the settings, and lines about the choice.
 
     All ranks must call this. Rank 0 chooses, for the device with the least free memory.
     """
@@ -108,7 +108,7 @@ def _room(
     batches: Sequence[Sampled],
     ranks: Ranks | None,
 ) -> int:
-    """Return the bytes that this process's device has for a cache."""
+    """Return the bytes that are free for a cache on this process's device."""
     assert settings.batch_size is not None
     shares = (ranks or ALONE_WORLD).share()[1]
     if not is_accelerator(device):
@@ -179,7 +179,7 @@ def _simulate(
 
 
 def _size(point: Point, ranks: Ranks | None) -> str:
-    """Return a value for --cache-rows: a number of rows, or a share if each of several processes has only some rows."""
+    """Return a value for --cache-rows: a number of rows, or a share if the rows are divided among several processes."""
     if ranks is None:
         return format_size(point)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"

@@ -26,9 +26,9 @@ from hostdev.train.build import count_uses, groups_of, ids_of, known_counts
 from hostdev.train.cache_advice.rates import host_costs
 
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
-_WORTH = 1.05  # a smaller cache is preferred up to this multiple of the least time
+_WORTH = 1.05  # a smaller cache is preferred if it takes at most this multiple of the least time
 _UNKNOWN = Costs(0, 0, 0)
-_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # at most 1/4 of the free memory for plans; 3 GiB with counts
+_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take at most 1/4 of the free memory; plans and counts, at most 3 GiB
 _RATED = 9  # batches to measure the host's work
 
 
@@ -66,9 +66,9 @@ class Group:
 
 @dataclass
 class Point:
-    """Caches of one policy and size, one for each group, simulated over all batches; the second half is measured.
+    """Caches of one policy and size, one for each group, simulated over all batches; the results cover the second half.
 
-    A point of the optimum holds lower bounds for caches of this size; no single cache has to reach all of them.
+    A point of the optimum holds lower bounds for caches of this size; a single cache need not reach all of them.
     """
 
     sizes: list[int]
@@ -256,7 +256,7 @@ def simulate(
     """
     groups, steps = measure_groups(model, reader, size, seed), reader.steps(size)
     sizes = choose_sizes(groups, memory)
-    known = known_counts(model, data, found, reader)  # the only counts that a run has for lookahead
+    known = known_counts(model, data, found, reader)  # the counts that a run with lookahead also uses
     counts = [known] if known is not None else count_uses(model, data, found, reader)
     left = _MOST_BYTES - sum(each.nbytes for each in counts)
     has_counts = known is not None

@@ -23,9 +23,9 @@ _ROUNDS = 7
 def host_costs(
     rows: int, tables: Sequence[tuple[int, SparseOptimizer] | TableShape], batches: Sequence[npt.NDArray[Any]]
 ) -> Costs:
-    """Measure the host's time for a row that bypasses a cache, is admitted, or is evicted, in nanoseconds.
+    """Measure the nanoseconds that the host needs for a row that bypasses a cache, is admitted, or is evicted.
 
-    The times are for a row of each table together. A bypassing row is looked up and updated. An admitted row is read
+    Each time covers one row in every table. A bypassing row is looked up and updated. An admitted row is read
     with its optimizer state, and an evicted row is written with its state.
 
     Args:
