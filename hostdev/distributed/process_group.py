@@ -88,9 +88,6 @@ class Ranks(World):
         self.calls = Calls(env.rank, env.ranks)
         alike = {**versions(), "the mesh": str(self.mesh), **(values or {})}
         self.store = _meet(env, meeting, alike)
-        self._identities = share_texts(self.store, env, "identity", get_identity(self.rank))
-        if levels == 2:
-            require_two_levels(group_by_host(range(self.size), self._identities))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface(env))
         self.monitor = Monitor(env, make_key_prefix(env), self.calls, on_fault)
         # Flags that this rank contributes to each step, and their maximum over all ranks since the last step.
@@ -99,6 +96,9 @@ class Ranks(World):
         self._within = timedelta(seconds=timeout)
         self.monitor.start()
         try:
+            self._identities = share_texts(self.store, env, "identity", get_identity(self.rank))
+            if levels == 2:
+                require_two_levels(group_by_host(range(self.size), self._identities))
             dist.init_process_group(
                 HOST_BACKEND,
                 store=PrefixStore("groups", self.store),
@@ -108,6 +108,9 @@ class Ranks(World):
             )
             self.control = self.channel()  # for the main thread
             self.control.barrier()
+        except UserError:  # on all ranks
+            self.monitor.stop()
+            raise
         except (RuntimeError, PeerLostError) as error:
             self.monitor.lost()
             time.sleep(LOST_SECONDS + 1)  # if a rank is gone, the monitor ends this process during the sleep
