@@ -1,5 +1,6 @@
 """The first pass: parse a source's blocks on all cores and write them as pieces, in the source's order."""
 
+import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.progress import bar, counted
 from hostdev.core.workers import Workers
 from hostdev.data.preprocess.pieces import Facts, Piece, Survey, merge, survey, write_piece
+from hostdev.data.preprocess.query import NAME
 from hostdev.data.preprocess.raw import BEGINNING, Block, RawRows, Source, WrongRowError
 from hostdev.data.preprocess.rejected import Rejected
 from hostdev.data.preprocess.shard_memory import ShardMemory
@@ -23,6 +25,7 @@ from hostdev.kernels.counter import key64, uniform
 
 MAX_REJECTED = 0.01
 _CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
+_MISSING = re.compile(r"column '(.+)': the value is missing")
 _SOME, _MOST = 10_000, 0.5  # stop early if more than _MOST of at least _SOME rows are malformed
 
 Written = tuple[dict[str, Any], Survey | None]
@@ -186,9 +189,24 @@ class FirstPass:
         if self._rejected > MAX_REJECTED * (accepted + self._rejected):
             raise UserError(
                 f"{counted(self._rejected, 'row')} cannot be read, more than {MAX_REJECTED:.0%} of all; {where}"
+                f"{_remedy(first)}"
             )
         if so_far >= _SOME and self._rejected > _MOST * so_far:
-            raise UserError(f"{self._rejected:,} of the first {so_far:,} rows cannot be read; {where}")
+            raise UserError(f"{self._rejected:,} of the first {so_far:,} rows cannot be read; {where}{_remedy(first)}")
+
+
+def _remedy(first: Rejected) -> str:
+    """Return how to leave out rows without a value in the first malformed row's column, or "" if that has a value."""
+    found = _MISSING.match(first.reason)
+    if found is None:
+        return ""
+    name, shown = found[1], ", " + first.text
+    value = shown.split(f", {name}=", 1)[-1].split(",", 1)[0] if f", {name}=" in shown else ""
+    column = name if name.isidentifier() else f'\\"{name}\\"'
+    condition = f"WHERE {column} IS NOT NULL" if value in ("", "None") else f"WHERE {column}::VARCHAR <> '{value}'"
+    if first.file == NAME:
+        return f"; to leave out such rows, add {condition} to the query"
+    return f"; to leave out such rows: hostdev preprocess query \"SELECT * FROM '{first.file}' {condition}\""
 
 
 def _until_error(blocks: Iterator[Block]) -> Iterator[Block | HostdevError | None]:

@@ -4,3 +4,5 @@
 result does not depend on threads, `plan` finds expressions whose value still depends on them, and `source` reads the
 rows.
 """
+
+NAME = "the query"  # in messages, where other sources have a file's name

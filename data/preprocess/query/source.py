@@ -14,11 +14,10 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar, note
 from hostdev.data.preprocess.files import Chunk, Part, split_batch
-from hostdev.data.preprocess.query import plan, settle
+from hostdev.data.preprocess.query import NAME, plan, settle
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.statement import Statement, parse, to_sql
 
-NAME = "the query"
 _POLLED = 0.5  # seconds between updates of the query's progress
 _DOUBTS = 3  # maximum number of doubts in a note
 
