@@ -1,4 +1,7 @@
-"""The machine's rates, with which benchmarks compare their results in the same run."""
+"""The machine's rates, with which benchmarks compare their results in the same run.
+
+S: number of optimizer state columns of D values per row.
+"""
 
 import mmap
 import time

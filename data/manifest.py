@@ -1,6 +1,7 @@
 """A data set's manifest, which describes its shards and their sources. Format versions 1 and 2 are read, 2 is written.
 
-Version 1 has only Criteo's columns and no id ranges, so every column gets the range of all values' ids.
+Version 1 has only Criteo's columns and no id ranges, so every column is given the range that covers the ids of all
+columns' values.
 """
 
 import json

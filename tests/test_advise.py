@@ -333,7 +333,7 @@ def test_a_mesh_for_two_processes(tmp_path, small_data):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--mesh", 1], "--mesh must be 2 or more processes, not 1"),
+        (["--mesh", 1], "--mesh must be a number of processes, 2 or more, not 1"),
         (["--mesh", 2, "--memory", "1GiB"], "--memory is for caches and has no effect with --mesh"),
         (["--mesh", 2, "--shuffle-window", 2], "--shuffle-window has no effect with --mesh"),
         (["--micro-batches", 4], "--micro-batches has no effect without --mesh"),

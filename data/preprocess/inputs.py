@@ -213,7 +213,7 @@ class ReadOnce:
         yield Stream(_Rest(self._head, self._stream), self.name, self._stream.taken)
 
     def head(self, size: int) -> bytes:
-        """Return the first `size` bytes, at most HEAD_BYTES."""
+        """Return the first `size` bytes, or the first HEAD_BYTES if that is less."""
         return self._head[:size]
 
     def describe(self) -> dict[str, Any]:

@@ -25,8 +25,8 @@ class Vocabulary:
     """Map from values to ids.
 
     Attributes:
-        written: By id space, the forms in which its values are written.
-        rates: By id space, the share of out-of-vocabulary values in training rows.
+        written: For each id space, how its values in the vocabulary were written in the training files.
+        rates: For each id space, the share of out-of-vocabulary values in training rows.
 
     Raises:
         UserError: The file `path` is missing or damaged, or does not match the data set's manifest.
@@ -130,7 +130,10 @@ class Vocabulary:
 
 
 def written_by_space(data: Manifest, inferred: Mapping[str, Written]) -> dict[str, Written]:
-    """Return, by id space, the forms of its values: from the manifest, or from `inferred` if not recorded there."""
+    """Return, for each id space, how its values were written in the training files.
+
+    This comes from the manifest or, for columns about which the manifest does not record it, from `inferred`.
+    """
     found: dict[str, Written] = {}
     for column in data.schema.columns:
         if column.name not in data.kinds:

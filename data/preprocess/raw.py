@@ -80,7 +80,7 @@ class RawRows:
     splits: npt.NDArray[np.uint8] | None = None  # [n], each row's index in `manifest.SPLITS`; None to draw them later
     texts: Mapping[str, pa.Array] | None = None  # by id space, the values; None if keys are not indices
     missing: Mapping[str, int] = field(default_factory=dict)  # by id space, the key of a missing value
-    forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, the forms of its values
+    forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # for each column with ids, its values' forms
     weight: npt.NDArray[np.float32] | None = None  # [n]; None: all are 1
     bag_weights: Mapping[int, npt.NDArray[np.float32]] = field(default_factory=dict)  # [N], by index in `bags`
 

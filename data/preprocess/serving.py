@@ -307,13 +307,13 @@ def _format_times(values: pa.Array, written: Written, shown: str | None = None) 
     zone = getattr(values.type, "tz", None)
     if zone is not None and not zoned:
         raise WrongTypeError(
-            f"{shown or f'is of type {values.type} here, which'} has a time zone, but the column's values had "
-            "none in training; give it without a time zone"
+            f"{f'{shown} has a' if shown else f'is of type {values.type}, with a'} time zone, but the column's values "
+            "had no time zone in training; give it without one"
         )
     if zone is None and not naive:
         raise WrongTypeError(
-            f"{shown or f'is of type {values.type} here, which'} has no time zone, but the column's values had "
-            "one in training; give it with a time zone"
+            f"{f'{shown} has no' if shown else f'is of type {values.type}, without a'} time zone, but the column's "
+            "values had a time zone in training; give it with one"
         )
     return timestamp_texts(values, written)
 

@@ -1,4 +1,7 @@
-"""Writing of a checkpoint in background threads, from snapshots of the tables, while training continues."""
+"""Writing of a checkpoint in background threads, from snapshots of the tables, while training continues.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+"""
 
 import contextlib
 import os
@@ -346,7 +349,7 @@ class AsyncWriter:
 
 
 def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
-    """Return the digests of a whole table's ranges, joined from the digests of its files in order."""
+    """Return the digests of all ranges of a table, by joining those of the table's files, given in order."""
     by_column = {name: np.concatenate([digests[name] for digests in files]) for name in files[0]}
     return RangeDigests(by_column, np.ones(len(by_column[WEIGHTS]), np.bool_))
 

@@ -96,6 +96,6 @@ def _for_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> TrainConf
     if settings.shuffle_window != TrainConfig.shuffle_window:
         raise UserError("--shuffle-window has no effect with --mesh; leave out --shuffle-window")
     if arguments.mesh < 2:
-        raise UserError(f"--mesh must be 2 or more processes, not {arguments.mesh}")
+        raise UserError(f"--mesh must be a number of processes, 2 or more, not {arguments.mesh}")
     settings.require_data()
     return settings

@@ -1,4 +1,7 @@
-"""Initial weights of a table: pure functions of (seed, table name, row, column)."""
+"""Initial weights of a table: pure functions of (seed, table name, row, column).
+
+S: number of optimizer state columns of D values per row.
+"""
 
 import zlib
 from collections.abc import Callable

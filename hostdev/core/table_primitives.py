@@ -1,6 +1,8 @@
 """Table ops: lookups, updates, and copies of whole rows.
 
 An op runs where its table is, and its `primitive_target` must equal the table's.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """
 
 from typing import Any, ClassVar

@@ -1,4 +1,7 @@
-"""An embedding table and its optimizer state in device memory: the counterpart of the host table."""
+"""An embedding table and its optimizer state in device memory: the counterpart of the host table.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

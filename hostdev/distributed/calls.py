@@ -58,7 +58,10 @@ class Calls:
         return self.recent[-1]
 
     def begin(self, kind: str, text: str) -> None:
-        """Count a call that all ranks must make; raise UserError if ranks were already found in different calls."""
+        """Record that this rank begins a call that all ranks must make.
+
+        Raises UserError if this rank and another are already known to be making different calls.
+        """
         self.require_same_calls()
         self._count(kind, text)
 
@@ -70,7 +73,7 @@ class Calls:
         self.recent = (*self.recent, Call(self.last.number + 1, kind, text))[-_MOST_RECENT:]
 
     def require_same_calls(self) -> None:
-        """Raise UserError if ranks were found in different calls."""
+        """Raise UserError if this rank and another were found to be making different calls."""
         if self.wrong is not None:
             raise UserError(f"rank {self._rank} of {self._ranks} {self.wrong}")
 

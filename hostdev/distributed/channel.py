@@ -35,7 +35,7 @@ class Channel(LocalChannel):
         backend: Name of torch.distributed's backend.
         device: Device of the buffers of `all_to_all` and `all_reduce`; None for host memory. On an accelerator, these
             two are queued on the current stream, and the other collectives must not be called.
-        hosts: The ranks of each host, in the order of their first ranks; None if all are on one host.
+        hosts: For each host, its ranks; hosts are ordered by their lowest rank. None if all ranks are on one host.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def get_identity(rank: int) -> str:
 
 
 def group_by_host(ranks: Sequence[int], identities: Sequence[str]) -> list[list[int]]:
-    """Return the indices of a group's ranks by host; hosts are in the order of their first ranks.
+    """Return, for each host, the indices of its ranks in a group; hosts are ordered by their lowest index.
 
     Args:
         ranks: The ranks of the group.

@@ -187,7 +187,7 @@ class Monitor:
         return self._unlike(seen)
 
     def _unlike(self, seen: dict[int, _Seen]) -> tuple[int, str] | None:
-        """Return one of two ranks that are in different calls, with a message; None if no rank's call differs."""
+        """Return one of two ranks that are making different calls, with a message; None if no rank's call differs."""
         now, recent = time.monotonic(), self._calls.recent
         if self._mine[0] != recent:
             self._mine = recent, now

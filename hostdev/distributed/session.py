@@ -116,7 +116,11 @@ def leave_together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) ->
 
 @contextmanager
 def _leave_at_end(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Iterator[None]:
-    """A context at whose end all ranks leave together, even after an exception if all ranks raise it."""
+    """Context manager: when the block ends, wait for the other ranks and leave the run with them.
+
+    After an exception, do so only if its type is in `alike`, the exceptions that all ranks raise, or if it is the
+    `SystemExit` of a successful `sys.exit()`.
+    """
     try:
         yield
     except SystemExit as error:

@@ -22,7 +22,7 @@ class TwoLevelChannel(Channel):
 
     Args:
         rank: This rank within the channel.
-        hosts: The ranks of each host, in the order of their first ranks.
+        hosts: For each host, its ranks; hosts are ordered by their lowest rank.
         group: The torch.distributed process group of each host's first rank; None on other ranks.
         lost: Called when a rank stops answering.
         links: Result of `connect_host` for this host's ranks.

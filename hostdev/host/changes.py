@@ -3,6 +3,8 @@
 A `Snapshot` holds a table's rows at one moment. The checkpoint writer reads them in order. If training is about to
 overwrite a row that the writer has not read, the old row is copied aside, and the writer reads the copy. One lock
 guards the rows and their copies, and is held for a few rows at a time.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """
 
 import threading

@@ -1,4 +1,7 @@
-"""Up-to-date reads of a host table whose rows also change in steps that do not use them."""
+"""Up-to-date reads of a host table whose rows also change in steps that do not use them.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+"""
 
 from collections.abc import Mapping
 from typing import Any

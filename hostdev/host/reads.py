@@ -1,4 +1,7 @@
-"""Reads of a host table: its rows as they are after the last step, and as they are stored."""
+"""Reads of a host table: its rows as they are after the last step, and as they are stored.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType

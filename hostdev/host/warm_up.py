@@ -37,7 +37,8 @@ def warm_up(
 ) -> None:
     """Call every kernel once with ids of this dtype, on tables of a few bytes with these optimizers.
 
-    If the table dtypes are not float32, also call the kernels for float32 tables, since cached rows are float32.
+    This compiles the kernels or loads them from the cache. If the table dtypes are not float32, the kernels for float32
+    tables are also called, since cached rows are float32.
 
     Args:
         id_dtype: The dtype of ids.
@@ -61,7 +62,7 @@ def warm_up_table(
     *,
     squares: bool = True,
 ) -> None:
-    """Call once each kernel that a table with these dtypes, this optimizer and this dimension uses."""
+    """Compile the kernels of a table with these properties, or load them from the cache, by calling each once."""
     ids, position = np.zeros(2, id_dtype), np.zeros(1, np.int32)
     dtype, slots = table_dtypes
     table = HostTable(1, dim, optimizer, name="warm-up", dtype=dtype, slots=slots)
@@ -92,13 +93,13 @@ def warm_up_table(
 
 
 def warm_up_ids(id_dtype: npt.DTypeLike) -> None:
-    """Call once each kernel that processes ids."""
+    """Compile the kernels that process ids, or load them from the cache, by calling each once."""
     warm_up_deduplication(id_dtype)
     warm_up_batches(id_dtype)
 
 
 def warm_up_deduplication(id_dtype: npt.DTypeLike) -> None:
-    """Call once each kernel that deduplicates ids."""
+    """Compile the kernels that deduplicate ids, or load them from the cache, by calling each once."""
     ids = np.zeros(2, id_dtype)
     far = _spread(id_dtype)
     unique(far)
@@ -106,7 +107,7 @@ def warm_up_deduplication(id_dtype: npt.DTypeLike) -> None:
 
 
 def warm_up_batches(id_dtype: npt.DTypeLike) -> None:
-    """Call once each kernel that checks or compares batches."""
+    """Compile the kernels that check or compare batches, or load them from the cache, by calling each once."""
     ids, far = np.zeros(2, id_dtype), _spread(id_dtype)
     check_groups([([far], 1 << 24), ([ids], 1)])  # enough ids to run the parallel kernel
     for lengths in (np.full(1, 2, np.int32), np.full(1, 2, np.int64)):
@@ -127,7 +128,7 @@ def _spread(id_dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, bfloat16: bool = False) -> None:
-    """Call once each kernel that a feature with these properties uses.
+    """Compile the kernels of features with these properties, or load them from the cache, by calling each once.
 
     The feature's table has `dim` columns. Kernels also depend on the current number of host threads.
     """

@@ -20,6 +20,8 @@ coefficients of this series do not depend on the row's values::
 
 The first P = 4 or 10 coefficients suffice for float32; `core.catch_up` checks this. The sums end at i = N, beyond which
 beta1^i is negligible.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """
 
 from typing import Any

@@ -3,6 +3,8 @@
 Normal numbers are computed by the method of Box & Muller (1958): two 32-bit hashes yield the numbers for a pair of
 columns. Logarithm, sine and cosine are Cephes' polynomials (Moshier: logf.c, sinf.c), written out here because the
 results of math libraries differ.
+
+S: number of optimizer state columns of D values per row.
 """
 
 import numpy as np

@@ -3,6 +3,8 @@
 Everything is computed in float64, in which the square of a float32 is exact. The rows are split into P parts of 4096;
 the last part is padded with zeros. Within a part, each column is folded in halves, x[i] + x[i + half] for half = 2048,
 1024, ..., 1, which leaves one sum per part and column. The total is numpy's sum of this array [P, D] in C order.
+
+S: number of optimizer state columns of D values per row.
 """
 
 from typing import Any

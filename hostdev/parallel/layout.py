@@ -67,8 +67,8 @@ def resolve_layout(
     whole = all(get_slice_dim(one) is None for one in network.parameters())
     if mesh.model > 1 and whole and not strategies and not searched:
         raise UserError(
-            f"--mesh {mesh} has {mesh.model} processes for slices, but no layer is sliced; give --plan, or, if "
-            "the network slices parameters itself, mark them with hostdev.parallel.sliced"
+            f"--mesh {mesh} divides layers among {mesh.model} processes (model={mesh.model}), but no layer is sliced. "
+            "Give --plan; or, if the network slices its own parameters, mark them with hostdev.parallel.sliced"
         )
     return ResolvedLayout(pieces, begins, strategies)
 

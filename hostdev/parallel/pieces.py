@@ -174,8 +174,8 @@ def trace(
             shapes.append(Shape(slopes, constants, values[0].dtype, each[0].trained[at]))
             if not last and shapes[-1].of(_SAMPLES[2]) != list(values[2].shape):
                 raise UserError(
-                    f"piece {name!r} returns a value whose size is not linear in the number of samples: no stage can "
-                    "end there; cut elsewhere"
+                    f"piece {name!r} returns a value whose size is not linear in the number of samples, so no stage "
+                    "can end after this piece; cut elsewhere"
                 )
         found.append(Traced(shapes, places, each[0].draws))
     return found
@@ -184,8 +184,8 @@ def trace(
 def _require_crossing(name: str, values: Sequence[Any]) -> None:
     if not all(isinstance(value, Tensor) for value in values):
         raise UserError(
-            f"piece {name!r} returns a {type(values[0]).__name__}, but only tensors can cross to another stage: no "
-            "stage can end there; cut elsewhere"
+            f"piece {name!r} returns a {type(values[0]).__name__}, but only tensors can cross to another stage, so "
+            "no stage can end after this piece; cut elsewhere"
         )
     if not all(value.is_contiguous() for value in values):
         raise UserError(
@@ -193,8 +193,8 @@ def _require_crossing(name: str, values: Sequence[Any]) -> None:
         )
     if len({value.dim() for value in values}) > 1:
         raise UserError(
-            f"piece {name!r} returns a value whose number of dimensions depends on the number of samples: no "
-            "stage can end there; cut elsewhere"
+            f"piece {name!r} returns a value whose number of dimensions depends on the number of samples, so no "
+            "stage can end after this piece; cut elsewhere"
         )
 
 

@@ -22,8 +22,8 @@ from hostdev.parallel.pieces import best_cut
 from hostdev.parallel.plan_text import Plan
 
 _NONE_SLICED = (
-    "--mesh {mesh} has {count} processes for slices, but no layer can be cut into {count} slices, or "
-    "--plan leaves no layer to cut; give another --mesh"
+    "--mesh {mesh} divides layers among {count} processes (model={count}), but no layer can be cut into {count} "
+    "slices, or --plan leaves no layer to cut; give another --mesh"
 )
 
 

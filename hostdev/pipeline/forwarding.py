@@ -7,6 +7,8 @@ are copied back.
 For this, the device needs the rows with their optimizer state as they were before the earlier step. A row that was
 forwarded to the earlier step is already on the device. The other rows are read from the host's table, before the table
 is updated with the earlier step's gradients.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """
 
 from collections.abc import Sequence

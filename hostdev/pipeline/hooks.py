@@ -1,4 +1,7 @@
-"""Hooks into the pipeline, for tests and for commands that check it."""
+"""Hooks into the pipeline, for tests and for commands that check it.
+
+S: number of optimizer state columns of D values per row.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -209,5 +209,8 @@ class Pipeline:
                         self._number = max(self._number, one.number)
 
     def _are_ranks_gone(self) -> bool:
-        """Return whether ranks were found in different calls, so that other ranks will not answer."""
+        """Return whether this rank and another were found to be making different calls.
+
+        If so, the other ranks will not answer.
+        """
         return self.ranks is not None and self.ranks.calls.wrong is not None

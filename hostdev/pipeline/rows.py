@@ -1,4 +1,7 @@
-"""A batch's rows of a host table, which are looked up, sent to the device, updated and written back."""
+"""A batch's rows of a host table, which are looked up, sent to the device, updated and written back.
+
+S: number of optimizer state columns of D values per row.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

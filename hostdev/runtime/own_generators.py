@@ -204,7 +204,7 @@ def _slots(thing: Any) -> list[Any]:
 
 
 def _methods(kind: type) -> list[Any]:
-    """Return the methods of a class that reading a batch may call, except those of torch, NumPy and hostdev."""
+    """Return a class's methods that may be called while a batch is read, except those of torch, NumPy and hostdev."""
     names = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
     bases = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("torch", "numpy", "hostdev")]
     found = [vars(base).get(name) for base in bases for name in names]

@@ -4,6 +4,8 @@ The dense parameters keep such gradients in `.grad`, and the next step uses them
 That step must also use the gradients of the rows. So the next loop adds these rows to its first batch, which is alone
 in the pipeline. When that batch gets its first gradients, the loop checks whether the dense parameters still have the
 earlier gradients; if so, it adds the earlier gradients of the rows, too.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """
 
 import threading
@@ -95,11 +97,11 @@ class Pending:
         )
 
     def add_to(self, leaves: Sequence[Sequence[RowParameter]], places: Sequence[Tensor]) -> None:
-        """Add the gradients to those of a batch whose request was extended with these rows.
+        """Add the waiting gradients to a later batch's gradients. The batch's request must come from `added_to`.
 
         Args:
-            leaves: The batch's rows, by group and by table.
-            places: For each group, int32 [P]: the positions of these rows among the batch's rows.
+            leaves: The batch's row parameters, by group and by table.
+            places: For each group, int32 [P]: where the waiting gradients' rows are among the batch's rows.
         """
         for rows, group, at in zip(self.groups, leaves, places, strict=True):
             for grad, leaf in zip(rows.grads, group, strict=True):
@@ -153,7 +155,7 @@ def gradients_left(
 
     Args:
         flight: The batch.
-        leaves: The batch's rows, by group and by table.
+        leaves: The batch's row parameters, by group and by table.
         uses: For each batch that the loop yielded, the occurrences of rows by group. Other rows are not returned.
         more: For each group, positions of further rows with gradients; None if there are none.
     """

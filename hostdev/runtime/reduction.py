@@ -75,7 +75,8 @@ class Reduction:
             )
         if not self.has_sums(reduced=reduced):
             raise ValueError(
-                "rows.parameters() returns the step's summed gradients; call it after the last reduce() of the step"
+                "rows.parameters() was called before the step's gradients were summed; call it after the last reduce() "
+                "of the step"
             )
 
     @property

@@ -135,7 +135,7 @@ def test_bags(tmp_path):
         (
             pa.array([1, 2], pa.timestamp("s")),
             pa.array([1], pa.timestamp("s", "UTC")),
-            r"column 'u' is of type timestamp\[s, tz=UTC\] here, which has a time zone, but the column's values had",
+            r"column 'u' is of type timestamp\[s, tz=UTC\], with a time zone, but the column's values had no time zone",
         ),
         (["1", "1.0"], [1], "row 1, column 'u': 1 was written in several ways in training, each with its own id"),
         (["007", "7"], [7], "row 1, column 'u': 7 was written in several ways in training"),

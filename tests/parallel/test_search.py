@@ -93,7 +93,7 @@ def test_a_mesh_that_is_given_has_slices():
 
 def test_a_mesh_that_is_given_and_nothing_can_be_cut():
     whole, wanted = layers(able=lambda *_: False), SearchOptions(2, 8, Mesh(model=2), sliced=True)
-    with pytest.raises(UserError, match="--mesh model=2 has 2 processes for slices, but no layer can be cut"):
+    with pytest.raises(UserError, match=r"divides layers among 2 processes \(model=2\), but no layer can be cut"):
         candidates(profile(0.1, 0.1), SLOW, whole, wanted)
 
 

@@ -111,7 +111,7 @@ def slow(*values):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("--mesh", "model=2"), "has 2 processes for slices, but no layer is sliced; give --plan"),
+        (("--mesh", "model=2"), "divides layers among 2 processes (model=2), but no layer is sliced. Give --plan"),
         slow(("--plan", "deep.0=colwise"), "--plan has no effect without --mesh model=N"),
         slow(("--mesh", "model=2", "--plan", "deep.1=colwise"), "deep.1 is a ReLU; only Linear and Embedding"),
         slow(("--parallel", "none"), "--parallel none requires one process, but 2 were started"),

@@ -163,7 +163,7 @@ def _settle_window(statement: Statement, node: Node, select: Node, doubts: list[
 
 
 def _keys_of(select: Node) -> Iterator[Node]:
-    """Yield expressions that together distinguish a SELECT's rows, before its windows are computed."""
+    """Yield expressions that together identify each row of a SELECT, before its window functions are evaluated."""
     if select.get("group_expressions"):
         yield from copy.deepcopy(select["group_expressions"])
         return

@@ -4,8 +4,8 @@ All implementations give identical results, except that on CUDA many terms are a
 `sum_uses`).
 
 Shapes: N occurrences in B bags, U unique rows, D columns. A block [any, 1 + S, D] holds rows with S optimizer state
-columns of D values; row_slots [any, R] holds their per-row state. A batch's rows are in this order: H hits, A admitted,
-M bypassing.
+columns of D values; row_slots [any, R] holds their R state columns of one value per row. A batch's rows are in this
+order: H hits, A admitted, M bypassing.
 """
 
 from collections.abc import Sequence

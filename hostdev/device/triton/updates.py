@@ -150,7 +150,7 @@ def _update_row_wise(
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Update as `_update` does, LANES columns of a row at a time, with row-wise Adam (ADAM) or Adagrad."""
+    """Update as `_update` does, LANES columns of a row at a time, with row-wise Adam if ADAM, else row-wise Adagrad."""
     program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
     row = program * ROWS + tl.arange(0, ROWS)
     inside = row < rows
