@@ -7,6 +7,7 @@ from .cache.cache import EmbeddingCache as EmbeddingCache
 from .checkpoint.saved import open as open
 from .core.errors import NonFiniteError as NonFiniteError
 from .core.errors import UserError as UserError
+from .core.hash_ids import hash_ids as hash_ids
 from .core.initializers import Constant as Constant
 from .core.initializers import Normal as Normal
 from .core.initializers import Uniform as Uniform

@@ -425,3 +425,47 @@ def brought(columns, clock, *, moments):
         w[row] = w[row] * f32(clock.product * clock.inverse[last])
     out["last"][:] = now
     return out
+
+
+def unmix64(hashes):
+    """Return the counters whose `mix64` is `hashes`, uint64 [any]: SplitMix64's finalizer, backwards."""
+    z = np.asarray(hashes, np.uint64)
+    z = (z ^ (z >> np.uint64(31)) ^ (z >> np.uint64(62))) * np.uint64(pow(0x94D049BB133111EB, -1, 2**64))
+    z = (z ^ (z >> np.uint64(27)) ^ (z >> np.uint64(54))) * np.uint64(pow(0xBF58476D1CE4E5B9, -1, 2**64))
+    return (z ^ (z >> np.uint64(30)) ^ (z >> np.uint64(60))) - np.uint64(0x9E3779B97F4A7C15)
+
+
+def xxh64(data):
+    """XXH64 of bytes with seed 0, from its specification."""
+    p1, p2, p3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+    p4, p5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+
+    def rotate(x, n):
+        x %= 2**64
+        return (x << n | x >> (64 - n)) % 2**64
+
+    def turn(lane, word):
+        return rotate(lane + word * p2, 31) * p1 % 2**64
+
+    at, found = 0, p5
+    if len(data) >= 32:
+        lanes = [p1 + p2, p2, 0, -p1]
+        while len(data) - at >= 32:
+            words = [int.from_bytes(data[at + 8 * i : at + 8 * i + 8], "little") for i in range(4)]
+            lanes = [turn(lane, word) for lane, word in zip(lanes, words, strict=True)]
+            at += 32
+        found = sum(rotate(lane, n) for lane, n in zip(lanes, (1, 7, 12, 18), strict=True))
+        for lane in lanes:
+            found = (found ^ turn(0, lane)) % 2**64 * p1 + p4
+    found = (found + len(data)) % 2**64
+    while len(data) - at >= 8:
+        found = rotate(found ^ turn(0, int.from_bytes(data[at : at + 8], "little")), 27) * p1 + p4
+        found, at = found % 2**64, at + 8
+    if len(data) - at >= 4:
+        found = rotate(found ^ int.from_bytes(data[at : at + 4], "little") * p1 % 2**64, 23) * p2 + p3
+        found, at = found % 2**64, at + 4
+    for byte in data[at:]:
+        found = rotate(found ^ byte * p5 % 2**64, 11) * p1 % 2**64
+    found = (found ^ found >> 33) * p2 % 2**64
+    found = (found ^ found >> 29) * p3 % 2**64
+    return found ^ found >> 32

@@ -65,7 +65,7 @@ def test_what_was_saved_goes_on(tmp_path, monkeypatch, capsys):
 def example(monkeypatch):
     """Return what a file of examples/ defines; it may import those beside it."""
     warnings.filterwarnings("ignore", module="lightning.*")
-    warnings.filterwarnings("ignore", "table 'user' has .* rows in .* and .* in the program; the rest keep")
+    warnings.filterwarnings("ignore", "table 'user' has .* rows in .* and .* in the program; other rows are unchanged")
     for package in ("lightning", "accelerate"):  # or what is beside the example would be found in their place
         pytest.importorskip(package)
     threads = torch.get_num_threads()

@@ -23,6 +23,7 @@ ARROW = "hostdev.core.arrow_files:read_table"  # offsets of texts, indices of di
 TEXTS = "hostdev.data.preprocess.columns:as_text"  # what a program or a file gives, in Arrow
 JOURNAL = "hostdev.data.preprocess.build:_count_intact"  # pieces that an earlier process has written
 LAST = "hostdev.core.checks:require_last"  # the step of a row's last write; kernels also limit it themselves
+HASHED = "hostdev.core.hash_ids:_as_arrow"
 OWN = ""  # no value from outside is an index: they are the module's own, or are hashed into a range first
 
 CHECKS = {
@@ -69,6 +70,7 @@ CHECKS = {
         "_copy_kept": (BAGS,),
     },
     "kernels.join": {"_join": (OWN,)},
+    "kernels.key_directory": dict.fromkeys(("_insert", "_erase", "_count_by_part"), (OWN,)),
     "kernels.lazy_adam": dict.fromkeys(("_lazy_adam", "_row_wise_adam"), (IDS, POSITIONS, REQUESTED)),
     "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED)},
     "kernels.pieces": {"_take_lists": (SHARDS,)},
@@ -97,6 +99,7 @@ CHECKS = {
         "add_direct": (REQUESTED,),
         "tally": (OWN,),
     },
+    "kernels.xxhash": {"_hash": (HASHED,)},
 }
 
 

@@ -62,6 +62,8 @@ def test_the_list_of_flags():
         "--epochs",
         "--batch-size",
         "--emb-dim",
+        "--initial-vectors",
+        "--frozen-vectors",
         "--l2",
         "--precision",
         "--tf32",

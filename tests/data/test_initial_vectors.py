@@ -148,7 +148,7 @@ def test_the_same_bits_in_every_mode_and_after_resuming(in_process, data, vector
         (["--initial-vectors", "item=no.parquet"], "no.parquet"),
         (
             ["--initial-vectors", "item=v.parquet", "--emb-dim", 5],
-            "4 numbers in a vector of 5; the tables have 5",
+            "the vector has 4 numbers, not 5; the tables have 5",
         ),
         (["--initial-vectors", "item=two.parquet"], "two.parquet has two vectors for the same value of 'item'"),
         (["--initial-vectors", "item=wide.csv"], "wide.csv has 2 columns beside the values, but the tables have 4"),

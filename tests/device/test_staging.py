@@ -151,6 +151,7 @@ def test_training_with_copies_gives_the_same_bits(monkeypatch, mix, depth, cache
     batches = adversarial(0, 15)
     expected = outcome(batches, depth=0)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(staging, "_to_device", lambda tensors, _: [tensor.clone() for tensor in tensors])
     options = {"cache": {"capacity_rows": cache, "window": 3}} if cache is not None else {}
     for accelerators in (False, True):  # operations
         if accelerators:
@@ -178,8 +179,9 @@ class _PerThread(Streams):
 
 @pytest.fixture
 def copying(monkeypatch):
-    """Trainers that stage as on an accelerator."""
+    """Trainers that stage as on an accelerator, whose tensors do not share the host's memory."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(staging, "_to_device", lambda tensors, _: [tensor.clone() for tensor in tensors])
     monkeypatch.setattr(runtime, "Staging", lambda *args, **how: Staging(*args, **how, streams=_PerThread()))
 
 

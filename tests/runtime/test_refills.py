@@ -206,7 +206,7 @@ def test_how_far_a_loop_reads_ahead():
     for wrong in (-1, 1.5, True, "2"):
         with pytest.raises(ValueError, match="read_ahead .* number of batches, 0 or more, not"):
             runtime.train([], read_ahead=wrong)
-    with pytest.raises(ValueError, match="leave out read_ahead with background=True"):
+    with pytest.raises(ValueError, match="read_ahead has no effect with background=True"):
         runtime.train([], read_ahead=1, background=True)
 
 

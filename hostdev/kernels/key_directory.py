@@ -1,0 +1,263 @@
+"""A directory that maps any number of 64-bit keys to rows of a table.
+
+Keys are divided into PARTS parts by the highest bits of their hash. Each part is a hash table with linear probing, in
+memory of its own, that grows alone; parts begin with different sizes, so that they do not grow in the same batch.
+A part has `size` slots at which a search can begin, in the order of hashes, and a few spare slots behind them, so that
+a search never wraps around. When a part grows, its entries nearly keep their order, so memory is read and written
+sequentially.
+
+An entry is two int64: the key, and its row, or EMPTY. Shapes: N keys, K keys in the directory.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels.counter import hashed
+from hostdev.kernels.jit import address_of, array_at, ask_to_read, inline, kernel
+from hostdev.kernels.pool import Task, parallel_for, run_tasks, tasks_over
+
+Keys = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int32]
+
+PARTS = 256
+MOST_ROWS = 2**31 - 1
+EMPTY = -1
+FULL = 0.7  # at most this share of a part's slots is used
+GROWTH = 1.25  # so at least FULL / GROWTH of a large part's slots is used
+_LEAST = 16  # slots of the smallest part
+_SPARE, _SPARE_A_BIT = 8, 4  # slots behind a part's last one, and more for each bit of its size; the last stays empty
+_AHEAD = 32  # keys; also the size of the ring of addresses, a power of 2
+_GRAIN = 8192  # keys per range
+_ADDRESS, _SIZE, _SLOTS, _COUNT = range(4)  # columns of `parts`
+
+
+@inline
+def _begin(parts, key):
+    """Return a key's part, and the address of the entry at which its search begins."""
+    # The part is the hash's highest 8 bits. The next 32 bits choose the slot (Lemire, "Fast random integer generation
+    # in an interval", 2019): the larger the bits, the higher the slot.
+    found = hashed(0, key)
+    part = found >> np.uint64(56)
+    bits = (found >> np.uint64(24)) & np.uint64(0xFFFFFFFF)
+    slot = (bits * np.uint64(parts[part, np.uint64(_SIZE)])) >> np.uint64(32)
+    return part, parts[part, np.uint64(_ADDRESS)] + np.int64(slot << np.uint64(4))
+
+
+@kernel
+def _find(start, stop, keys, parts, rows):
+    ring = np.empty(_AHEAD, np.int64)
+    begin, end, ahead, mask = np.uint64(start), np.uint64(stop), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
+    for i in range(begin, min(begin + ahead, end)):
+        _, address = _begin(parts, keys[i])
+        ask_to_read(address)
+        ring[i & mask] = address
+    for i in range(begin, end):
+        entries = array_at(ring[i & mask], 2 * MOST_ROWS, np.int64)
+        if i + ahead < end:
+            _, address = _begin(parts, keys[i + ahead])
+            ask_to_read(address)
+            ring[i & mask] = address
+        key, place = keys[i], np.uint64(0)
+        while True:
+            row = entries[place + np.uint64(1)]
+            if row < 0 or entries[place] == key:
+                break
+            place += np.uint64(2)
+        rows[i] = row
+
+
+@kernel
+def _insert(keys, rows, start, parts):
+    """Insert keys[start:], which are distinct and new; return the index of the first key that does not fit, or N."""
+    ring, owners = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
+    begin, end, ahead, mask = np.uint64(start), np.uint64(len(keys)), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
+    for i in range(begin, min(begin + ahead, end)):
+        owners[i & mask], address = _begin(parts, keys[i])
+        ask_to_read(address)
+        ring[i & mask] = address
+    for i in range(begin, end):
+        address, part = ring[i & mask], owners[i & mask]
+        if i + ahead < end:
+            owners[i & mask], further = _begin(parts, keys[i + ahead])
+            ask_to_read(further)
+            ring[i & mask] = further
+        last = parts[part, np.uint64(_ADDRESS)] + (parts[part, np.uint64(_SLOTS)] - 1) * 16  # always empty
+        while array_at(address, 2, np.int64)[1] >= 0:
+            address += 16
+        if address >= last:
+            return np.int64(i)
+        entry = array_at(address, 2, np.int64)
+        entry[0], entry[1] = keys[i], rows[i]
+        parts[part, np.uint64(_COUNT)] += 1
+    return len(keys)
+
+
+@kernel
+def _move(old, slots, parts, part):
+    """Insert the entries of a part's former memory, of `slots` slots, into its new, empty memory.
+
+    Return whether all fit.
+    """
+    entries = array_at(old, 2 * slots, np.int64)
+    part = np.uint64(part)
+    last = parts[part, np.uint64(_ADDRESS)] + (parts[part, np.uint64(_SLOTS)] - 1) * 16
+    for slot in range(np.uint64(0), np.uint64(slots)):
+        key, row = entries[np.uint64(2) * slot], entries[np.uint64(2) * slot + np.uint64(1)]
+        if row < 0:
+            continue
+        _, address = _begin(parts, key)
+        while array_at(address, 2, np.int64)[1] >= 0:
+            address += 16
+        if address >= last:
+            return False
+        entry = array_at(address, 2, np.int64)
+        entry[0], entry[1] = key, row
+    return True
+
+
+@kernel
+def _erase(keys, parts, rows):
+    """Erase keys, and write their rows, or EMPTY for a key that is not in the directory."""
+    ring, owners = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
+    end, ahead, mask = np.uint64(len(keys)), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
+    for i in range(np.uint64(0), min(ahead, end)):
+        owners[i & mask], address = _begin(parts, keys[i])
+        ask_to_read(address)
+        ring[i & mask] = address
+    for i in range(np.uint64(0), end):
+        hole, part = ring[i & mask], owners[i & mask]
+        if i + ahead < end:
+            owners[i & mask], further = _begin(parts, keys[i + ahead])
+            ask_to_read(further)
+            ring[i & mask] = further
+        entry = array_at(hole, 2, np.int64)
+        while entry[1] >= 0 and entry[0] != keys[i]:
+            hole += 16
+            entry = array_at(hole, 2, np.int64)
+        rows[i] = entry[1]
+        if entry[1] < 0:
+            continue
+        parts[part, np.uint64(_COUNT)] -= 1
+        # Fill the hole with a later entry whose search would otherwise end at the hole, and so on (Knuth, TAOCP vol. 3,
+        # section 6.4, algorithm R).
+        address = hole + 16
+        other = array_at(address, 2, np.int64)
+        while other[1] >= 0:
+            _, first = _begin(parts, other[0])
+            if first <= hole:
+                entry = array_at(hole, 2, np.int64)
+                entry[0], entry[1] = other[0], other[1]
+                hole = address
+            address += 16
+            other = array_at(address, 2, np.int64)
+        entry = array_at(hole, 2, np.int64)
+        entry[0], entry[1] = EMPTY, EMPTY
+
+
+@kernel
+def _count_by_part(keys, counts):
+    for i in range(np.uint64(0), np.uint64(len(keys))):
+        counts[hashed(0, keys[i]) >> np.uint64(56)] += 1
+
+
+@kernel
+def _parts_of(start, stop, keys, numbers):
+    for i in range(np.uint64(start), np.uint64(stop)):
+        numbers[i] = np.uint8(hashed(0, keys[i]) >> np.uint64(56))
+
+
+def parts_of(keys: Keys) -> npt.NDArray[np.uint8]:
+    """Return the part of each key [N], uint8 [N]: the highest 8 bits of the key's hash, `mix64`."""
+    numbers = np.empty(len(keys), np.uint8)
+    parallel_for(_parts_of, len(keys), keys, numbers, grain=_GRAIN)
+    return numbers
+
+
+class KeyDirectory:
+    """A map from 64-bit keys to rows.
+
+    Several threads may call `find` at once, but not while another thread calls `insert` or `erase`.
+
+    Args:
+        expected: Expected number of keys; more are allowed.
+    """
+
+    def __init__(self, expected: int = 0) -> None:
+        self._parts = np.zeros((PARTS, 4), np.int64)
+        self._memory: list[Any] = [None] * PARTS
+        for part in range(PARTS):
+            size = max(_LEAST, expected / PARTS / FULL) * GROWTH ** (part / PARTS)
+            self._set_memory(part, int(size) + 1, 0)
+
+    def __len__(self) -> int:
+        """Return K."""
+        return int(self._parts[:, _COUNT].sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the entries in bytes."""
+        return sum(memory.nbytes for memory in self._memory)
+
+    def find(self, keys: Keys) -> Rows:
+        """Return the rows of keys [N], int32 [N]; EMPTY for a key that is not in the directory."""
+        rows = np.empty(len(keys), np.int32)
+        run_tasks(self.find_tasks(keys, rows))
+        return rows
+
+    def find_tasks(self, keys: Keys, rows: Rows) -> list[Task]:
+        """Return the work of `find` as tasks that write the rows, int32 [N]."""
+        return tasks_over(_find, len(keys), keys, self._parts, rows, grain=_GRAIN)
+
+    def insert(self, keys: Keys, rows: Rows) -> None:
+        """Insert keys [N], which must be distinct and not in the directory (not checked), with their rows, int32 [N].
+
+        Raises MemoryError, and inserts no key, if there is not enough memory.
+        """
+        new = np.zeros(PARTS, np.int64)
+        _count_by_part(keys, new)
+        wanted = (self._parts[:, _COUNT] + new) / FULL
+        self._grow(np.flatnonzero(wanted > self._parts[:, _SIZE]).tolist(), wanted)
+        done = 0
+        while (done := int(_insert(keys, rows, done, self._parts))) < len(keys):
+            part = int(parts_of(keys[done : done + 1])[0])
+            self._grow_part(part, int(self._parts[part, _SIZE]), 2 * self._spare(part))
+
+    def erase(self, keys: Keys) -> Rows:
+        """Erase keys [N]; return their rows, int32 [N], or EMPTY for a key that was not in the directory."""
+        rows = np.empty(len(keys), np.int32)
+        _erase(keys, self._parts, rows)
+        return rows
+
+    def _spare(self, part: int) -> int:
+        """Return the number of slots behind a part's `size` slots."""
+        return int(self._parts[part, _SLOTS] - self._parts[part, _SIZE])
+
+    def _set_memory(self, part: int, size: int, spare: int) -> None:
+        """Give a part new, empty memory of `size` slots and at least `spare` more, without changing its count."""
+        slots = size + max(spare, _SPARE + _SPARE_A_BIT * size.bit_length())
+        memory = aligned_empty((slots, 2), np.int64)
+        memory.fill(EMPTY)
+        self._memory[part] = memory
+        self._parts[part, _ADDRESS], self._parts[part, _SIZE] = address_of(memory), size
+        self._parts[part, _SLOTS] = slots
+
+    def _grow(self, parts: Sequence[int], wanted: npt.NDArray[np.float64]) -> None:
+        """Grow parts by GROWTH, or to the size that is wanted; `wanted` is float64 [PARTS]."""
+        sizes = {part: int(max(self._parts[part, _SIZE] * GROWTH, wanted[part])) + 1 for part in parts}
+        run_tasks([(self._grow_part, part, size, (0,)) for part, size in sizes.items()])
+
+    def _grow_part(self, part: int, size: int, spare: int) -> None:
+        old, slots, held = self._memory[part], int(self._parts[part, _SLOTS]), self._parts[part].copy()
+        try:
+            while True:
+                self._set_memory(part, size, spare)
+                if _move(address_of(old), slots, self._parts, part):
+                    return
+                spare = 2 * self._spare(part)
+        except BaseException:  # no memory
+            self._memory[part], self._parts[part] = old, held
+            raise

@@ -1,0 +1,82 @@
+"""XXH64, a 64-bit hash of texts (Collet, "xxHash fast digest algorithm", specification 0.1.1), with seed 0."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import inline, kernel
+from hostdev.kernels.pool import parallel_for
+
+_P1, _P2, _P3, _P4, _P5 = (
+    np.uint64(prime)
+    for prime in (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
+)
+_GRAIN = 4096  # texts per range
+
+
+@inline
+def _rotate(x, bits):
+    return (x << np.uint64(bits)) | (x >> np.uint64(64 - bits))
+
+
+@inline
+def _read(data, at, nbytes):
+    """Return the little-endian number in data[at : at + nbytes]."""
+    found = np.uint64(0)
+    for i in range(nbytes):
+        found |= np.uint64(data[at + np.uint64(i)]) << np.uint64(8 * i)
+    return found
+
+
+@inline
+def _round(lane, word):
+    return _rotate(lane + word * _P2, 31) * _P1
+
+
+@kernel
+def _hash(start, stop, offsets, data, hashes):
+    eight, four, one = np.uint64(8), np.uint64(4), np.uint64(1)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        at, end = np.uint64(offsets[i]), np.uint64(offsets[i + one])
+        length = end - at
+        if length >= np.uint64(32):
+            a, b, c, d = _P1 + _P2, _P2, np.uint64(0), np.uint64(0) - _P1
+            while end - at >= np.uint64(32):
+                a = _round(a, _read(data, at, 8))
+                b = _round(b, _read(data, at + eight, 8))
+                c = _round(c, _read(data, at + np.uint64(16), 8))
+                d = _round(d, _read(data, at + np.uint64(24), 8))
+                at += np.uint64(32)
+            found = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
+            found = (found ^ _round(np.uint64(0), a)) * _P1 + _P4
+            found = (found ^ _round(np.uint64(0), b)) * _P1 + _P4
+            found = (found ^ _round(np.uint64(0), c)) * _P1 + _P4
+            found = (found ^ _round(np.uint64(0), d)) * _P1 + _P4
+        else:
+            found = _P5
+        found += length
+        while end - at >= eight:
+            found = _rotate(found ^ _round(np.uint64(0), _read(data, at, 8)), 27) * _P1 + _P4
+            at += eight
+        if end - at >= four:
+            found = _rotate(found ^ (_read(data, at, 4) * _P1), 23) * _P2 + _P3
+            at += four
+        while at < end:
+            found = _rotate(found ^ (np.uint64(data[at]) * _P5), 11) * _P1
+            at += one
+        found = (found ^ (found >> np.uint64(33))) * _P2
+        found = (found ^ (found >> np.uint64(29))) * _P3
+        hashes[i] = found ^ (found >> np.uint64(32))
+
+
+def xxh64(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """Return the hashes of N texts, uint64 [N].
+
+    Args:
+        offsets: int32 or int64 [N + 1], where each text begins in `data`, and where the last one ends.
+        data: uint8 [any], the texts' bytes.
+    """
+    hashes = np.empty(len(offsets) - 1, np.uint64)
+    parallel_for(_hash, len(hashes), offsets, data, hashes, grain=_GRAIN)
+    return hashes
