@@ -36,7 +36,7 @@ _ADDRESS, _SIZE, _SLOTS, _COUNT = range(4)  # columns of `parts`
 
 
 @inline
-def _begin(parts, key):
+def find_begin(parts, key):
     """Return a key's part, and the address of the entry at which its search begins."""
     # The part is the hash's highest 8 bits. The next 32 bits choose the slot (Lemire, "Fast random integer generation
     # in an interval", 2019): the larger the bits, the higher the slot.
@@ -52,13 +52,13 @@ def _find(start, stop, keys, parts, rows):
     ring = np.empty(_AHEAD, np.int64)
     begin, end, ahead, mask = np.uint64(start), np.uint64(stop), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
     for i in range(begin, min(begin + ahead, end)):
-        _, address = _begin(parts, keys[i])
+        _, address = find_begin(parts, keys[i])
         ask_to_read(address)
         ring[i & mask] = address
     for i in range(begin, end):
         entries = array_at(ring[i & mask], 2 * MOST_ROWS, np.int64)
         if i + ahead < end:
-            _, address = _begin(parts, keys[i + ahead])
+            _, address = find_begin(parts, keys[i + ahead])
             ask_to_read(address)
             ring[i & mask] = address
         key, place = keys[i], np.uint64(0)
@@ -76,13 +76,13 @@ def _insert(keys, rows, start, parts):
     ring, owners = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
     begin, end, ahead, mask = np.uint64(start), np.uint64(len(keys)), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
     for i in range(begin, min(begin + ahead, end)):
-        owners[i & mask], address = _begin(parts, keys[i])
+        owners[i & mask], address = find_begin(parts, keys[i])
         ask_to_read(address)
         ring[i & mask] = address
     for i in range(begin, end):
         address, part = ring[i & mask], owners[i & mask]
         if i + ahead < end:
-            owners[i & mask], further = _begin(parts, keys[i + ahead])
+            owners[i & mask], further = find_begin(parts, keys[i + ahead])
             ask_to_read(further)
             ring[i & mask] = further
         last = parts[part, np.uint64(_ADDRESS)] + (parts[part, np.uint64(_SLOTS)] - 1) * 16  # always empty
@@ -109,7 +109,7 @@ def _move(old, slots, parts, part):
         key, row = entries[np.uint64(2) * slot], entries[np.uint64(2) * slot + np.uint64(1)]
         if row < 0:
             continue
-        _, address = _begin(parts, key)
+        _, address = find_begin(parts, key)
         while array_at(address, 2, np.int64)[1] >= 0:
             address += 16
         if address >= last:
@@ -125,13 +125,13 @@ def _erase(keys, parts, rows):
     ring, owners = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
     end, ahead, mask = np.uint64(len(keys)), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
     for i in range(np.uint64(0), min(ahead, end)):
-        owners[i & mask], address = _begin(parts, keys[i])
+        owners[i & mask], address = find_begin(parts, keys[i])
         ask_to_read(address)
         ring[i & mask] = address
     for i in range(np.uint64(0), end):
         hole, part = ring[i & mask], owners[i & mask]
         if i + ahead < end:
-            owners[i & mask], further = _begin(parts, keys[i + ahead])
+            owners[i & mask], further = find_begin(parts, keys[i + ahead])
             ask_to_read(further)
             ring[i & mask] = further
         entry = array_at(hole, 2, np.int64)
@@ -147,7 +147,7 @@ def _erase(keys, parts, rows):
         address = hole + 16
         other = array_at(address, 2, np.int64)
         while other[1] >= 0:
-            _, first = _begin(parts, other[0])
+            _, first = find_begin(parts, other[0])
             if first <= hole:
                 entry = array_at(hole, 2, np.int64)
                 entry[0], entry[1] = other[0], other[1]
@@ -212,19 +212,35 @@ class KeyDirectory:
         """Return the work of `find` as tasks that write the rows, int32 [N]."""
         return tasks_over(_find, len(keys), keys, self._parts, rows, grain=_GRAIN)
 
-    def insert(self, keys: Keys, rows: Rows) -> None:
-        """Insert keys [N], which must be distinct and not in the directory (not checked), with their rows, int32 [N].
+    def find_values(self, keys: Keys) -> npt.NDArray[np.int64]:
+        """Return the rows of keys [N] as `find` does, but as int64 [N], for values that int32 cannot hold."""
+        values = np.empty(len(keys), np.int64)
+        run_tasks(tasks_over(_find, len(keys), keys, self._parts, values, grain=_GRAIN))
+        return values
+
+    def insert(self, keys: Keys, rows: npt.NDArray[Any]) -> None:
+        """Insert keys [N], which must be distinct and not in the directory (not checked).
+
+        `rows` has their rows, int32 or int64 [N], which must be at least 0.
 
         Raises MemoryError, and inserts no key, if there is not enough memory.
         """
+        self.reserve(keys)
+        done = 0
+        while (done := int(_insert(keys, rows, done, self._parts))) < len(keys):
+            self.add_spare(keys[done])
+
+    def reserve(self, keys: Keys) -> None:
+        """Grow the parts in which there would not be enough memory if all keys [N] were new."""
         new = np.zeros(PARTS, np.int64)
         _count_by_part(keys, new)
         wanted = (self._parts[:, _COUNT] + new) / FULL
         self._grow(np.flatnonzero(wanted > self._parts[:, _SIZE]).tolist(), wanted)
-        done = 0
-        while (done := int(_insert(keys, rows, done, self._parts))) < len(keys):
-            part = int(parts_of(keys[done : done + 1])[0])
-            self._grow_part(part, int(self._parts[part, _SIZE]), 2 * self._spare(part))
+
+    def add_spare(self, key: np.int64) -> None:
+        """Double the spare slots of a key's part, because the key does not fit at the part's end."""
+        part = int(parts_of(np.array([key]))[0])
+        self._grow_part(part, int(self._parts[part, _SIZE]), 2 * self._spare(part))
 
     def erase(self, keys: Keys) -> Rows:
         """Erase keys [N]; return their rows, int32 [N], or EMPTY for a key that was not in the directory."""

@@ -1,0 +1,73 @@
+"""Which keys get a row of a table by key: after how many uses, or with what probability."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.memory import parse_bytes
+from hostdev.kernels.counter import key64, uniform
+
+MOST_USES = (1 << 24) - 1
+
+
+@dataclass(frozen=True)
+class MinCount:
+    """Admit a key once it has been used `n` times; the batch with the n-th use trains its row.
+
+    Attributes:
+        n: Number of uses, from 1 to 2^24 - 1. All uses in a batch are counted before any key of it is admitted.
+        sketch: None to count every key exactly, in about 27 bytes per waiting key; or the memory of a count-min sketch
+            (Cormode and Muthukrishnan, 2005), such as "64MiB". Its counts may be too large, never too small.
+        expires: Forget the uses of a key that has been waiting without a use for this many steps, or None for never.
+            Only for exact counts.
+
+    Raises:
+        ValueError: A value is out of range, or `sketch` and `expires` are both given.
+    """
+
+    n: int
+    sketch: str | int | None = None
+    expires: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or not 1 <= self.n <= MOST_USES:
+            raise ValueError(f"MinCount needs a number of uses from 1 to {MOST_USES:,}, not {self.n!r}")
+        if self.expires is not None and self.expires < 1:
+            raise ValueError(f"expires must be at least 1 step, not {self.expires}")
+        if self.sketch is not None and self.expires is not None:
+            raise ValueError("a sketch cannot forget single keys; leave out sketch or expires")
+        if self.sketch is not None and self.sketch_bytes < 1 << 10:
+            raise ValueError(f"a sketch needs at least 1 KiB, not {self.sketch!r}")
+
+    @property
+    def sketch_bytes(self) -> int:
+        """Size of the sketch in bytes; 0 for exact counts."""
+        if self.sketch is None:
+            return 0
+        return self.sketch if isinstance(self.sketch, int) else parse_bytes(self.sketch)
+
+
+@dataclass(frozen=True)
+class Probability:
+    """Admit a key with probability `p` in each batch that uses it.
+
+    The draw is a function of (seed, table name, key, number of the step).
+
+    Raises:
+        ValueError: p is not above 0 and at most 1.
+    """
+
+    p: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p <= 1:
+            raise ValueError(f"a probability must be above 0 and at most 1, not {self.p!r}")
+
+    def draw(self, keys: npt.NDArray[np.int64], seed: int, name: str, step: int) -> npt.NDArray[np.bool_]:
+        """Return which keys [N] a step admits, bool [N]."""
+        found: npt.NDArray[np.bool_] = uniform(key64(seed, name, "admit", step), keys.view(np.uint64)) < self.p
+        return found
+
+
+Admission = MinCount | Probability

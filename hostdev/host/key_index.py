@@ -1,0 +1,302 @@
+"""The keys of a table by key: which have a row, which wait for one, and what a batch changes in this.
+
+The state is a function of the sequence of steps and of the seed. A row's number is private: it depends on which rows
+are free, and nothing else may depend on it.
+
+Steps are planned ahead. `plan` applies what a step changes and records how to undo it; `commit` makes it final once the
+step is done, `rollback` undoes steps that are never taken.
+
+Shapes: U distinct keys of a step, V rows of the table's address space.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.admission import Admission, MinCount, Probability
+from hostdev.core.errors import UserError
+from hostdev.core.eviction import Eviction, LeastFrequent, LeastRecent, SmallestNorm, Unused
+from hostdev.kernels.counter import mix64
+from hostdev.kernels.key_counts import KeyCounts
+from hostdev.kernels.key_directory import EMPTY, KeyDirectory
+from hostdev.kernels.key_sketch import CountMinSketch
+
+Keys = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int32]
+Norms = Callable[[Rows], npt.NDArray[np.float64]]
+
+_NO_KEYS = np.zeros(0, np.int64)
+_NO_ROWS = np.zeros(0, np.int32)
+_DEAD = -1  # in `_last`: the row has no key
+_MOST = 2**32 - 1  # uses
+
+
+class PlannedKeys(NamedTuple):
+    """What a step does to the keys of a table."""
+
+    rows: Rows  # int32 [U], the row of each key; EMPTY for a key without a row
+    new: npt.NDArray[np.int64]  # positions of the keys that get a row in this step; its row must be initialized
+    evicted: Keys  # keys that lost their rows before this step, in an order that depends on row numbers
+    evicted_rows: Rows  # their rows, which keep their values until the step is committed
+
+
+@dataclass
+class _Undo:
+    """How to undo a step."""
+
+    step: int
+    used: Rows = field(default_factory=lambda: _NO_ROWS)  # rows that the step used
+    last: npt.NDArray[Any] = field(default_factory=lambda: _NO_ROWS)  # their former last steps and uses
+    uses: npt.NDArray[Any] = field(default_factory=lambda: _NO_ROWS)
+    new: tuple[Keys, Rows] = (_NO_KEYS, _NO_ROWS)
+    evicted: tuple[Keys, Rows, npt.NDArray[np.int64]] = (_NO_KEYS, _NO_ROWS, _NO_KEYS)  # with their last steps
+    waiting: list[tuple[Keys, npt.NDArray[np.int64]]] = field(default_factory=list)  # keys and their former values
+    sketched: tuple[Keys, npt.NDArray[Any]] = (_NO_KEYS, _NO_ROWS)  # keys, and the uses that were added
+    undecayed: npt.NDArray[np.uint32] | None = None  # all rows' uses, before they decayed
+
+
+class KeyIndex:
+    """Maps the keys of a table to rows, and decides which keys have one.
+
+    Args:
+        name: The table's name.
+        capacity: Maximum number of keys with a row.
+        admit: When a key gets a row, or None for at once.
+        evict: When a key loses its row, or None for never.
+        seed: Seed of `Probability`.
+    """
+
+    def __init__(
+        self, name: str, capacity: int, admit: Admission | None = None, evict: Eviction | None = None, *, seed: int = 0
+    ) -> None:
+        if capacity < 1:
+            raise ValueError(f"table {name!r}: the capacity must be at least 1 row, not {capacity}")
+        self.name, self.capacity, self.admit, self.evict, self.seed = name, capacity, admit, evict, seed
+        self.directory = KeyDirectory()
+        self._waiting = KeyCounts()
+        self._sketch: CountMinSketch | None = None
+        if isinstance(admit, MinCount) and admit.sketch is not None:
+            self._sketch = CountMinSketch(admit.sketch_bytes, seed)
+        self.keys = _NO_KEYS  # by row
+        self._last, self._uses = np.zeros(0, np.int64), np.zeros(0, np.uint32)  # by row
+        self._rows = 0  # rows that have ever been used
+        self._free: list[Rows] = []  # rows that can be used again
+        self._undo: deque[_Undo] = deque()
+
+    def __len__(self) -> int:
+        """Return the number of keys with a row."""
+        return len(self.directory)
+
+    @property
+    def waiting(self) -> int:
+        """Number of keys whose uses are counted exactly, and that do not have a row yet."""
+        return len(self._waiting)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the directory, the waiting keys, and what is kept for each row."""
+        sketch = 0 if self._sketch is None else self._sketch.nbytes
+        return self.directory.nbytes + self._waiting.nbytes + sketch + 20 * self._rows
+
+    def find(self, keys: Keys) -> Rows:
+        """Return the rows of keys [U], int32 [U], or EMPTY; nothing changes."""
+        return self.directory.find(keys)
+
+    def live_rows(self) -> Rows:
+        """Return the rows that have a key, ascending."""
+        return np.flatnonzero(self._last[: self._rows] != _DEAD).astype(np.int32)
+
+    def last_steps(self, rows: Rows) -> npt.NDArray[np.int64]:
+        """Return the last step that used each row."""
+        return self._last[rows]
+
+    def uses(self, rows: Rows) -> npt.NDArray[np.uint32]:
+        """Return the uses of each row, those before its key had a row included."""
+        return self._uses[rows]
+
+    def plan(self, keys: Keys, uses: npt.NDArray[np.int32], step: int, norms: Norms | None = None) -> PlannedKeys:
+        """Apply a step to the keys: evict, count, admit.
+
+        Args:
+            keys: int64 [U], distinct.
+            uses: int32 [U], how often the step uses each key.
+            step: Number of the step, from 1, larger than in the last call.
+            norms: Returns the norms of rows, after all earlier steps; needed for `SmallestNorm`.
+
+        Raises:
+            UserError: The table has no memory for the new keys; nothing has changed.
+        """
+        undo = _Undo(step)
+        try:
+            if self.evict is not None and step % self.evict.every == 0:
+                self._evict(undo, _NO_ROWS, step, norms)
+            rows = self.directory.find(keys)
+            admitted, counts = self._admit(undo, keys, uses, rows, step)
+            lacking = len(self) + len(admitted) - self.capacity
+            if lacking > 0:
+                if self.evict is None or isinstance(self.evict, Unused):
+                    raise self._full(len(admitted))
+                self._evict(undo, rows[rows != EMPTY], step, norms, most=len(self) - lacking)
+            self._use(undo, rows[rows != EMPTY], uses[rows != EMPTY], step)
+            rows[admitted] = self._insert(undo, keys[admitted], counts, step)
+        except BaseException:
+            self._revert(undo)
+            raise
+        self._undo.append(undo)
+        return PlannedKeys(rows, admitted, *undo.evicted[:2])
+
+    def commit(self, step: int) -> None:
+        """Make all steps up to `step` final: the rows of the keys that they evicted can be used again."""
+        while self._undo and self._undo[0].step <= step:
+            undo = self._undo.popleft()
+            if len(undo.evicted[1]):
+                self._free.append(undo.evicted[1])
+
+    def rollback(self, step: int) -> None:
+        """Undo the steps from `step` on, which must not be committed."""
+        while self._undo and self._undo[-1].step >= step:
+            self._revert(self._undo.pop())
+
+    def erase(self, keys: Keys) -> Rows:
+        """Forget keys, with their uses; return the rows of those that had one, which can be used again.
+
+        No step may be planned and not committed.
+        """
+        assert not self._undo
+        self._waiting.erase(keys)
+        rows = self.directory.erase(np.unique(keys))
+        rows = rows[rows != EMPTY]
+        self._last[rows] = _DEAD
+        self._free.append(rows)
+        found: Rows = rows
+        return found
+
+    def _too_small(self, needed: int) -> UserError:
+        return UserError(
+            f"table {self.name!r} has a capacity of {self.capacity:,} rows, but this batch alone needs more: it has "
+            f"{needed:,} known keys and its new ones; raise capacity, or use smaller batches"
+        )
+
+    def _full(self, new: int) -> UserError:
+        return UserError(
+            f"table {self.name!r} has {len(self):,} keys, and this batch brings {new:,} new ones, but its capacity is "
+            f"{self.capacity:,} rows; raise capacity, or give evict="
+        )
+
+    def _admit(
+        self, undo: _Undo, keys: Keys, uses: npt.NDArray[np.int32], rows: Rows, step: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Count the keys that have no row; return the positions of those that get one, and their uses so far."""
+        unknown = np.flatnonzero(rows == EMPTY)
+        theirs = keys[unknown], uses[unknown]
+        if isinstance(self.admit, Probability):
+            drawn = self.admit.draw(theirs[0], self.seed, self.name, step)
+            return unknown[drawn], theirs[1][drawn].astype(np.int64)
+        if self.admit is None:
+            return unknown, theirs[1].astype(np.int64)
+        if self._sketch is not None:
+            undo.sketched = theirs
+            totals = self._sketch.add(*theirs)
+        else:
+            if self.admit.expires is not None:
+                undo.waiting.append(self._waiting.expire(max(0, step - self.admit.expires)))
+            totals, before = self._waiting.add(*theirs, step)
+            undo.waiting.append((theirs[0], before))
+        enough = totals >= self.admit.n
+        if self._sketch is None:
+            self._waiting.erase(theirs[0][enough])
+        return unknown[enough], totals[enough]
+
+    def _use(self, undo: _Undo, rows: Rows, uses: npt.NDArray[np.int32], step: int) -> None:
+        undo.used, undo.last, undo.uses = rows, self._last[rows], self._uses[rows]
+        self._last[rows] = step
+        self._uses[rows] = np.minimum(undo.uses + uses.astype(np.int64), _MOST)
+
+    def _insert(self, undo: _Undo, keys: Keys, uses: npt.NDArray[np.int64], step: int) -> Rows:
+        """Give keys rows; return these."""
+        rows = self._take_rows(len(keys))
+        self.directory.insert(keys, rows)
+        undo.new = keys, rows
+        self.keys[rows], self._last[rows], self._uses[rows] = keys, step, np.minimum(uses, _MOST)
+        return rows
+
+    def _take_rows(self, n: int) -> Rows:
+        """Return n rows without keys, first those that were used before."""
+        free = np.concatenate([_NO_ROWS, *self._free])
+        used, self._free = free[:n], [free[n:]]
+        first, self._rows = self._rows, self._rows + n - len(used)
+        if self._rows > len(self.keys):
+            size = max(self._rows, min(2 * len(self.keys), self.capacity))
+            for name in ("keys", "_last", "_uses"):
+                held = getattr(self, name)
+                larger = np.full(size, _DEAD if name == "_last" else 0, held.dtype)
+                larger[: len(held)] = held
+                setattr(self, name, larger)
+        return np.concatenate([used, np.arange(first, self._rows, dtype=np.int32)])
+
+    def _evict(self, undo: _Undo, kept: Rows, step: int, norms: Norms | None, *, most: int | None = None) -> None:
+        """Evict keys, but not those of the rows `kept`.
+
+        If `most` is given, at most `most` keys remain, and UserError is raised if that is not possible.
+        """
+        live, evict = self.live_rows(), self.evict
+        if isinstance(evict, Unused):
+            chosen = live[self._last[live] < step - evict.steps]
+        else:
+            assert evict is not None
+            target = int(evict.keep * self.capacity)
+            excess = len(live) - (target if most is None else min(target, most))
+            if excess <= 0:
+                return
+            others = np.setdiff1d(live, kept, assume_unique=True) if len(kept) else live
+            if most is not None and len(live) - len(others) > most:
+                raise self._too_small(len(kept))
+            chosen = self._find_least(others, min(excess, len(others)), norms)
+        keys, rows, last = undo.evicted
+        erased = self.keys[chosen]
+        undo.evicted = (
+            np.concatenate([keys, erased]),
+            np.concatenate([rows, chosen]),
+            np.concatenate([last, self._last[chosen]]),
+        )
+        self.directory.erase(erased)
+        self._last[chosen] = _DEAD
+        if isinstance(evict, LeastFrequent) and evict.decay < 1:
+            if undo.undecayed is None:
+                undo.undecayed = self._uses.copy()
+            self._uses = np.floor(self._uses * evict.decay).astype(np.uint32)
+
+    def _find_least(self, rows: Rows, count: int, norms: Norms | None) -> Rows:
+        """Return the `count` rows with the smallest scores; hashes of the keys order rows with equal scores."""
+        if isinstance(self.evict, SmallestNorm):
+            assert norms is not None
+            scores: npt.NDArray[Any] = norms(rows)
+        else:
+            scores = (self._last if isinstance(self.evict, LeastRecent) else self._uses)[rows]
+        if count == len(rows):
+            return rows
+        limit = np.partition(scores, count)[count]
+        below, equal = rows[scores < limit], rows[scores == limit]
+        order = np.argsort(mix64(self.keys[equal].view(np.uint64)))
+        return np.concatenate([below, equal[order[: count - len(below)]]])
+
+    def _revert(self, undo: _Undo) -> None:
+        """Undo a step's changes, the last one first."""
+        keys, rows = undo.new
+        self.directory.erase(keys)
+        self._last[rows] = _DEAD
+        self._free.append(rows)
+        self._last[undo.used], self._uses[undo.used] = undo.last, undo.uses
+        if self._sketch is not None:
+            self._sketch.subtract(*undo.sketched)
+        for waiting in reversed(undo.waiting):
+            self._waiting.restore(*waiting)
+        keys, rows, last = undo.evicted
+        self.directory.insert(keys, rows)
+        self._last[rows] = last
+        if undo.undecayed is not None:
+            self._uses[: len(undo.undecayed)] = undo.undecayed

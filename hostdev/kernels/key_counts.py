@@ -1,0 +1,130 @@
+"""Counts of 64-bit keys, for keys that do not have a row yet: 16 bytes an entry, in the memory of a `KeyDirectory`.
+
+An entry's value is the number of the last step that used the key, and the key's uses: step * 2^24 + count.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import array_at, ask_to_read, kernel
+from hostdev.kernels.key_directory import (
+    _ADDRESS,
+    _AHEAD,
+    _COUNT,
+    _SLOTS,
+    EMPTY,
+    MOST_ROWS,
+    PARTS,
+    KeyDirectory,
+    Keys,
+    find_begin,
+)
+
+_COUNT_BITS = 24
+MOST_USES = (1 << _COUNT_BITS) - 1
+MOST_STEPS = 1 << 38
+
+Values = npt.NDArray[np.int64]
+
+
+@kernel
+def _add(keys, uses, step, start, parts, totals, before):
+    """Count keys[start:], which are distinct; return the index of the first new key that does not fit, or N."""
+    ring, owners = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
+    begin, end, ahead, mask = np.uint64(start), np.uint64(len(keys)), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
+    for i in range(begin, min(begin + ahead, end)):
+        owners[i & mask], address = find_begin(parts, keys[i])
+        ask_to_read(address)
+        ring[i & mask] = address
+    for i in range(begin, end):
+        address, part = ring[i & mask], owners[i & mask]
+        if i + ahead < end:
+            owners[i & mask], further = find_begin(parts, keys[i + ahead])
+            ask_to_read(further)
+            ring[i & mask] = further
+        last = parts[part, np.uint64(_ADDRESS)] + (parts[part, np.uint64(_SLOTS)] - 1) * 16  # always empty
+        entry = array_at(address, 2, np.int64)
+        while entry[1] >= 0 and entry[0] != keys[i]:
+            address += 16
+            entry = array_at(address, 2, np.int64)
+        if entry[1] < 0 and address >= last:
+            return np.int64(i)
+        before[i], count = entry[1], np.int64(0)
+        if entry[1] < 0:
+            entry[0] = keys[i]
+            parts[part, np.uint64(_COUNT)] += 1
+        else:
+            count = entry[1] & np.int64(MOST_USES)
+        totals[i] = min(count + np.int64(uses[i]), np.int64(MOST_USES))
+        entry[1] = (np.int64(step) << np.int64(_COUNT_BITS)) | totals[i]
+    return len(keys)
+
+
+@kernel
+def _set(keys, values, parts):
+    """Replace the values of keys that are in the directory."""
+    for i in range(np.uint64(0), np.uint64(len(keys))):
+        _, address = find_begin(parts, keys[i])
+        entry = array_at(address, 2, np.int64)
+        while entry[1] >= 0 and entry[0] != keys[i]:
+            address += 16
+            entry = array_at(address, 2, np.int64)
+        if entry[1] >= 0:
+            entry[1] = values[i]
+
+
+@kernel
+def _collect(parts, step, keys, values):
+    """Write the keys, and their values, that no step from `step` on has used; return their number.
+
+    If `keys` is shorter than this number, only the first ones are written.
+    """
+    found, limit = np.uint64(0), np.int64(step) << np.int64(_COUNT_BITS)
+    for part in range(np.uint64(0), np.uint64(PARTS)):
+        slots = np.uint64(parts[part, np.uint64(_SLOTS)])
+        entries = array_at(parts[part, np.uint64(_ADDRESS)], 2 * MOST_ROWS, np.int64)
+        for slot in range(np.uint64(0), slots):
+            value = entries[np.uint64(2) * slot + np.uint64(1)]
+            if 0 <= value < limit:
+                if found < np.uint64(len(keys)):
+                    keys[found], values[found] = entries[np.uint64(2) * slot], value
+                found += np.uint64(1)
+    return np.int64(found)
+
+
+class KeyCounts(KeyDirectory):
+    """Counts the uses of keys, and remembers the last step that used each key."""
+
+    def add(self, keys: Keys, uses: npt.NDArray[np.int32], step: int) -> tuple[Values, Values]:
+        """Add a step's uses of distinct keys [N]; return their total uses, at most MOST_USES, and their former values.
+
+        Both are int64 [N]. The former value of a new key is EMPTY.
+        """
+        totals, before = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
+        self.reserve(keys)
+        done = 0
+        while (done := int(_add(keys, uses, step, done, self._parts, totals, before))) < len(keys):
+            self.add_spare(keys[done])
+        return totals, before
+
+    def restore(self, keys: Keys, values: Values) -> None:
+        """Give keys [N] their former values [N]; keys with the value EMPTY are erased."""
+        known = self.find_values(keys) != EMPTY
+        gone = values == EMPTY
+        self.erase(keys[known & gone])
+        _set(keys[known & ~gone], values[known & ~gone], self._parts)
+        self.insert(keys[~known & ~gone], values[~known & ~gone])
+
+    def expire(self, step: int) -> tuple[Keys, Values]:
+        """Erase the keys that no step from `step` on has used; return them with their values, int64 [N]."""
+        none = np.zeros(0, np.int64)
+        count = int(_collect(self._parts, step, none, none))
+        keys, values = np.empty(count, np.int64), np.empty(count, np.int64)
+        _collect(self._parts, step, keys, values)
+        self.erase(keys)
+        return keys, values
+
+
+def unpack(values: Values) -> tuple[Values, Values]:
+    """Return the last steps and the uses of values that are not EMPTY."""
+    return values >> _COUNT_BITS, values & MOST_USES

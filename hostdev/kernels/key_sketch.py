@@ -1,0 +1,61 @@
+"""A count-min sketch of 64-bit keys: counts in fixed memory, which may be too large but never too small.
+
+Source: Cormode and Muthukrishnan, "An Improved Data Stream Summary: The Count-Min Sketch and its Applications", Journal
+of Algorithms 55, 2005. Additions commute, so the counts do not depend on the order of the keys in a batch.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.arrays import Ids
+from hostdev.kernels.counter import hashed, key64
+from hostdev.kernels.jit import kernel
+
+_DEPTH = 4  # counters of a key; the smallest of them is the key's count
+
+
+@kernel
+def _add(keys, uses, sign, seeds, counts, totals):
+    """Add the keys' uses, times `sign`, to their counters; then write each key's count."""
+    width = np.uint64(counts.shape[1])
+    for i in range(np.uint64(0), np.uint64(len(keys))):
+        for row in range(np.uint64(0), np.uint64(_DEPTH)):
+            place = ((hashed(seeds[row], keys[i]) >> np.uint64(32)) * width) >> np.uint64(32)
+            counts[row, place] += np.uint32(np.int64(sign) * np.int64(uses[i]))
+    for i in range(np.uint64(0), np.uint64(len(keys))):
+        least = np.uint32(0xFFFFFFFF)
+        for row in range(np.uint64(0), np.uint64(_DEPTH)):
+            place = ((hashed(seeds[row], keys[i]) >> np.uint64(32)) * width) >> np.uint64(32)
+            least = min(least, counts[row, place])
+        totals[i] = least
+
+
+class CountMinSketch:
+    """Counts keys.
+
+    Args:
+        nbytes: Size of the counters, at least 1 KiB.
+        seed: Seed of the hash functions.
+    """
+
+    def __init__(self, nbytes: int, seed: int) -> None:
+        self._counts = np.zeros((_DEPTH, nbytes // (4 * _DEPTH)), np.uint32)
+        self._seeds = np.array([key64(seed, "sketch", row) for row in range(_DEPTH)], np.uint64)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the counters in bytes."""
+        return self._counts.nbytes
+
+    def add(self, keys: Ids, uses: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Add uses [N] of keys [N]; return the keys' counts, int64 [N]."""
+        return self._change(keys, uses, 1)
+
+    def subtract(self, keys: Ids, uses: npt.NDArray[np.int32]) -> None:
+        """Undo an `add`."""
+        self._change(keys, uses, -1)
+
+    def _change(self, keys: Ids, uses: npt.NDArray[np.int32], sign: int) -> npt.NDArray[np.int64]:
+        totals = np.empty(len(keys), np.int64)
+        _add(keys, uses, sign, self._seeds, self._counts, totals)
+        return totals
