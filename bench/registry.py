@@ -62,6 +62,7 @@ BENCHES = {
     "hosts": Bench("bench_hosts", trial=("--rows", "100000", "--batch-size", "500", "--steps", "2", "--rounds", "1")),
     "peers": Bench("bench_peers"),
     "bags": Bench("bench_bags"),
+    "keys": Bench("bench_keys", trial=("--sizes", "20000", "--rounds", "1", "--no-peers")),
     "dlrm": Bench("bench_dlrm"),
     "ctr": Bench("bench_ctr"),
     "parallel": Bench("bench_parallel"),

@@ -39,3 +39,22 @@ def draw_bags(rows: int, case: str) -> tuple[np.ndarray, np.ndarray]:
     size = int(bag)
     ids = draw_ids(rows, BAG_IDS) if kind == "Zipf" else np.random.default_rng(3).integers(0, rows, BAG_IDS)
     return ids.reshape(-1, size), draw_gradients(BAG_IDS // size, int(dim))
+
+
+def make_keys(n: int) -> np.ndarray:
+    """Return n distinct 64-bit keys that are not negative, int64 [n]: the ranks 0, 1, ..., scrambled (SplitMix64)."""
+    z = np.arange(n, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+
+
+def draw_keys(n: int, batches: int = 20, ids: int = 100_000) -> list[np.ndarray]:
+    """Return the unique keys of batches of Zipf-distributed ids (exponent 1.05), in order of first occurrence."""
+    shares = np.cumsum(np.arange(1, n + 1, dtype=np.float64) ** -1.05)
+    keys, rng, found = make_keys(n), np.random.default_rng(7), []
+    for _ in range(batches):
+        ranks = np.searchsorted(shares, rng.random(ids) * shares[-1])
+        _, first = np.unique(ranks, return_index=True)
+        found.append(keys[ranks[np.sort(first)]])
+    return found

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from hostdev.core.admission import Admission, MinCount, Probability
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import Eviction, LeastFrequent, LeastRecent, SmallestNorm, Unused
+from hostdev.kernels.buffers import reserved
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.key_counts import KeyCounts
 from hostdev.kernels.key_directory import EMPTY, KeyDirectory
@@ -27,11 +28,13 @@ from hostdev.kernels.key_sketch import CountMinSketch
 
 Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int32]
+Steps = npt.NDArray[np.uint32]
 Norms = Callable[[Rows], npt.NDArray[np.float64]]
 
 _NO_KEYS = np.zeros(0, np.int64)
 _NO_ROWS = np.zeros(0, np.int32)
-_DEAD = -1  # in `_last`: the row has no key
+_DEAD = 0  # in `_last`: the row has no key
+_SPARE_ROWS = 1 << 24  # address space for rows that unfinished steps have evicted
 _MOST = 2**32 - 1  # uses
 
 
@@ -53,7 +56,7 @@ class _Undo:
     last: npt.NDArray[Any] = field(default_factory=lambda: _NO_ROWS)  # their former last steps and uses
     uses: npt.NDArray[Any] = field(default_factory=lambda: _NO_ROWS)
     new: tuple[Keys, Rows] = (_NO_KEYS, _NO_ROWS)
-    evicted: tuple[Keys, Rows, npt.NDArray[np.int64]] = (_NO_KEYS, _NO_ROWS, _NO_KEYS)  # with their last steps
+    evicted: tuple[Keys, Rows, Steps] = (_NO_KEYS, _NO_ROWS, np.zeros(0, np.uint32))  # with their last steps
     waiting: list[tuple[Keys, npt.NDArray[np.int64]]] = field(default_factory=list)  # keys and their former values
     sketched: tuple[Keys, npt.NDArray[Any]] = (_NO_KEYS, _NO_ROWS)  # keys, and the uses that were added
     undecayed: npt.NDArray[np.uint32] | None = None  # all rows' uses, before they decayed
@@ -81,8 +84,7 @@ class KeyIndex:
         self._sketch: CountMinSketch | None = None
         if isinstance(admit, MinCount) and admit.sketch is not None:
             self._sketch = CountMinSketch(admit.sketch_bytes, seed)
-        self.keys = _NO_KEYS  # by row
-        self._last, self._uses = np.zeros(0, np.int64), np.zeros(0, np.uint32)  # by row
+        self._reserve(2 * capacity + _SPARE_ROWS)
         self._rows = 0  # rows that have ever been used
         self._free: list[Rows] = []  # rows that can be used again
         self._undo: deque[_Undo] = deque()
@@ -100,7 +102,7 @@ class KeyIndex:
     def nbytes(self) -> int:
         """Bytes of the directory, the waiting keys, and what is kept for each row."""
         sketch = 0 if self._sketch is None else self._sketch.nbytes
-        return self.directory.nbytes + self._waiting.nbytes + sketch + 20 * self._rows
+        return self.directory.nbytes + self._waiting.nbytes + sketch + 16 * self._rows
 
     def find(self, keys: Keys) -> Rows:
         """Return the rows of keys [U], int32 [U], or EMPTY; nothing changes."""
@@ -110,7 +112,7 @@ class KeyIndex:
         """Return the rows that have a key, ascending."""
         return np.flatnonzero(self._last[: self._rows] != _DEAD).astype(np.int32)
 
-    def last_steps(self, rows: Rows) -> npt.NDArray[np.int64]:
+    def last_steps(self, rows: Rows) -> Steps:
         """Return the last step that used each row."""
         return self._last[rows]
 
@@ -124,7 +126,7 @@ class KeyIndex:
         Args:
             keys: int64 [U], distinct.
             uses: int32 [U], how often the step uses each key.
-            step: Number of the step, from 1, larger than in the last call.
+            step: Number of the step, from 1 to 2^32 - 1, larger than in the last call.
             norms: Returns the norms of rows, after all earlier steps; needed for `SmallestNorm`.
 
         Raises:
@@ -230,13 +232,17 @@ class KeyIndex:
         used, self._free = free[:n], [free[n:]]
         first, self._rows = self._rows, self._rows + n - len(used)
         if self._rows > len(self.keys):
-            size = max(self._rows, min(2 * len(self.keys), self.capacity))
-            for name in ("keys", "_last", "_uses"):
-                held = getattr(self, name)
-                larger = np.full(size, _DEAD if name == "_last" else 0, held.dtype)
-                larger[: len(held)] = held
-                setattr(self, name, larger)
+            keys, last, uses = self.keys, self._last, self._uses
+            self._reserve(2 * self._rows)
+            n = len(keys)
+            self.keys[:n], self._last[:n], self._uses[:n] = keys, last, uses
         return np.concatenate([used, np.arange(first, self._rows, dtype=np.int32)])
+
+    def _reserve(self, rows: int) -> None:
+        """Reserve address space for what is kept for each row: its key, its last step, and its uses."""
+        self.keys: Keys = reserved((rows,), np.int64)
+        self._last: Steps = reserved((rows,), np.uint32)
+        self._uses: npt.NDArray[np.uint32] = reserved((rows,), np.uint32)
 
     def _evict(self, undo: _Undo, kept: Rows, step: int, norms: Norms | None, *, most: int | None = None) -> None:
         """Evict keys, but not those of the rows `kept`.
@@ -245,7 +251,7 @@ class KeyIndex:
         """
         live, evict = self.live_rows(), self.evict
         if isinstance(evict, Unused):
-            chosen = live[self._last[live] < step - evict.steps]
+            chosen = live[self._last[live] < max(0, step - evict.steps)]
         else:
             assert evict is not None
             target = int(evict.keep * self.capacity)
@@ -267,8 +273,9 @@ class KeyIndex:
         self._last[chosen] = _DEAD
         if isinstance(evict, LeastFrequent) and evict.decay < 1:
             if undo.undecayed is None:
-                undo.undecayed = self._uses.copy()
-            self._uses = np.floor(self._uses * evict.decay).astype(np.uint32)
+                undo.undecayed = self._uses[: self._rows].copy()
+            uses = self._uses[: self._rows]
+            uses[:] = np.floor(uses * evict.decay).astype(np.uint32)
 
     def _find_least(self, rows: Rows, count: int, norms: Norms | None) -> Rows:
         """Return the `count` rows with the smallest scores; hashes of the keys order rows with equal scores."""

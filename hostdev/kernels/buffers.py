@@ -1,6 +1,7 @@
 """Memory for the kernels: arrays aligned to cache lines or, if large, to huge pages; and reusable scratch memory."""
 
 import math
+import mmap
 import threading
 from typing import Any
 
@@ -24,6 +25,24 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> 
     raw = np.empty(size + alignment, np.uint8)
     start = -raw.ctypes.data % alignment
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def reserved(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+    """Return a C-contiguous array of zeros whose memory is taken page by page, when it is first written.
+
+    Only address space is reserved, so the array may be larger than the memory. Raises MemoryError if the system refuses
+    even that.
+    """
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return np.zeros(shape, dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        memory = mmap.mmap(-1, size, flags=flags)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"cannot reserve {size:,} bytes of address space ({error})") from None
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
