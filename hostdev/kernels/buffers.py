@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import sys
 import threading
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 LINE = 64  # bytes; a vector store that crosses a line takes as long as two
 _HUGE_PAGE = 1 << 21
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # Python 3.11 lacks the name
 _scratch = threading.local()
 
 
@@ -37,7 +39,7 @@ def reserved(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return np.zeros(shape, dtype)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
         memory = mmap.mmap(-1, size, flags=flags)
     except (OSError, OverflowError, ValueError) as error:
