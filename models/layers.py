@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hostdev.core.dropout import make_mask
 from hostdev.core.initializers import Constant, Initializer, Normal, initial_array
 from hostdev.core.pieces import Piece
 
@@ -18,8 +19,25 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
     for inputs, outputs in itertools.pairwise(widths):
         modules += [nn.Linear(inputs, outputs), nn.ReLU()]
         if dropout:
-            modules.append(nn.Dropout(dropout))
+            modules.append(Dropout(dropout))
     return nn.Sequential(*modules[: -2 if dropout else -1] if linear else modules)
+
+
+class Dropout(nn.Dropout):
+    """nn.Dropout; on a CPU, it draws a single number from torch's generator, from which the mask follows in parallel.
+
+    torch's own dropout draws every value from one serial generator, which takes as long as a layer. Elsewhere, and for
+    tensors that are not plain (fake or distributed ones), this is torch's dropout.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input with values set to 0 at random and the others scaled, in training; else the input."""
+        is_plain = type(input) is Tensor and input.device.type == "cpu" and not self.inplace
+        if not (self.training and is_plain and 0 < self.p < 1):
+            return super().forward(input)
+        key = int(torch.empty((), dtype=torch.int64).random_())
+        mask = torch.from_numpy(make_mask(tuple(input.shape), self.p, key))
+        return input * mask.to(input.dtype)
 
 
 def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> list[Piece]:
