@@ -14,6 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import ffi as llvm
 from numba import types
 from numba.core.compiler_lock import global_compiler_lock as _numbas_lock
 from numba.extending import intrinsic, overload
@@ -28,6 +29,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 _lock: Any = _numbas_lock  # numba has no annotations
+_llvms_lock: Any = llvm.lib._lock._lock  # a reentrant lock, which a Python function acquires for each call of LLVM
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -44,9 +46,9 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def _unlock_after_errors(dispatcher: Any) -> Any:
-    """Make a kernel release numba's lock if its compilation ends in an error; return the kernel.
+    """Make a kernel release numba's and LLVM's locks if its compilation ends in an error; return the kernel.
 
-    Ctrl-C can arrive when the main thread has just acquired the lock but has not recorded that yet. The pool's helper
+    Ctrl-C can arrive when the main thread has just acquired a lock but has not recorded that yet. The pool's helper
     threads would then wait forever for the lock, and the main thread for the helper threads.
     """
     compile_for = dispatcher._compile_for_args
@@ -59,6 +61,8 @@ def _unlock_after_errors(dispatcher: Any) -> Any:
         finally:
             while _lock.is_locked():
                 _lock.release()
+            while _llvms_lock._is_owned():
+                _llvms_lock.release()
 
     dispatcher._compile_for_args = compile_and_unlock
     return dispatcher

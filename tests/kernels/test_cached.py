@@ -9,6 +9,7 @@ import time
 
 import numba
 import pytest
+from llvmlite.binding.ffi import _LLVMLock
 from numba.core.compiler_lock import _CompilerLock
 
 from hostdev.kernels import cached, sources
@@ -165,16 +166,17 @@ def test_a_full_disk_ends_nothing(tmp_path, run, monkeypatch, capsys):
     assert "(No space left on device)" in line and "each process compiles them" in line
 
 
-def test_an_interruption_while_numbas_lock_is_acquired(run, monkeypatch):
+@pytest.mark.parametrize("kind", [_CompilerLock, _LLVMLock])
+def test_an_interruption_while_a_lock_of_the_compiler_is_acquired(run, monkeypatch, kind):
     """Ctrl-C of `advise` once left it locked: a helper waited for it, and the main thread for the helper, forever."""
-    enter = _CompilerLock.__enter__
+    enter = kind.__enter__
 
     def interrupted(lock):
         enter(lock)
         raise KeyboardInterrupt  # before `with` has registered the lock's exit
 
     with monkeypatch.context() as patched:
-        patched.setattr(_CompilerLock, "__enter__", interrupted)
+        patched.setattr(kind, "__enter__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run()
     found = []
