@@ -26,18 +26,25 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
 class Dropout(nn.Dropout):
     """nn.Dropout; on a CPU, it draws a single number from torch's generator, from which the mask follows in parallel.
 
-    torch's own dropout draws every value from one serial generator, which takes as long as a layer. Elsewhere, and for
-    tensors that are not plain (fake or distributed ones), this is torch's dropout.
+    torch's own dropout draws every value from one serial generator, which takes as long as a layer. Elsewhere, in a
+    compiled or traced network, and for tensors that are not plain (fake or distributed ones), this is torch's dropout.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input with values set to 0 at random and the others scaled, in training; else the input."""
-        is_plain = type(input) is Tensor and input.device.type == "cpu" and not self.inplace
-        if not (self.training and is_plain and 0 < self.p < 1):
+        is_plain = type(input) is Tensor and input.device.type == "cpu" and input.is_floating_point()
+        if not (self.training and is_plain and not self.inplace and 0 < self.p < 1) or _is_traced():
             return super().forward(input)
         key = int(torch.empty((), dtype=torch.int64).random_())
         mask = torch.from_numpy(make_mask(tuple(input.shape), self.p, key))
         return input * mask.to(input.dtype)
+
+
+def _is_traced() -> bool:
+    """Return whether torch compiles, traces or transforms the network, so that a mask would become a constant."""
+    level = getattr(torch._C._functorch, "maybe_current_level", None)
+    is_transformed = level is not None and level() is not None
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or is_transformed
 
 
 def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> list[Piece]:

@@ -1,7 +1,7 @@
 """Weights of a bag's values: numbers after a separator in the values' text, or lists in a column of their own."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,12 @@ from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Codes, WrongValueError
 from hostdev.data.preprocess.naming import short
-from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.reading import Reading, readable
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 Get = Callable[[str], pa.Array]
+Mask = npt.NDArray[np.bool_]
 
 
 class WeightedValues(NamedTuple):
@@ -26,14 +27,22 @@ class WeightedValues(NamedTuple):
     Attributes:
         values: The concatenated values of all rows, without their weights [N].
         lengths: The number of values of each row, int32 [n].
-        weights: The weights, float64 [N]; NaN if unreadable.
-        wrong: Mask of the rows with an invalid weight, bool [n]; the weight of a missing value is ignored.
+        weights: The weights, float64 [N]; NaN if invalid or missing.
+        wrong: Mask of the rows with an invalid weight or text, bool [n]; the weight of a missing value is ignored.
     """
 
     values: pa.Array
     lengths: Codes
     weights: npt.NDArray[np.float64]
-    wrong: npt.NDArray[np.bool_]
+    wrong: Mask
+
+
+def can_be_weights(found: pa.DataType, separator: str | None) -> bool:
+    """Return whether a column of this type can have the weights of a bag whose values `separator` splits in text."""
+    kind = arrow.classify_type(found)
+    if kind == "list":
+        return arrow.classify_type(found.value_type) in ("number", "text", "bool")
+    return pa.types.is_null(found) or (kind == "text" and separator is not None)
 
 
 def read_weighted(reading: Reading, name: str, get: Get) -> WeightedValues:
@@ -43,29 +52,8 @@ def read_weighted(reading: Reading, name: str, get: Get) -> WeightedValues:
         reading: Settings of the bag, with `weights` or `weights_column`.
         name: The feature's name, which is its column's name unless `reading` has another.
         get: Returns the file's column with a name [n].
-
-    Raises:
-        WrongValueError: Text is not UTF-8, or a column has another type than lists or text.
     """
-    values, lengths = reading.flat_values(get(reading.column or name))
-    if reading.weights is not None:
-        values, texts = _split(values, reading.weights)
-        uneven = np.zeros(len(lengths), np.bool_)
-    else:
-        assert reading.weights_column is not None
-        texts, sizes = reading.flat_values(get(reading.weights_column))
-        uneven = sizes != lengths
-        if uneven.any():
-            texts = _fitted(texts, sizes, lengths, uneven)
-    weights, _ = Reading(decimal=reading.decimal).numbers_where_readable(texts)  # markers are for the values
-    cleaned = reading.clean(arrow.decoded(values))
-    is_missing = pc.is_null(cleaned, nan_is_null=True).to_numpy(zero_copy_only=False)
-    if pa.types.is_string(cleaned.type):
-        is_missing = is_missing | pc.fill_null(pc.equal(cleaned, ""), True).to_numpy(zero_copy_only=False)
-    invalid = ~is_missing & ~((weights >= 0) & (weights <= _LARGEST))  # NaN is neither
-    wrong = uneven.copy()
-    wrong[np.repeat(np.arange(len(lengths)), lengths)[invalid]] = True
-    return WeightedValues(values, lengths, weights, wrong)
+    return _read(reading, name, get)[0]
 
 
 def encode_weighted(
@@ -73,8 +61,9 @@ def encode_weighted(
 ) -> tuple[Codes, pa.StringArray, Codes, npt.NDArray[np.float32]]:
     """Dictionary-encode a weighted bag as `Reading.bags` does; also return the weights, float32 [N].
 
-    The arguments are those of `read_weighted`; no weight may be invalid.
+    The arguments are those of `read_weighted`. Raises WrongValueError for an invalid weight or value.
     """
+    require_weights(reading, name, get)
     found = read_weighted(reading, name, get)
     try:
         codes, texts = reading.values(found.values)
@@ -88,51 +77,97 @@ def encode_weighted(
 
 
 def require_weights(reading: Reading, name: str, get: Get) -> None:
-    """Raise WrongValueError for the first row of a weighted bag that has an invalid weight."""
-    found = read_weighted(reading, name, get)
-    if found.wrong.any():
-        row = int(np.flatnonzero(found.wrong)[0])
-        raise WrongValueError(row, _reason(reading, name, lambda column: get(column).slice(row, 1)))
+    """Raise WrongValueError for the first row of a weighted bag that has an invalid weight or text."""
+    found, invalid, given, sizes = _read(reading, name, get)
+    if not found.wrong.any():
+        return
+    row = int(np.flatnonzero(found.wrong)[0])
+    length, size = int(found.lengths[row]), int(sizes[row])
+    if length != size:
+        counts = f"{counted(length, 'value')}, but {counted(size, 'weight')}"
+        raise WrongValueError(row, f"{counts} in column {reading.weights_column!r}")
+    start = int(found.lengths[:row].sum(dtype=np.int64))
+    at = start + np.flatnonzero(invalid[start : start + length])[:1]
+    if not len(at):
+        raise WrongValueError(row, "not text in UTF-8")
+    value, weight = (short(repr(array[int(at[0])].as_py())) for array in (found.values, given))
+    if given[int(at[0])].as_py() is None:
+        where = f" after {reading.weights!r}" if reading.weights is not None else ""
+        raise WrongValueError(row, f"value {value} has no weight{where}")
+    number, _ = Reading(decimal=reading.decimal).numbers_where_readable(given.slice(int(at[0]), 1))
+    what = "too large" if number[0] > _LARGEST else "not a number of at least 0"
+    raise WrongValueError(row, f"value {value} has the weight {weight}, which is {what}")
 
 
-def _reason(reading: Reading, name: str, get: Get) -> str:
-    """Describe the first invalid weight of a single row."""
-    found = read_weighted(reading, name, get)
-    values, count = found.values.to_pylist(), counted(len(found.values), "value")
-    if reading.weights_column is not None:
-        given = reading.flat_values(get(reading.weights_column))[0].to_pylist()
-        if len(given) != len(values):
-            return f"{count}, but {counted(len(given), 'weight')} in column {reading.weights_column!r}"
+def _read(reading: Reading, name: str, get: Get) -> tuple[WeightedValues, Mask, pa.Array, Codes]:
+    """Return the values; the mask of those with an invalid weight [N]; the weights as given; and each row's weights."""
+    values, lengths, wrong = _flat(reading, get(reading.column or name))
+    if reading.weights is not None:
+        values, given = _split(values, reading)
+        sizes = lengths
     else:
-        given = _split(reading.flat_values(get(reading.column or name))[0], reading.weights or "")[1].to_pylist()
-    for value, weight, number in zip(values, given, found.weights.tolist(), strict=True):
-        if weight is None and value not in (None, "", *reading.missing):
-            where = f" after {reading.weights!r}" if reading.weights is not None else ""
-            return f"value {short(repr(value))} has no weight{where}"
-        if not 0 <= number <= _LARGEST and value not in (None, "", *reading.missing):
-            return (
-                f"value {short(repr(value))} has the weight {short(repr(weight))}, which is not a number of at least 0"
-            )
-    return "a weight cannot be read"
+        assert reading.weights_column is not None
+        given, sizes, unreadable = _flat(reading, get(reading.weights_column))
+        uneven = sizes != lengths
+        if uneven.any():
+            given = _fitted(given, sizes, lengths, uneven)
+        wrong = wrong | unreadable | uneven
+    weights, _ = Reading(decimal=reading.decimal).numbers_where_readable(given)  # missing-value markers are for values
+    cleaned = reading.clean(arrow.decoded(values))
+    is_missing = pc.is_null(cleaned, nan_is_null=True).to_numpy(zero_copy_only=False)
+    if pa.types.is_string(cleaned.type):
+        is_missing = is_missing | pc.fill_null(pc.equal(cleaned, ""), True).to_numpy(zero_copy_only=False)
+    valid = (weights >= 0) & (weights <= _LARGEST)  # NaN is neither
+    invalid = ~is_missing & ~valid
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    invalid &= ~wrong[rows]
+    wrong = wrong.copy()
+    wrong[rows[invalid]] = True
+    return WeightedValues(values, lengths, np.where(valid, weights, np.nan), wrong), invalid, given, sizes
 
 
-def _split(values: pa.Array, separator: str) -> tuple[pa.Array, pa.Array]:
+def _flat(reading: Reading, array: pa.Array) -> tuple[pa.Array, Codes, Mask]:
+    """Return the concatenated values of lists or texts, each row's number of values, and the rows that are not UTF-8.
+
+    An empty text has no values.
+    """
+    array = arrow.decoded(array)
+    if arrow.classify_type(array.type) == "list":
+        values, bad = readable(arrow.decoded(array.flatten()))
+        lengths = arrow.list_lengths(array).astype(np.int32)
+        wrong = np.zeros(len(array), np.bool_)
+        wrong[np.repeat(np.arange(len(array)), lengths)[bad]] = True
+        return values, lengths, wrong
+    texts, wrong = readable(array)
+    values, lengths = reading.flat_values(texts)
+    plain = pc.fill_null(texts.cast(pa.string()), "")
+    is_empty = pc.equal(pc.utf8_trim_whitespace(plain), "").to_numpy(zero_copy_only=False) & (lengths == 1)
+    if is_empty.any():
+        values = values.filter(pa.array(np.repeat(~is_empty, lengths)))
+        lengths = np.where(is_empty, 0, lengths).astype(np.int32)
+    return values, lengths, wrong
+
+
+def _split(values: pa.Array, reading: Reading) -> tuple[pa.Array, pa.Array]:
     """Split texts [N] at their last separator; return the values and the weights, null where there is no separator."""
-    values = arrow.decoded(values)
+    assert reading.weights is not None
     if pa.types.is_null(values.type):
         return values, values
     if arrow.classify_type(values.type) != "text":
-        raise WrongValueError(0, f"of type {values.type}, which is not text with weights after {separator!r}")
-    values = arrow.cast(values, pa.string(), "text in UTF-8")
-    parts = pc.split_pattern(pc.fill_null(values, ""), separator, max_splits=1, reverse=True)
+        raise WrongValueError(0, f"of type {values.type}, which is not text with weights after {reading.weights!r}")
+    values = values.cast(pa.string())
+    plain = pc.fill_null(values, "")
+    if reading.trimmed:
+        plain = pc.utf8_trim_whitespace(plain)
+    parts = pc.split_pattern(plain, reading.weights, max_splits=1, reverse=True)
     sizes, flat = pc.list_value_length(parts).to_numpy(zero_copy_only=False), parts.flatten()
     starts = ragged.offsets_of(sizes)[:-1]
     first = pc.if_else(pc.is_null(values), pa.scalar(None, pa.string()), flat.take(pa.array(starts)))
     return first, flat.take(pa.array(starts + 1, mask=sizes < 2))
 
 
-def _fitted(texts: pa.Array, sizes: Any, lengths: Codes, uneven: npt.NDArray[np.bool_]) -> pa.Array:
+def _fitted(given: pa.Array, sizes: Codes, lengths: Codes, uneven: Mask) -> pa.Array:
     """Return the weights [N], with nulls in rows that have more or fewer weights than values."""
     places = np.full(int(lengths.sum(dtype=np.int64)), -1, np.int64)
     places[np.repeat(~uneven, lengths)] = np.flatnonzero(np.repeat(~uneven, sizes))
-    return texts.take(pa.array(places, mask=places < 0))
+    return given.take(pa.array(places, mask=places < 0))

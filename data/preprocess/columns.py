@@ -443,12 +443,15 @@ def cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> p
 
 def cast_where_possible(array: pa.Array, to: pa.DataType) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
     """Cast an array. Return it with null for each value that cannot be cast, and a mask of those values, bool [n]."""
-    encoded = _encode(array)  # wrong values often repeat
+    is_text = pa.types.is_string(to)
+    encoded = _encode(
+        array.cast(_BINARY.get(array.type, array.type)) if is_text else array
+    )  # wrong values often repeat
     parts: list[pa.Array] = []
 
     def add(part: pa.Array) -> None:
         try:
-            parts.append(part.cast(to, safe=False))
+            parts.append(part.cast(to, safe=is_text))  # an unsafe cast to text keeps what is not UTF-8
         except pa.ArrowInvalid:
             if len(part) == 1:
                 parts.append(pa.nulls(1, to))

@@ -78,7 +78,7 @@ def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
         if value and not _is_same(value, there[name]):
             flag = {
                 "bags": "bag",
-                "features": "padding or --last",
+                "features": "padding, --last or --bag-weights",
                 "labels": "label",
                 "vectors": "vector",
                 "numeric_labels": "task regression --label",

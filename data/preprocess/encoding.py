@@ -24,7 +24,7 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.manifest_values import check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
-from hostdev.data.preprocess.bag_weights import read_weighted, require_weights
+from hostdev.data.preprocess.bag_weights import can_be_weights, read_weighted, require_weights
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.dense import LARGEST
 from hostdev.data.preprocess.forms import Written
@@ -224,8 +224,8 @@ class Encoding:
                 raise UserError(f"column {name!r} {error}") from None
 
     def _require_weights_type(self, rows: pa.RecordBatch, name: str, separator: str | None) -> None:
-        kind = arrow.classify_type(found := rows.schema.field(name).type)
-        if kind != "list" and (kind == "nested" or not separator):
+        found = rows.schema.field(name).type
+        if not can_be_weights(found, separator):
             raise UserError(f"column {name!r} is of type {found}; expected a list of weights per row")
 
     def _separator(self, column: Column) -> str | None:

@@ -26,6 +26,8 @@ from hostdev.kernels.counter import key64, uniform
 MAX_REJECTED = 0.01
 _CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
 _MISSING = re.compile(r"column '(.+)': the value is missing")
+_QUOTE, _DOUBLE, _ESCAPED = "'", '"', '\\"'
+_TEXT = ("columns", "delimiter", "skipped_lines")  # options that a query would need in another form
 _SOME, _MOST = 10_000, 0.5  # stop early if more than _MOST of at least _SOME rows are malformed
 
 Written = tuple[dict[str, Any], Survey | None]
@@ -189,10 +191,17 @@ class FirstPass:
         if self._rejected > MAX_REJECTED * (accepted + self._rejected):
             raise UserError(
                 f"{counted(self._rejected, 'row')} cannot be read, more than {MAX_REJECTED:.0%} of all; {where}"
-                f"{_remedy(first)}"
+                f"{self._remedy(first)}"
             )
         if so_far >= _SOME and self._rejected > _MOST * so_far:
-            raise UserError(f"{self._rejected:,} of the first {so_far:,} rows cannot be read; {where}{_remedy(first)}")
+            raise UserError(
+                f"{self._rejected:,} of the first {so_far:,} rows cannot be read; {where}{self._remedy(first)}"
+            )
+
+    def _remedy(self, first: Rejected) -> str:
+        """Return how to leave out rows like the first malformed one, or "" if a query over the file cannot."""
+        options = self._source.options()
+        return "" if any(options.get(name) for name in _TEXT) else _remedy(first)
 
 
 def _remedy(first: Rejected) -> str:
@@ -202,11 +211,14 @@ def _remedy(first: Rejected) -> str:
         return ""
     name, shown = found[1], ", " + first.text
     value = shown.split(f", {name}=", 1)[-1].split(",", 1)[0] if f", {name}=" in shown else ""
-    column = name if name.isidentifier() else f'\\"{name}\\"'
-    condition = f"WHERE {column} IS NOT NULL" if value in ("", "None") else f"WHERE {column}::VARCHAR <> '{value}'"
+    column = '\\"' + name.replace('"', '""') + '\\"'
+    condition = f"{column} IS NOT NULL"
+    if value:
+        condition += f" AND {column}::VARCHAR <> '{value.replace(_QUOTE, 2 * _QUOTE)}'"
     if first.file == NAME:
-        return f"; to leave out such rows, add {condition} to the query"
-    return f"; to leave out such rows: hostdev preprocess query \"SELECT * FROM '{first.file}' {condition}\""
+        return f"; to leave out such rows, add the condition {condition.replace(_ESCAPED, _DOUBLE)} to the query"
+    file = first.file.replace(_QUOTE, 2 * _QUOTE)
+    return f"; to leave out such rows: hostdev preprocess query \"SELECT * FROM '{file}' WHERE {condition}\""
 
 
 def _until_error(blocks: Iterator[Block]) -> Iterator[Block | HostdevError | None]:

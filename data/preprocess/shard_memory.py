@@ -58,4 +58,5 @@ class ShardMemory:
         values = self._values[split] * rows // self._rows[split]
         piece_bytes = _NUMBER_BYTES * numbers * self._piece_rows
         threads = min(self._threads, -(-self._rows[split] // rows))
-        return rows * each + 2 * self._id_bytes * values + piece_bytes + _OVERHEAD, threads, rows
+        each_value = 2 * self._id_bytes + (8 if any(bag.weighted for bag in self._layout.bags) else 0)
+        return rows * each + each_value * values + piece_bytes + _OVERHEAD, threads, rows

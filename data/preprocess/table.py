@@ -9,6 +9,7 @@ import pyarrow as pa
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.bag_weights import can_be_weights
 from hostdev.data.preprocess.columns import Positive
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.files import TableFile, find_format, is_table
@@ -141,11 +142,10 @@ class Table:
             self._check_type(name, column, file)
         for name, separator in self._options.bags:
             weights = self._options.reading(name).weights_column
-            kind = "list" if weights is None else arrow.classify_type(file.get_type(weights))
-            if kind != "list" and (separator is None or kind != "text"):
+            if weights is not None and not can_be_weights(found := file.get_type(weights), separator):
                 raise UserError(
-                    f"{file.input.name}, column {weights!r}: it is of type {short(file.get_type(weights or ''))}; the "
-                    f"weights of {name!r} must be a list in each row, or text with the separator of the bag"
+                    f"{file.input.name}, column {weights!r}: it is of type {short(found)}; the weights of {name!r} "
+                    "must be a list of numbers in each row, or text with the separator of the bag"
                 )
 
     def _check_type(self, name: str, column: str, file: TableFile) -> None:

@@ -18,7 +18,8 @@ class MinCount:
     Attributes:
         n: Number of uses, from 1 to 2^24 - 1. All uses in a batch are counted before any key of it is admitted.
         sketch: None to count every key exactly, in about 27 bytes per waiting key; or the memory of a count-min sketch
-            (Cormode and Muthukrishnan, 2005), such as "64MiB". Its counts may be too large, never too small.
+            (Cormode and Muthukrishnan, 2005), such as "64MiB". Its counts may be too large, never too small. It does
+            not forget the uses of a key that had a row, so a key that was evicted is admitted at its next use.
         expires: Forget the uses of a key that has been waiting without a use for this many steps, or None for never.
             Only for exact counts.
 
@@ -33,8 +34,10 @@ class MinCount:
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int) or not 1 <= self.n <= MOST_USES:
             raise ValueError(f"MinCount needs a number of uses from 1 to {MOST_USES:,}, not {self.n!r}")
-        if self.expires is not None and self.expires < 1:
-            raise ValueError(f"expires must be at least 1 step, not {self.expires}")
+        if self.expires is not None and (type(self.expires) is not int or self.expires < 1):
+            raise ValueError(f"expires must be at least 1 step, not {self.expires!r}")
+        if self.sketch is not None and type(self.sketch) not in (int, str):
+            raise ValueError(f"a sketch needs a size such as '64MiB', not {self.sketch!r}")
         if self.sketch is not None and self.expires is not None:
             raise ValueError("a sketch cannot forget single keys; leave out sketch or expires")
         if self.sketch is not None and self.sketch_bytes < 1 << 10:

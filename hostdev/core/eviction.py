@@ -42,7 +42,7 @@ class _Keep:
     every: int = 100
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
+        if type(self.keep) not in (int, float) or not 0 < self.keep <= 1:
             raise ValueError(f"keep must be above 0 and at most 1, not {self.keep!r}")
         _require_steps("every", self.every)
 
@@ -64,7 +64,7 @@ class LeastFrequent(_Keep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.decay <= 1:
+        if type(self.decay) not in (int, float) or not 0 < self.decay <= 1:
             raise ValueError(f"decay must be above 0 and at most 1, not {self.decay!r}")
 
 

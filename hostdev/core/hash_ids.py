@@ -33,10 +33,10 @@ def hash_ids(values: Any) -> npt.NDArray[np.int64]:
         ValueError: A value is missing, or an Arrow array is broken.
     """
     shape: tuple[int, ...] | None = None
-    if not isinstance(values, pa.Array | pa.ChunkedArray):
-        shape = np.shape(values)
-        if len(shape) != 1:
-            values = np.asarray(values).reshape(-1)
+    if isinstance(values, np.ndarray):
+        values, shape = values.reshape(-1), values.shape
+    elif isinstance(values, list | tuple):
+        values, shape = _flatten(values)
     texts = _as_arrow(values)
     if texts.null_count:
         row = int(np.flatnonzero(texts.is_null().to_numpy(zero_copy_only=False))[0])
@@ -47,6 +47,17 @@ def hash_ids(values: Any) -> npt.NDArray[np.int64]:
     content = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(0, np.uint8)
     found = xxh64(begins, content).view(np.int64)
     return found if shape is None else found.reshape(shape)
+
+
+def _flatten(values: Any) -> tuple[list[Any], tuple[int, ...]]:
+    """Return the elements of nested lists, and the lists' shape; raise ValueError if their lengths differ."""
+    if not any(isinstance(value, list | tuple | np.ndarray) for value in values):
+        return list(values), (len(values),)
+    parts = [_flatten(value) if isinstance(value, list | tuple | np.ndarray) else ([value], ()) for value in values]
+    shapes = {shape for _, shape in parts}
+    if len(shapes) > 1:
+        raise ValueError("hash_ids takes texts, or lists of equally many texts; these lists have different lengths")
+    return [value for flat, _ in parts for value in flat], (len(values), *shapes.pop())
 
 
 def _as_arrow(values: Any) -> pa.LargeBinaryArray:
@@ -60,17 +71,16 @@ def _as_arrow(values: Any) -> pa.LargeBinaryArray:
         array.validate(full=True)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"the values are not a valid Arrow array: {str(error).splitlines()[0]}") from None
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    chunks = [_as_bytes(chunk) for chunk in (array.chunks if isinstance(array, pa.ChunkedArray) else [array])]
+    return pa.concat_arrays(chunks) if chunks else pa.array([], pa.large_binary())
+
+
+def _as_bytes(array: pa.Array) -> pa.LargeBinaryArray:
     if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if pa.types.is_null(array.type) and not len(array):
-        return pa.array([], pa.large_binary())
+        array = array.cast(pa.large_string() if pa.types.is_string(array.type.value_type) else array.type.value_type)
     if any(test(array.type) for test in _TEXTS):
         return array.cast(pa.large_string()).cast(pa.large_binary())
-    if any(test(array.type) for test in _BYTES):
-        return array.cast(pa.large_binary())
-    if pa.types.is_null(array.type):
+    if pa.types.is_null(array.type) or any(test(array.type) for test in _BYTES):
         return array.cast(pa.large_binary())
     more = "; integers are ids themselves, and need no hash" if pa.types.is_integer(array.type) else ""
     raise TypeError(f"hash_ids takes texts, not values of type {array.type}{more}")

@@ -23,7 +23,7 @@ from hostdev.core.eviction import Eviction, LeastFrequent, LeastRecent, Smallest
 from hostdev.kernels.buffers import reserved
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.key_counts import KeyCounts
-from hostdev.kernels.key_directory import EMPTY, KeyDirectory
+from hostdev.kernels.key_directory import EMPTY, MOST_ROWS, KeyDirectory
 from hostdev.kernels.key_sketch import CountMinSketch
 
 Keys = npt.NDArray[np.int64]
@@ -34,6 +34,7 @@ Norms = Callable[[Rows], npt.NDArray[np.float64]]
 _NO_KEYS = np.zeros(0, np.int64)
 _NO_ROWS = np.zeros(0, np.int32)
 _DEAD = 0  # in `_last`: the row has no key
+_MOST_ROWS = MOST_ROWS // 2  # keys with a row
 _SPARE_ROWS = 1 << 24  # address space for rows that unfinished steps have evicted
 _MOST = 2**32 - 1  # uses
 
@@ -78,13 +79,15 @@ class KeyIndex:
     ) -> None:
         if capacity < 1:
             raise ValueError(f"table {name!r}: the capacity must be at least 1 row, not {capacity}")
+        if capacity > _MOST_ROWS:
+            raise ValueError(f"table {name!r}: the capacity must be at most {_MOST_ROWS:,} rows, not {capacity:,}")
         self.name, self.capacity, self.admit, self.evict, self.seed = name, capacity, admit, evict, seed
         self.directory = KeyDirectory()
         self._waiting = KeyCounts()
         self._sketch: CountMinSketch | None = None
         if isinstance(admit, MinCount) and admit.sketch is not None:
             self._sketch = CountMinSketch(admit.sketch_bytes, seed)
-        self._reserve(2 * capacity + _SPARE_ROWS)
+        self._reserve(min(2 * capacity + _SPARE_ROWS, MOST_ROWS))
         self._rows = 0  # rows that have ever been used
         self._free: list[Rows] = []  # rows that can be used again
         self._undo: deque[_Undo] = deque()
@@ -204,9 +207,10 @@ class KeyIndex:
             undo.sketched = theirs
             totals = self._sketch.add(*theirs)
         else:
-            if self.admit.expires is not None:
-                undo.waiting.append(self._waiting.expire(max(0, step - self.admit.expires)))
-            totals, before = self._waiting.add(*theirs, step)
+            oldest = 0 if self.admit.expires is None else max(0, step - self.admit.expires)
+            if self.admit.expires is not None and step % self.admit.expires == 0:  # frees memory, and changes no count
+                undo.waiting.append(self._waiting.expire(oldest))
+            totals, before = self._waiting.add(*theirs, step, oldest)
             undo.waiting.append((theirs[0], before))
         enough = totals >= self.admit.n
         if self._sketch is None:
@@ -221,15 +225,21 @@ class KeyIndex:
     def _insert(self, undo: _Undo, keys: Keys, uses: npt.NDArray[np.int64], step: int) -> Rows:
         """Give keys rows; return these."""
         rows = self._take_rows(len(keys))
-        self.directory.insert(keys, rows)
         undo.new = keys, rows
+        self.directory.insert(keys, rows)
         self.keys[rows], self._last[rows], self._uses[rows] = keys, step, np.minimum(uses, _MOST)
         return rows
 
     def _take_rows(self, n: int) -> Rows:
         """Return n rows without keys, first those that were used before."""
-        free = np.concatenate([_NO_ROWS, *self._free])
-        used, self._free = free[:n], [free[n:]]
+        taken, missing = [_NO_ROWS], n
+        while missing and self._free:
+            some = self._free.pop()
+            if len(some) > missing:
+                self._free.append(some[missing:])
+            taken.append(some[:missing])
+            missing -= len(taken[-1])
+        used = np.concatenate(taken)
         first, self._rows = self._rows, self._rows + n - len(used)
         if self._rows > len(self.keys):
             keys, last, uses = self.keys, self._last, self._uses
@@ -240,9 +250,10 @@ class KeyIndex:
 
     def _reserve(self, rows: int) -> None:
         """Reserve address space for what is kept for each row: its key, its last step, and its uses."""
-        self.keys: Keys = reserved((rows,), np.int64)
-        self._last: Steps = reserved((rows,), np.uint32)
-        self._uses: npt.NDArray[np.uint32] = reserved((rows,), np.uint32)
+        keys, last, uses = reserved((rows,), np.int64), reserved((rows,), np.uint32), reserved((rows,), np.uint32)
+        self.keys: Keys = keys
+        self._last: Steps = last
+        self._uses: npt.NDArray[np.uint32] = uses
 
     def _evict(self, undo: _Undo, kept: Rows, step: int, norms: Norms | None, *, most: int | None = None) -> None:
         """Evict keys, but not those of the rows `kept`.
@@ -281,7 +292,8 @@ class KeyIndex:
         """Return the `count` rows with the smallest scores; hashes of the keys order rows with equal scores."""
         if isinstance(self.evict, SmallestNorm):
             assert norms is not None
-            scores: npt.NDArray[Any] = norms(rows)
+            found = norms(rows)
+            scores: npt.NDArray[Any] = np.where(np.isnan(found), np.inf, found)
         else:
             scores = (self._last if isinstance(self.evict, LeastRecent) else self._uses)[rows]
         if count == len(rows):

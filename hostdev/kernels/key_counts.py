@@ -28,7 +28,7 @@ Values = npt.NDArray[np.int64]
 
 
 @kernel
-def _add(keys, uses, step, start, parts, totals, before):
+def _add(keys, uses, step, oldest, start, parts, totals, before):
     """Count keys[start:], which are distinct; return the index of the first new key that does not fit, or N."""
     ring, owners = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
     begin, end, ahead, mask = np.uint64(start), np.uint64(len(keys)), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
@@ -53,7 +53,7 @@ def _add(keys, uses, step, start, parts, totals, before):
         if entry[1] < 0:
             entry[0] = keys[i]
             parts[part, np.uint64(_COUNT)] += 1
-        else:
+        elif entry[1] >> np.int64(_COUNT_BITS) >= np.int64(oldest):
             count = entry[1] & np.int64(MOST_USES)
         totals[i] = min(count + np.int64(uses[i]), np.int64(MOST_USES))
         entry[1] = (np.int64(step) << np.int64(_COUNT_BITS)) | totals[i]
@@ -95,15 +95,16 @@ def _collect(parts, step, keys, values):
 class KeyCounts(KeyDirectory):
     """Counts the uses of keys, and remembers the last step that used each key."""
 
-    def add(self, keys: Keys, uses: npt.NDArray[np.int32], step: int) -> tuple[Values, Values]:
+    def add(self, keys: Keys, uses: npt.NDArray[np.int32], step: int, oldest: int = 0) -> tuple[Values, Values]:
         """Add a step's uses of distinct keys [N]; return their total uses, at most MOST_USES, and their former values.
 
-        Both are int64 [N]. The former value of a new key is EMPTY.
+        Both are int64 [N]. The former value of a new key is EMPTY. Uses are forgotten of a key that no step from
+        `oldest` on has used.
         """
         totals, before = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
         self.reserve(keys)
         done = 0
-        while (done := int(_add(keys, uses, step, done, self._parts, totals, before))) < len(keys):
+        while (done := int(_add(keys, uses, step, oldest, done, self._parts, totals, before))) < len(keys):
             self.add_spare(keys[done])
         return totals, before
 

@@ -347,6 +347,8 @@ class TrainConfig:
                 raise UserError(
                     f"--initial-vectors {self.initial_vectors}: write it as NAME=FILE or NAME=FILE,NAME=FILE"
                 )
+            if name in found:
+                raise UserError(f"--initial-vectors names {name!r} twice; name one file for each column")
             found[name] = Path(path)
         return found
 
@@ -360,10 +362,6 @@ class TrainConfig:
         for name in self.frozen_columns:
             if name not in files:
                 raise UserError(f"--frozen-vectors {name}: the column has no file; give --initial-vectors {name}=FILE")
-        if files and self.start_from is not None:
-            raise UserError(
-                "--initial-vectors has no effect with --start-from, which sets all rows; leave out one of the two"
-            )
         if self.frozen_columns and self.l2 != "none":
             raise UserError(f"--l2 {self.l2} would change the rows of --frozen-vectors; leave out one of the two")
         if self.frozen_columns and self.table_weight_decay:

@@ -20,7 +20,7 @@ from hostdev.data.preprocess.files import TableFile, chunks, find_format
 from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.opening import open_file
-from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.reading import Reading, own_settings
 from hostdev.data.preprocess.vectors import WrongNumberError, require_numbers
 from hostdev.data.schema import Schema
 from hostdev.models.model import Model
@@ -51,6 +51,11 @@ def set_initial_vectors(model: Model, settings: TrainConfig, schema: Schema) -> 
             )
         if (owner := by_name[name].space) != name:
             raise UserError(f"--initial-vectors {name}: {name!r} shares the ids of {owner!r}; name {owner!r} instead")
+        if own_settings(found.options).get(name, Reading()).buckets is not None:
+            raise UserError(
+                f"--initial-vectors {name}: the values of {name!r} are hashed into buckets, which have no vectors of "
+                "their own; preprocess the data without buckets"
+            )
     if found.vocabulary is None:
         raise UserError("--initial-vectors needs a vocabulary, but the data's ids are hashed; leave out --hash-buckets")
     tables = {name: spec for name, spec in model.tables.items() if spec.dim > 1}
@@ -130,6 +135,9 @@ def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[I
     plain = {"columns": None, "delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
     file = open_file(source, find_format(source), **plain)  # type: ignore[arg-type]
     column = encoding.source(name)
+    for one in file.names:
+        if file.names.count(one) > 1:
+            raise UserError(f"{path} has {file.names.count(one)} columns named {one!r}; keep one")
     if column not in file.names:
         raise UserError(f"{path} has no column {column!r} with the values of {name!r}; it has {listed(file.names)}")
     names, readings = _vector_columns(file, [one for one in file.names if one != column], dim)
@@ -156,6 +164,10 @@ def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[I
         every_vector.append(numbers[known].astype(np.float32))
     ids = np.concatenate(every_id) if every_id else np.zeros(0, np.int64)
     vectors = np.concatenate(every_vector) if every_vector else np.zeros((0, dim), np.float32)
+    if not len(ids):
+        raise UserError(
+            f"{path} has no vector for any value of {column!r} in the data; the values must be written as in the data"
+        )
     order = np.argsort(ids, kind="stable")
     ids, vectors = ids[order], vectors[order]
     if len(twice := np.flatnonzero(ids[1:] == ids[:-1])):

@@ -157,7 +157,7 @@ class Run:
             elif start is not None:  # rank 0 has verified it
                 self._resume(start)
             if origin is not None and start is None:
-                print("\n".join(starting.load(origin, self.trainer)), flush=True)
+                print("\n".join(starting.load(origin, self.trainer, settings.frozen_vectors)), flush=True)
             self.loaded_from = start.path if start is not None else None
             self.saver: CheckpointSchedule | None = None
             if settings.saves:

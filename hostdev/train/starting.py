@@ -69,8 +69,10 @@ def find_together(settings: TrainConfig, root: Path, data: Manifest, ranks: Rank
     return origin or Origin(read_chain(Path(path)), notes)
 
 
-def load(origin: Origin, trainer: Trainer) -> list[str]:
+def load(origin: Origin, trainer: Trainer, frozen: str | None = None) -> list[str]:
     """Load rows, layers and optimizer state into a new run; return lines that describe what was loaded.
+
+    `frozen` is the run's --frozen-vectors.
 
     Steps count from 0, learning rates are those of the new run, and rows that the checkpoint lacks keep their initial
     values.
@@ -90,12 +92,16 @@ def load(origin: Origin, trainer: Trainer) -> list[str]:
     else:
         layers = "dense layers have their initial values, as the checkpoint has no layers saved by hostdev train"
     load_shared(chain, trainer.tables, fit)
+    more = _values(origin).get("more")
+    theirs = more.get("settings", {}).get("frozen_vectors") if isinstance(more, dict) else None
+    changed = [] if theirs is None or theirs == frozen else [f"start    rows of {theirs}, frozen then, are trained now"]
     step = chain[-1].manifest.step
     return [
         *origin.notes,
         f"start    from {origin.path}, after step {step:,}; steps of this run count from 0",
         *(f"start    {line}" for line in fit.lines()),
         f"start    {layers}; learning rates are those of this run",
+        *changed,
     ]
 
 

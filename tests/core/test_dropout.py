@@ -58,3 +58,14 @@ def test_the_layer():
     assert Dropout(0.0)(x) is x or torch.equal(Dropout(0.0)(x), x)
     half = Dropout(0.5)(torch.ones(1000, dtype=torch.bfloat16))
     assert half.dtype == torch.bfloat16 and set(half.unique().tolist()) == {0.0, 2.0}
+
+
+def test_a_compiled_or_traced_network_has_torchs_dropout():
+    network = torch.nn.Sequential(torch.nn.Linear(8, 32), Dropout(0.3)).train()
+    compiled = torch.compile(network, backend="eager")
+    x = torch.ones(5, 8)
+    assert compiled(x).shape == (5, 32) and not torch.equal(compiled(x), compiled(x))
+    mapped = torch.func.vmap(Dropout(0.5), randomness="different")(torch.ones(3, 100))
+    assert len(set(map(tuple, mapped.tolist()))) == 3
+    with pytest.raises(RuntimeError):
+        Dropout(0.5)(torch.ones(5, dtype=torch.int64))

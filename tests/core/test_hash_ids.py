@@ -55,6 +55,10 @@ def test_every_way_to_pass_texts():
         found = hostdev.hash_ids(way)
         assert found.dtype == np.int64 and found.tolist() == expected, type(way)
     assert hostdev.hash_ids(np.array(texts).reshape(3, 2)).tolist() == np.reshape(expected, (3, 2)).tolist()
+    assert hostdev.hash_ids([["a\0", "a"], ["b", "c"]]).tolist() == [
+        [signed(xxh64(text.encode())) for text in row] for row in (["a\0", "a"], ["b", "c"])
+    ]
+    assert len(hostdev.hash_ids(["a"] * 50_000 + ["x" * 200_000])) == 50_001  # takes no memory of 50,001 long texts
     for empty in ([], np.array([], "U3"), pa.array([], pa.string()), pd.Series([], dtype=str)):
         assert hostdev.hash_ids(empty).tolist() == []
 
@@ -74,6 +78,9 @@ def test_a_broken_arrow_array():
         (["a", None], ValueError, "the value at index 1 is missing"),
         ([None], ValueError, "the value at index 0 is missing"),
         (pd.Series(["a", "b", np.nan]), ValueError, "the value at index 2 is missing"),
+        ([["a", float("nan")]], ValueError, "the value at index 1 is missing"),
+        ([["a", 1]], TypeError, "these values are of several types or none"),
+        ([["a"], ["b", "c"]], ValueError, "these lists have different lengths"),
     ],
 )
 def test_other_values(values, error, message):

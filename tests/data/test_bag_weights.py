@@ -134,7 +134,7 @@ WRONG = {
     "b:-1": "value 'b' has the weight '-1', which is not a number of at least 0",
     "b:nan": "value 'b' has the weight 'nan', which is not a number of at least 0",
     "b:inf": "value 'b' has the weight 'inf', which is not a number of at least 0",
-    "b:1e39": "value 'b' has the weight '1e39', which is not a number of at least 0",
+    "b:1e39": "value 'b' has the weight '1e39', which is too large",
 }
 
 
@@ -153,6 +153,42 @@ def test_rows_without_a_valid_weight_are_set_aside(in_process, tmp_path):
     for message in WRONG.values():
         assert f"column 'tags': {message}" in told, (message, told)
     assert len(batch_of(tmp_path / "data")) == 1000
+
+
+def test_one_bad_text_hides_no_other_row(in_process, tmp_path):
+    """A value that is not UTF-8 is set aside like the rows with invalid weights, with the right row."""
+    tags, weights = [[b"a", b"b"]] * 2000, [[1.0, 2.0]] * 2000
+    tags[7], weights[9], weights[11], weights[13] = [b"a", b"\xff"], [1.0, -1.0], [1.0], [float("nan"), 1.0]
+    label = [i % 2 for i in range(2000)]
+    label[7] = None
+    binary = pa.array(tags, pa.list_(pa.binary()))
+    table = pa.table({"y": label, "u": ["x"] * 2000, "tags": binary, "w": weights})
+    pq.write_table(table, tmp_path / "t.parquet")
+    write_features(tmp_path, 'weights_column = "w"\n')
+    flags = ["--features", "f.toml", "--threshold", 0, "--test-fraction", 0]
+    code, _, error = in_process(preprocess, "table", "t.parquet", *flags, "--out", "data")
+    assert code == 0, error
+    lines = [line.split("\t") for line in (tmp_path / "data" / "rejected.tsv").read_text().splitlines()]
+    assert [line[1] for line in lines] == ["8", "10", "12", "14"]
+    assert in_process(preprocess, "check", "data")[0] == 0
+    table = table.set_column(0, "y", pa.array([i % 2 for i in range(2000)])).slice(7, 1)
+    pq.write_table(table, tmp_path / "t.parquet")
+    error = in_process(preprocess, "table", "t.parquet", *flags, "--out", "e")[2]
+    assert "t.parquet:1: column 'tags': not text in UTF-8" in error
+
+
+def test_padding_needs_no_weight(in_process, tmp_path):
+    rows, weights = [[0, 5], [5, 6], [0, 5]] * 100, [[None, 2.0], [1.0, 3.0], [None, 1.0]] * 100
+    weights[2] = [None, -1.0]
+    table = pa.table({"y": [0, 1, 1] * 100, "u": ["x"] * 300, "tags": rows, "w": weights})
+    pq.write_table(table, tmp_path / "t.parquet")
+    write_features(tmp_path, 'weights_column = "w"\nmissing = ["0"]\n')
+    flags = ["--features", "f.toml", "--threshold", 0, "--test-fraction", 0]
+    code, _, error = in_process(preprocess, "table", "t.parquet", *flags, "--out", "data")
+    assert code == 0, error
+    told = (tmp_path / "data" / "rejected.tsv").read_text()
+    assert "column 'tags': value 5 has the weight -1.0, which is not a number of at least 0" in told
+    np.testing.assert_array_equal(batch_of(tmp_path / "data").bag_weights["tags"][:4], [2, 1, 3, 2])
 
 
 def test_uneven_lists_are_set_aside(in_process, tmp_path):
@@ -238,7 +274,7 @@ def test_wrong_flags(in_process, tmp_path, flags, message):
     [
         ('weights = ":"\nweights_column = "w"', "both weights and weights_column are given; leave out one of the two"),
         ('weights_column = "w"', "no column 'w'"),
-        ('weights_column = "y"', "column 'y': it is of type int64; the weights of 'tags' must be a list in each row"),
+        ('weights_column = "y"', "column 'y': it is of type int64; the weights of 'tags' must be a list of numbers"),
         ('weights = ""', "the separator of weights is empty"),
     ],
 )

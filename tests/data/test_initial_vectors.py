@@ -169,19 +169,47 @@ def test_the_same_bits_in_every_mode_and_after_resuming(in_process, data, vector
             ["--initial-vectors", "item=v.parquet", "--frozen-vectors", "item", "--table-weight-decay", 0.1],
             "--table-weight-decay would change the rows of --frozen-vectors",
         ),
-        (
-            ["--initial-vectors", "item=v.parquet", "--start-from", "run"],
-            "has no effect with --start-from, which",
-        ),
+        (["--initial-vectors", "item=v.parquet,item=two.parquet"], "--initial-vectors names 'item' twice"),
+        (["--initial-vectors", "item=none.parquet"], "none.parquet has no vector for any value of 'item' in the data"),
+        (["--initial-vectors", "item=columns.csv"], "columns.csv has 2 columns named 'item'; keep one"),
     ],
 )
 def test_wrong_options(in_process, data, vectors, flags, message):
     FORMS["list.parquet"](data / "v.parquet", vectors)
     pq.write_table(pa.table({"item": ["i1", "i1"], "emb": [[1.0] * DIM] * 2}), data / "two.parquet")
     pq.write_table(pa.table({"item": ["i1", "i2"], "emb": [[1.0] * DIM, None]}), data / "gap.parquet")
+    pq.write_table(pa.table({"item": ["x"], "emb": [[1.0] * DIM]}), data / "none.parquet")
     (data / "wide.csv").write_text("item,a,b\ni1,0.5,2\n")
+    (data / "columns.csv").write_text("item,item,a,b,c,d\ni1,i1,1,2,3,4\n")
     code, _, error = in_process(train, *RUN, "--model", "deepfm", *flags)
     assert code == 2 and message in error and len(error.splitlines()) == 1, error
+
+
+def test_a_grown_data_set_gets_vectors_for_its_new_values(in_process, data, vectors):
+    """With --start-from, known rows continue, new rows begin with their vectors, and a line names rows that thaw."""
+    FORMS["list.parquet"](data / "v.parquet", vectors)
+    frozen = ["--model", "deepfm", "--initial-vectors", "item=v.parquet", "--frozen-vectors", "item"]
+    assert in_process(train, *RUN, *frozen, "--max-steps", 3, "--checkpoint-every", 3)[0] == 0
+    before, _ = rows_of(data)
+    more = pq.read_table(data / "t.parquet").to_pandas()
+    more["item"] = [f"n{i % 3}" for i in range(len(more))]
+    pq.write_table(pa.Table.from_pandas(more), data / "more.parquet")
+    flags = ["--vocabulary", "data", "--threshold", 0, "--out", "grown"]
+    code, _, error = in_process(preprocess, "table", "more.parquet", *flags)
+    assert code == 0, error
+    given = {"item": ["n0", "n1", "n2"], "emb": [[k + 0.5] * DIM for k in range(3)]}
+    pq.write_table(pa.table(given), data / "new.parquet")
+    run = ["--data", "grown", *RUN[2:-1], "later", "--start-from", "run", "--table-lr", 0, "--max-steps", 1]
+    run += ["--model", "deepfm", "--initial-vectors", "item=new.parquet", "--checkpoint-every", 1]
+    code, out, error = in_process(train, *run)
+    assert code == 0, error
+    assert "start    rows of item, frozen then, are trained now" in out
+    (data / "data").rename(data / "old")
+    (data / "grown").rename(data / "data")
+    after, _ = rows_of(data, "later")
+    for name, row in before.items():
+        np.testing.assert_array_equal(after[name], row)
+    assert [after[f"n{k}"].tolist() for k in range(3)] == given["emb"]
 
 
 def test_given_rows_among_others():
