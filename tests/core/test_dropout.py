@@ -60,6 +60,7 @@ def test_the_layer():
     assert half.dtype == torch.bfloat16 and set(half.unique().tolist()) == {0.0, 2.0}
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 def test_a_compiled_or_traced_network_has_torchs_dropout():
     network = torch.nn.Sequential(torch.nn.Linear(8, 32), Dropout(0.3)).train()
     compiled = torch.compile(network, backend="eager")
