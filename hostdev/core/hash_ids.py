@@ -12,7 +12,7 @@ _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 _BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
 
 
-def hash_ids(values: Any) -> npt.NDArray[np.int64]:
+def hash_ids(values: Any) -> npt.NDArray[np.int64]:  # Any: arrays of several libraries, and lists of texts
     """Return 64-bit ids of texts, for tables by key: XXH64 with seed 0 of a text's bytes in UTF-8, as int64.
 
     The ids are the same on all platforms and in all versions. Two of 1e8 different texts have the same id with a
