@@ -59,6 +59,7 @@ def measure_index(size: int) -> dict[str, float]:
         index.plan(part, np.ones(len(part), np.int32), step)
         index.commit(step)
     ms: dict[str, list[float]] = {"known": [], "new": []}
+    full = index.nbytes / len(index)
     fresh = keys[size:]
     for number, batch in enumerate(draw_keys(size, 10)):
         for name in ms:
@@ -82,7 +83,7 @@ def measure_index(size: int) -> dict[str, float]:
         "plan of a batch with a tenth more, new keys, ms": statistics.median(ms["new"]),
         "unique keys of a batch": float(np.mean([len(batch) for batch in draw_keys(size, 3)])),
         "eviction of a tenth of all keys, s": evicted,
-        "bytes a key, all in all": index.nbytes / len(index),
+        "bytes a key, all in all": full,
     }
 
 
