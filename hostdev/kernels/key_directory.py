@@ -9,6 +9,7 @@ sequentially.
 An entry is two int64: the key, and its row, or EMPTY. Shapes: N keys, K keys in the directory.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ MOST_ROWS = 2**31 - 1
 EMPTY = -1
 FULL = 0.7  # at most this share of a part's slots is used
 GROWTH = 1.25  # so at least FULL / GROWTH of a large part's slots is used
+_SLAB = 64  # memory is taken in slabs of this share of all slots, which fit huge pages; parts that grow share a slab
 _LEAST = 16  # slots of the smallest part
 _SPARE, _SPARE_A_BIT = 8, 4  # slots behind a part's last one, and more for each bit of its size; the last stays empty
 _AHEAD = 32  # keys; also the size of the ring of addresses, a power of 2
@@ -189,9 +191,11 @@ class KeyDirectory:
     def __init__(self, expected: int = 0) -> None:
         self._parts = np.zeros((PARTS, 4), np.int64)
         self._memory: list[Any] = [None] * PARTS
-        for part in range(PARTS):
-            size = max(_LEAST, expected / PARTS / FULL) * GROWTH ** (part / PARTS)
-            self._set_memory(part, int(size) + 1, 0)
+        sizes = [int(max(_LEAST, expected / PARTS / FULL) * GROWTH ** (part / PARTS)) + 1 for part in range(PARTS)]
+        self._slabs: list[Any] = [aligned_empty((sum(map(_slots_of, sizes)), 2), np.int64)] * PARTS  # of each part
+        self._slab, self._taken, self._lock = self._slabs[0], 0, threading.Lock()
+        for part, size in enumerate(sizes):
+            self._set_memory(part, size, 0)
 
     def __len__(self) -> int:
         """Return K."""
@@ -200,7 +204,7 @@ class KeyDirectory:
     @property
     def nbytes(self) -> int:
         """Size of the entries in bytes."""
-        return sum(memory.nbytes for memory in self._memory)
+        return sum({id(slab): slab.nbytes for slab in self._slabs}.values())
 
     def find(self, keys: Keys) -> Rows:
         """Return the rows of keys [N], int32 [N]; EMPTY for a key that is not in the directory."""
@@ -254,8 +258,13 @@ class KeyDirectory:
 
     def _set_memory(self, part: int, size: int, spare: int) -> None:
         """Give a part new, empty memory of `size` slots and at least `spare` more, without changing its count."""
-        slots = size + max(spare, _SPARE + _SPARE_A_BIT * size.bit_length())
-        memory = aligned_empty((slots, 2), np.int64)
+        slots = size + spare if spare else _slots_of(size)
+        with self._lock:
+            if len(self._slab) - self._taken < slots:
+                self._slab = aligned_empty((max(slots, int(self._parts[:, _SLOTS].sum()) // _SLAB), 2), np.int64)
+                self._taken = 0
+            memory = self._slab[self._taken : self._taken + slots]
+            self._slabs[part], self._taken = self._slab, self._taken + slots
         memory.fill(EMPTY)
         self._memory[part] = memory
         self._parts[part, _ADDRESS], self._parts[part, _SIZE] = address_of(memory), size
@@ -268,6 +277,7 @@ class KeyDirectory:
 
     def _grow_part(self, part: int, size: int, spare: int) -> None:
         old, slots, held = self._memory[part], int(self._parts[part, _SLOTS]), self._parts[part].copy()
+        slab = self._slabs[part]
         try:
             while True:
                 self._set_memory(part, size, spare)
@@ -275,5 +285,10 @@ class KeyDirectory:
                     return
                 spare = 2 * self._spare(part)
         except BaseException:  # no memory
-            self._memory[part], self._parts[part] = old, held
+            self._memory[part], self._parts[part], self._slabs[part] = old, held, slab
             raise
+
+
+def _slots_of(size: int) -> int:
+    """Return the number of slots of a part at which a search can begin at `size` slots, spare ones included."""
+    return size + _SPARE + _SPARE_A_BIT * size.bit_length()
