@@ -29,7 +29,7 @@ MOST_ROWS = 2**31 - 1
 EMPTY = -1
 FULL = 0.7  # at most this share of a part's slots is used
 GROWTH = 1.25  # so at least FULL / GROWTH of a large part's slots is used
-_SLAB = 64  # memory is taken in slabs of this share of all slots, which fit huge pages; parts that grow share a slab
+_SLAB = 8  # parts that lie in one slab of memory, which fits huge pages if they are large
 _LEAST = 16  # slots of the smallest part
 _SPARE, _SPARE_A_BIT = 8, 4  # slots behind a part's last one, and more for each bit of its size; the last stays empty
 _AHEAD = 32  # keys; also the size of the ring of addresses, a power of 2
@@ -261,7 +261,7 @@ class KeyDirectory:
         slots = size + spare if spare else _slots_of(size)
         with self._lock:
             if len(self._slab) - self._taken < slots:
-                self._slab = aligned_empty((max(slots, int(self._parts[:, _SLOTS].sum()) // _SLAB), 2), np.int64)
+                self._slab = aligned_empty((_SLAB * slots + _SLAB * slots // 64, 2), np.int64)  # the next are larger
                 self._taken = 0
             memory = self._slab[self._taken : self._taken + slots]
             self._slabs[part], self._taken = self._slab, self._taken + slots

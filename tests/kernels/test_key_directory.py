@@ -113,7 +113,7 @@ def test_find_with_threads(threads):
 def test_no_memory_leaves_the_directory_as_it_was(monkeypatch):
     directory, keys = KeyDirectory(), np.arange(20_000)
     directory.insert(keys[:5_000], np.arange(5_000, dtype=np.int32))
-    real, left = __import__("hostdev.kernels.key_directory", fromlist=["x"]).aligned_empty, [40]
+    real, left = __import__("hostdev.kernels.key_directory", fromlist=["x"]).aligned_empty, [5]
 
     def short(*arguments):
         left[0] -= 1
