@@ -6,23 +6,25 @@ An entry's value is the number of the last step that used the key, and the key's
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.jit import array_at, ask_to_read, kernel
+from hostdev.kernels.jit import array_at, kernel
 from hostdev.kernels.key_directory import (
-    _ADDRESS,
-    _AHEAD,
-    _COUNT,
-    _SLOTS,
+    AHEAD,
+    COUNT,
     EMPTY,
     MOST_ROWS,
     PARTS,
+    SLOTS,
     KeyDirectory,
     Keys,
     find_begin,
+    find_entry,
+    first_entry,
+    last_entry,
+    look_ahead,
 )
 
 _COUNT_BITS = 24
 MOST_USES = (1 << _COUNT_BITS) - 1
-MOST_STEPS = 1 << 38
 
 Values = npt.NDArray[np.int64]
 
@@ -30,29 +32,22 @@ Values = npt.NDArray[np.int64]
 @kernel
 def _add(keys, uses, step, oldest, start, parts, totals, before):
     """Count keys[start:], which are distinct; return the index of the first new key that does not fit, or N."""
-    ring, owners = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
-    begin, end, ahead, mask = np.uint64(start), np.uint64(len(keys)), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
+    ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
+    begin, end, ahead = np.uint64(start), np.uint64(len(keys)), np.uint64(AHEAD)
     for i in range(begin, min(begin + ahead, end)):
-        owners[i & mask], address = find_begin(parts, keys[i])
-        ask_to_read(address)
-        ring[i & mask] = address
+        look_ahead(keys, i, parts, ring, owners)
     for i in range(begin, end):
-        address, part = ring[i & mask], owners[i & mask]
+        address, part = ring[i & np.uint64(AHEAD - 1)], owners[i & np.uint64(AHEAD - 1)]
         if i + ahead < end:
-            owners[i & mask], further = find_begin(parts, keys[i + ahead])
-            ask_to_read(further)
-            ring[i & mask] = further
-        last = parts[part, np.uint64(_ADDRESS)] + (parts[part, np.uint64(_SLOTS)] - 1) * 16  # always empty
-        entry = array_at(address, 2, np.int64)
-        while entry[1] >= 0 and entry[0] != keys[i]:
-            address += 16
-            entry = array_at(address, 2, np.int64)
-        if entry[1] < 0 and address >= last:
+            look_ahead(keys, i + ahead, parts, ring, owners)
+        address = find_entry(address, keys[i])
+        if address >= last_entry(parts, part):
             return np.int64(i)
+        entry = array_at(address, 2, np.int64)
         before[i], count = entry[1], np.int64(0)
         if entry[1] < 0:
             entry[0] = keys[i]
-            parts[part, np.uint64(_COUNT)] += 1
+            parts[part, np.uint64(COUNT)] += 1
         elif entry[1] >> np.int64(_COUNT_BITS) >= np.int64(oldest):
             count = entry[1] & np.int64(MOST_USES)
         totals[i] = min(count + np.int64(uses[i]), np.int64(MOST_USES))
@@ -64,13 +59,8 @@ def _add(keys, uses, step, oldest, start, parts, totals, before):
 def _set(keys, values, parts):
     """Replace the values of keys that are in the directory."""
     for i in range(np.uint64(0), np.uint64(len(keys))):
-        _, address = find_begin(parts, keys[i])
-        entry = array_at(address, 2, np.int64)
-        while entry[1] >= 0 and entry[0] != keys[i]:
-            address += 16
-            entry = array_at(address, 2, np.int64)
-        if entry[1] >= 0:
-            entry[1] = values[i]
+        entry = array_at(find_entry(find_begin(parts, keys[i])[1], keys[i]), 2, np.int64)
+        entry[1] = values[i]
 
 
 @kernel
@@ -81,8 +71,8 @@ def _collect(parts, step, keys, values):
     """
     found, limit = np.uint64(0), np.int64(step) << np.int64(_COUNT_BITS)
     for part in range(np.uint64(0), np.uint64(PARTS)):
-        slots = np.uint64(parts[part, np.uint64(_SLOTS)])
-        entries = array_at(parts[part, np.uint64(_ADDRESS)], 2 * MOST_ROWS, np.int64)
+        slots = np.uint64(parts[part, np.uint64(SLOTS)])
+        entries = array_at(first_entry(parts, part), 2 * MOST_ROWS, np.int64)
         for slot in range(np.uint64(0), slots):
             value = entries[np.uint64(2) * slot + np.uint64(1)]
             if 0 <= value < limit:
@@ -124,8 +114,3 @@ class KeyCounts(KeyDirectory):
         _collect(self._parts, step, keys, values)
         self.erase(keys)
         return keys, values
-
-
-def unpack(values: Values) -> tuple[Values, Values]:
-    """Return the last steps and the uses of values that are not EMPTY."""
-    return values >> _COUNT_BITS, values & MOST_USES

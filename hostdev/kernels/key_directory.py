@@ -32,9 +32,9 @@ GROWTH = 1.25  # so at least FULL / GROWTH of a large part's slots is used
 _SLAB = 8  # parts that lie in one slab of memory, which fits huge pages if they are large
 _LEAST = 16  # slots of the smallest part
 _SPARE, _SPARE_A_BIT = 8, 4  # slots behind a part's last one, and more for each bit of its size; the last stays empty
-_AHEAD = 32  # keys; also the size of the ring of addresses, a power of 2
+AHEAD = 32  # keys; also the size of the ring of addresses, a power of 2
 _GRAIN = 8192  # keys per range
-_ADDRESS, _SIZE, _SLOTS, _COUNT = range(4)  # columns of `parts`
+_ADDRESS, _SIZE, SLOTS, COUNT = range(4)  # columns of `parts`
 
 
 @inline
@@ -49,52 +49,67 @@ def find_begin(parts, key):
     return part, parts[part, np.uint64(_ADDRESS)] + np.int64(slot << np.uint64(4))
 
 
+@inline
+def look_ahead(keys, i, parts, ring, owners):
+    """Prefetch the entry at which the search for keys[i] begins; keep its address, and the key's part, in the rings."""
+    at = i & np.uint64(AHEAD - 1)
+    owners[at], address = find_begin(parts, keys[i])
+    ask_to_read(address)
+    ring[at] = address
+
+
+@inline
+def find_entry(address, key):
+    """Return the address of a key's entry or, if the key has none, of the empty entry that ends its search."""
+    entry = array_at(address, 2, np.int64)
+    while entry[1] >= 0 and entry[0] != key:
+        address += 16
+        entry = array_at(address, 2, np.int64)
+    return address
+
+
+@inline
+def first_entry(parts, part):
+    """Return the address of a part's first entry."""
+    return parts[part, np.uint64(_ADDRESS)]
+
+
+@inline
+def last_entry(parts, part):
+    """Return the address of a part's last entry, which stays empty."""
+    return first_entry(parts, part) + (parts[part, np.uint64(SLOTS)] - 1) * 16
+
+
 @kernel
 def _find(start, stop, keys, parts, rows):
-    ring = np.empty(_AHEAD, np.int64)
-    begin, end, ahead, mask = np.uint64(start), np.uint64(stop), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
+    ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
+    begin, end, ahead = np.uint64(start), np.uint64(stop), np.uint64(AHEAD)
     for i in range(begin, min(begin + ahead, end)):
-        _, address = find_begin(parts, keys[i])
-        ask_to_read(address)
-        ring[i & mask] = address
+        look_ahead(keys, i, parts, ring, owners)
     for i in range(begin, end):
-        entries = array_at(ring[i & mask], 2 * MOST_ROWS, np.int64)
+        address = ring[i & np.uint64(AHEAD - 1)]
         if i + ahead < end:
-            _, address = find_begin(parts, keys[i + ahead])
-            ask_to_read(address)
-            ring[i & mask] = address
-        key, place = keys[i], np.uint64(0)
-        while True:
-            row = entries[place + np.uint64(1)]
-            if row < 0 or entries[place] == key:
-                break
-            place += np.uint64(2)
-        rows[i] = row
+            look_ahead(keys, i + ahead, parts, ring, owners)
+        rows[i] = array_at(find_entry(address, keys[i]), 2, np.int64)[1]
 
 
 @kernel
 def _insert(keys, rows, start, parts):
     """Insert keys[start:], which are distinct and new; return the index of the first key that does not fit, or N."""
-    ring, owners = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
-    begin, end, ahead, mask = np.uint64(start), np.uint64(len(keys)), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
+    ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
+    begin, end, ahead = np.uint64(start), np.uint64(len(keys)), np.uint64(AHEAD)
     for i in range(begin, min(begin + ahead, end)):
-        owners[i & mask], address = find_begin(parts, keys[i])
-        ask_to_read(address)
-        ring[i & mask] = address
+        look_ahead(keys, i, parts, ring, owners)
     for i in range(begin, end):
-        address, part = ring[i & mask], owners[i & mask]
+        address, part = ring[i & np.uint64(AHEAD - 1)], owners[i & np.uint64(AHEAD - 1)]
         if i + ahead < end:
-            owners[i & mask], further = find_begin(parts, keys[i + ahead])
-            ask_to_read(further)
-            ring[i & mask] = further
-        last = parts[part, np.uint64(_ADDRESS)] + (parts[part, np.uint64(_SLOTS)] - 1) * 16  # always empty
-        while array_at(address, 2, np.int64)[1] >= 0:
-            address += 16
-        if address >= last:
+            look_ahead(keys, i + ahead, parts, ring, owners)
+        address = find_entry(address, keys[i])
+        if address >= last_entry(parts, part):
             return np.int64(i)
         entry = array_at(address, 2, np.int64)
         entry[0], entry[1] = keys[i], rows[i]
-        parts[part, np.uint64(_COUNT)] += 1
+        parts[part, np.uint64(COUNT)] += 1
     return len(keys)
 
 
@@ -105,16 +120,12 @@ def _move(old, slots, parts, part):
     Return whether all fit.
     """
     entries = array_at(old, 2 * slots, np.int64)
-    part = np.uint64(part)
-    last = parts[part, np.uint64(_ADDRESS)] + (parts[part, np.uint64(_SLOTS)] - 1) * 16
     for slot in range(np.uint64(0), np.uint64(slots)):
         key, row = entries[np.uint64(2) * slot], entries[np.uint64(2) * slot + np.uint64(1)]
         if row < 0:
             continue
-        _, address = find_begin(parts, key)
-        while array_at(address, 2, np.int64)[1] >= 0:
-            address += 16
-        if address >= last:
+        address = find_entry(find_begin(parts, key)[1], key)
+        if address >= last_entry(parts, np.uint64(part)):
             return False
         entry = array_at(address, 2, np.int64)
         entry[0], entry[1] = key, row
@@ -124,26 +135,20 @@ def _move(old, slots, parts, part):
 @kernel
 def _erase(keys, parts, rows):
     """Erase keys, and write their rows, or EMPTY for a key that is not in the directory."""
-    ring, owners = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
-    end, ahead, mask = np.uint64(len(keys)), np.uint64(_AHEAD), np.uint64(_AHEAD - 1)
+    ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
+    end, ahead = np.uint64(len(keys)), np.uint64(AHEAD)
     for i in range(np.uint64(0), min(ahead, end)):
-        owners[i & mask], address = find_begin(parts, keys[i])
-        ask_to_read(address)
-        ring[i & mask] = address
+        look_ahead(keys, i, parts, ring, owners)
     for i in range(np.uint64(0), end):
-        hole, part = ring[i & mask], owners[i & mask]
+        hole, part = ring[i & np.uint64(AHEAD - 1)], owners[i & np.uint64(AHEAD - 1)]
         if i + ahead < end:
-            owners[i & mask], further = find_begin(parts, keys[i + ahead])
-            ask_to_read(further)
-            ring[i & mask] = further
-        entry = array_at(hole, 2, np.int64)
-        while entry[1] >= 0 and entry[0] != keys[i]:
-            hole += 16
-            entry = array_at(hole, 2, np.int64)
-        rows[i] = entry[1]
-        if entry[1] < 0:
+            look_ahead(keys, i + ahead, parts, ring, owners)
+        hole = find_entry(hole, keys[i])
+        row = array_at(hole, 2, np.int64)[1]
+        rows[i] = row
+        if row < 0:
             continue
-        parts[part, np.uint64(_COUNT)] -= 1
+        parts[part, np.uint64(COUNT)] -= 1
         # Fill the hole with a later entry whose search would otherwise end at the hole, and so on (Knuth, TAOCP vol. 3,
         # section 6.4, algorithm R).
         address = hole + 16
@@ -158,12 +163,6 @@ def _erase(keys, parts, rows):
             other = array_at(address, 2, np.int64)
         entry = array_at(hole, 2, np.int64)
         entry[0], entry[1] = EMPTY, EMPTY
-
-
-@kernel
-def _count_by_part(keys, counts):
-    for i in range(np.uint64(0), np.uint64(len(keys))):
-        counts[hashed(0, keys[i]) >> np.uint64(56)] += 1
 
 
 @kernel
@@ -199,7 +198,7 @@ class KeyDirectory:
 
     def __len__(self) -> int:
         """Return K."""
-        return int(self._parts[:, _COUNT].sum())
+        return int(self._parts[:, COUNT].sum())
 
     @property
     def nbytes(self) -> int:
@@ -212,14 +211,14 @@ class KeyDirectory:
         run_tasks(self.find_tasks(keys, rows))
         return rows
 
-    def find_tasks(self, keys: Keys, rows: Rows) -> list[Task]:
-        """Return the work of `find` as tasks that write the rows, int32 [N]."""
+    def find_tasks(self, keys: Keys, rows: npt.NDArray[Any]) -> list[Task]:
+        """Return the work of `find` as tasks that write the rows, int32 or int64 [N]."""
         return tasks_over(_find, len(keys), keys, self._parts, rows, grain=_GRAIN)
 
     def find_values(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return the rows of keys [N] as `find` does, but as int64 [N], for values that int32 cannot hold."""
         values = np.empty(len(keys), np.int64)
-        run_tasks(tasks_over(_find, len(keys), keys, self._parts, values, grain=_GRAIN))
+        run_tasks(self.find_tasks(keys, values))
         return values
 
     def insert(self, keys: Keys, rows: npt.NDArray[Any]) -> None:
@@ -236,9 +235,8 @@ class KeyDirectory:
 
     def reserve(self, keys: Keys) -> None:
         """Grow the parts in which there would not be enough memory if all keys [N] were new."""
-        new = np.zeros(PARTS, np.int64)
-        _count_by_part(keys, new)
-        wanted = (self._parts[:, _COUNT] + new) / FULL
+        new = np.bincount(parts_of(keys), minlength=PARTS)
+        wanted = (self._parts[:, COUNT] + new) / FULL
         self._grow(np.flatnonzero(wanted > self._parts[:, _SIZE]).tolist(), wanted)
 
     def add_spare(self, key: np.int64) -> None:
@@ -254,7 +252,7 @@ class KeyDirectory:
 
     def _spare(self, part: int) -> int:
         """Return the number of slots behind a part's `size` slots."""
-        return int(self._parts[part, _SLOTS] - self._parts[part, _SIZE])
+        return int(self._parts[part, SLOTS] - self._parts[part, _SIZE])
 
     def _set_memory(self, part: int, size: int, spare: int) -> None:
         """Give a part new, empty memory of `size` slots and at least `spare` more, without changing its count."""
@@ -268,7 +266,7 @@ class KeyDirectory:
         memory.fill(EMPTY)
         self._memory[part] = memory
         self._parts[part, _ADDRESS], self._parts[part, _SIZE] = address_of(memory), size
-        self._parts[part, _SLOTS] = slots
+        self._parts[part, SLOTS] = slots
 
     def _grow(self, parts: Sequence[int], wanted: npt.NDArray[np.float64]) -> None:
         """Grow parts by GROWTH, or to the size that is wanted; `wanted` is float64 [PARTS]."""
@@ -276,7 +274,7 @@ class KeyDirectory:
         run_tasks([(self._grow_part, part, size, (0,)) for part, size in sizes.items()])
 
     def _grow_part(self, part: int, size: int, spare: int) -> None:
-        old, slots, held = self._memory[part], int(self._parts[part, _SLOTS]), self._parts[part].copy()
+        old, slots, held = self._memory[part], int(self._parts[part, SLOTS]), self._parts[part].copy()
         slab = self._slabs[part]
         try:
             while True:

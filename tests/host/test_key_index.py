@@ -180,6 +180,16 @@ def test_random_programs(evict, admit, program):
         assert index._rows <= most
 
 
+def test_keys_that_wait_late_in_a_run_are_erased():
+    index, key, one = KeyIndex("t", 9, MinCount(2)), np.array([5]), np.ones(1, np.int32)
+    for step in (300, 301):  # from step 128 on, the value of a waiting key does not fit in 31 bits
+        assert index.waiting == step - 300
+        index.plan(key, one, step)
+    assert len(index) == 1 and index.waiting == 0
+    index.rollback(301)
+    assert len(index) == 0 and index.waiting == 1
+
+
 def test_norms_that_are_not_numbers_count_as_the_largest():
     index, one = KeyIndex("t", 4, None, SmallestNorm(keep=1.0)), np.ones(4, np.int32)
     index.plan(np.arange(4), one, 1)
