@@ -14,7 +14,6 @@ from threading import Event
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.arrow_files import as_numpy
@@ -22,7 +21,7 @@ from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.data import ragged
 from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.rows import Piece
-from hostdev.data.targets import find_wrong
+from hostdev.data.targets import find_wrong, find_wrong_weights
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.lookup import first_outside
 
@@ -129,7 +128,8 @@ class ShardFiles:
                     raise outside(first + row, name, values[position])
         for name in schema.weighted_bags:
             for first, piece in _numbered(pieces):
-                if (place := find_wrong_weight(weights := piece.bag_weights[name])) is not None:
+                weights = piece.bag_weights[name]
+                for place in find_wrong_weights(weights)[:1].tolist():
                     row = first + int(np.searchsorted(piece.bags[name][1], place, "right")) - 1
                     raise UserError(
                         f"shard {path}, row {row}, weights of {name}: {weights[place]} is not a finite weight of at "
@@ -186,12 +186,6 @@ def find_uneven_weights(batch: pa.RecordBatch, expected: pa.Schema) -> str | Non
         if name != field.name and not batch[field.name].offsets.equals(batch[f"bag:{name}"].offsets):
             return str(name)
     return None
-
-
-def find_wrong_weight(weights: npt.NDArray[np.float32]) -> int | None:
-    """Return the index of the first weight [N] that is not finite or below 0, or None."""
-    wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
-    return int(wrong[0]) if len(wrong) else None
 
 
 def inside(array: Any) -> Any:

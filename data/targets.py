@@ -55,6 +55,11 @@ def columns_of(label: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
     return [label] if label.ndim == 1 else list(label.T)
 
 
+def find_wrong_weights(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """Return the indices of the weights [N], of samples or of a bag's ids, that are not finite or below 0."""
+    return np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+
+
 def find_wrong(
     label: npt.NDArray[np.float32], weight: npt.NDArray[np.float32] | None, labels: tuple[str, ...], targets: Targets
 ) -> tuple[str, str, npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
@@ -69,7 +74,7 @@ def find_wrong(
         if len(wrong):
             return name, "not finite" if is_number else "not 0 or 1", wrong, values
     if weight is not None and targets.weight is not None:
-        wrong = np.flatnonzero(~(np.isfinite(weight) & (weight >= 0)))
+        wrong = find_wrong_weights(weight)
         if len(wrong):
             return targets.weight, "not a finite weight of at least 0", wrong, weight
     return None

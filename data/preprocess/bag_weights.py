@@ -63,8 +63,7 @@ def encode_weighted(
 
     The arguments are those of `read_weighted`. Raises WrongValueError for an invalid weight or value.
     """
-    require_weights(reading, name, get)
-    found = read_weighted(reading, name, get)
+    found = require_weighted(reading, name, get)
     try:
         codes, texts = reading.values(found.values)
     except WrongValueError as error:
@@ -76,11 +75,11 @@ def encode_weighted(
     return codes, texts, lengths, weights.astype(np.float32)
 
 
-def require_weights(reading: Reading, name: str, get: Get) -> None:
-    """Raise WrongValueError for the first row of a weighted bag that has an invalid weight or text."""
+def require_weighted(reading: Reading, name: str, get: Get) -> WeightedValues:
+    """Read a weighted bag; raise WrongValueError for the first row that has an invalid weight or text."""
     found, invalid, given, sizes = _read(reading, name, get)
     if not found.wrong.any():
-        return
+        return found
     row = int(np.flatnonzero(found.wrong)[0])
     length, size = int(found.lengths[row]), int(sizes[row])
     if length != size:

@@ -5,10 +5,8 @@ Nothing is learned: a value that was absent or too rare in training gets its id 
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.manifest_values import check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
-from hostdev.data.preprocess.bag_weights import can_be_weights, read_weighted, require_weights
+from hostdev.data.preprocess.bag_weights import WeightedValues, can_be_weights, read_weighted, require_weighted
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.dense import LARGEST
 from hostdev.data.preprocess.forms import Written
@@ -174,12 +172,7 @@ class Encoding:
             column = self._sources[name]
             if len(large := np.flatnonzero(np.abs(numbers[:, i]) > self._most[i])):
                 raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large")
-        for name in self.schema.weighted_bags:
-            try:
-                require_weights(self._readings[name], name, lambda column: _plain(rows[column]))
-            except WrongValueError as error:
-                raise WrongRowError(error.row, self._sources[name], str(error)) from None
-        return self._encoded(rows, self._no_labels(len(rows)), numbers)
+        return self._encoded(rows, self._no_labels(len(rows)), numbers, self._weighted(rows, checked=True))
 
     def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:
         """Encode the rows whose numbers are all valid; return them as a batch, and their indices in `rows`, int64 [m].
@@ -193,10 +186,10 @@ class Encoding:
         large = np.abs(numbers) > self._most
         unreadable |= large.any(axis=1)
         numbers[large] = np.nan
-        for name in self.schema.weighted_bags:
-            with suppress(WrongValueError):  # `_encoded` raises it
-                unreadable |= read_weighted(self._readings[name], name, lambda column: _plain(rows[column])).wrong
-        batch = self._encoded(rows, label, numbers)
+        weighted = self._weighted(rows, checked=False)
+        for one in weighted.values():
+            unreadable |= one.wrong
+        batch = self._encoded(rows, label, numbers, weighted)
         kept = np.flatnonzero(~unreadable)
         return (batch if len(kept) == len(rows) else _take_rows(batch, kept)), kept
 
@@ -223,6 +216,17 @@ class Encoding:
             except WrongTypeError as error:
                 raise UserError(f"column {name!r} {error}") from None
 
+    def _weighted(self, rows: pa.RecordBatch, *, checked: bool) -> dict[str, WeightedValues]:
+        """Return each weighted bag's values and weights; if `checked`, raise WrongRowError for an invalid weight."""
+        read = require_weighted if checked else read_weighted
+        found = {}
+        for name in self.schema.weighted_bags:
+            try:
+                found[name] = read(self._readings[name], name, lambda column: _plain(rows[column]))
+            except WrongValueError as error:
+                raise WrongRowError(error.row, self._sources[name], str(error)) from None
+        return found
+
     def _require_weights_type(self, rows: pa.RecordBatch, name: str, separator: str | None) -> None:
         found = rows.schema.field(name).type
         if not can_be_weights(found, separator):
@@ -231,8 +235,14 @@ class Encoding:
     def _separator(self, column: Column) -> str | None:
         return self._readings[column.name].separator
 
-    def _encoded(self, rows: pa.RecordBatch, label: npt.NDArray[np.float32], numbers: npt.NDArray[Any]) -> Batch:
-        """Encode rows with the given labels [n] and numbers [n, dense columns]."""
+    def _encoded(
+        self,
+        rows: pa.RecordBatch,
+        label: npt.NDArray[np.float32],
+        numbers: npt.NDArray[Any],
+        weighted: Mapping[str, WeightedValues],
+    ) -> Batch:
+        """Encode rows with the given labels [n], numbers [n, dense columns] and weighted bags."""
         ids = np.empty((len(rows), len(self.schema.ids)), np.int64)
         bags, bag_weights = {}, {}
         place = 0
@@ -244,19 +254,16 @@ class Encoding:
                     ids[:, place], _ = self._find_ids(column, found)
                     place += 1
                 else:
-                    if column.weighted:
-                        weighted = read_weighted(reading, column.name, lambda name: _plain(rows[name]))
-                        values, lengths = weighted.values, weighted.lengths
-                    else:
-                        values, lengths = reading.flat_values(found)
+                    given = weighted.get(column.name)
+                    values, lengths = reading.flat_values(found) if given is None else given[:2]
                     try:
                         known, missing = self._find_ids(column, values)
                     except WrongValueError as error:
                         raise WrongValueError(arrow.find_row(error.row, lengths), str(error)) from None
                     known, new_lengths = reading.known(known, lengths, ~missing)
                     bags[column.name] = known.astype(self._type), new_lengths
-                    if column.weighted:
-                        kept, _ = reading.known(weighted.weights, lengths, ~missing)
+                    if given is not None:
+                        kept, _ = reading.known(given.weights, lengths, ~missing)
                         bag_weights[column.name] = kept.astype(np.float32)
             except WrongTypeError as error:
                 raise UserError(f"column {name!r} {error}") from None
@@ -467,7 +474,7 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
     stop = min(stop, len(batch))
     if (start, stop) == (0, len(batch)):
         return batch
-    [part] = islice(batch.split([0, start, stop]), 1, 2)
+    [part] = batch.split([start, stop])
     return replace(part, whole=None)
 
 

@@ -26,7 +26,6 @@ from hostdev.kernels.counter import key64, uniform
 MAX_REJECTED = 0.01
 _CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
 _MISSING = re.compile(r"column '(.+)': the value is missing")
-_QUOTE, _DOUBLE, _ESCAPED = "'", '"', '\\"'
 _TEXT = ("columns", "delimiter", "skipped_lines")  # options that a query would need in another form
 _SOME, _MOST = 10_000, 0.5  # stop early if more than _MOST of at least _SOME rows are malformed
 
@@ -211,14 +210,19 @@ def _remedy(first: Rejected) -> str:
         return ""
     name, shown = found[1], ", " + first.text
     value = shown.split(f", {name}=", 1)[-1].split(",", 1)[0] if f", {name}=" in shown else ""
-    column = '\\"' + name.replace('"', '""') + '\\"'
+    column = '"' + name.replace('"', '""') + '"'
     condition = f"{column} IS NOT NULL"
     if value:
-        condition += f" AND {column}::VARCHAR <> '{value.replace(_QUOTE, 2 * _QUOTE)}'"
+        condition += f" AND {column}::VARCHAR <> {_sql_text(value)}"
     if first.file == NAME:
-        return f"; to leave out such rows, add the condition {condition.replace(_ESCAPED, _DOUBLE)} to the query"
-    file = first.file.replace(_QUOTE, 2 * _QUOTE)
-    return f"; to leave out such rows: hostdev preprocess query \"SELECT * FROM '{file}' WHERE {condition}\""
+        return f"; to leave out such rows, add the condition {condition} to the query"
+    sql = f"SELECT * FROM {_sql_text(first.file)} WHERE {condition}"
+    escaped = re.sub(r'(["\\$`])', r"\\\1", sql)  # for a shell, within double quotes
+    return f'; to leave out such rows: hostdev preprocess query "{escaped}"'
+
+
+def _sql_text(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _until_error(blocks: Iterator[Block]) -> Iterator[Block | HostdevError | None]:

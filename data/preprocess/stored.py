@@ -17,8 +17,8 @@ from hostdev.core.progress import bar, counted
 from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.rows import Piece
 from hostdev.data.schema import Column, Schema
-from hostdev.data.shard_files import find_uneven_weights, find_wrong_weight, inside, piece_of, types
-from hostdev.data.targets import find_wrong
+from hostdev.data.shard_files import find_uneven_weights, inside, piece_of, types
+from hostdev.data.targets import find_wrong, find_wrong_weights
 from hostdev.kernels.pool import host_threads
 
 T = TypeVar("T")
@@ -170,11 +170,10 @@ def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
         kind = "weight" if name == schema.targets.weight else "label"
         found.append(Wrong(kind, fault, len(at), f"row {part.start + at[0]}: {values[at[0]]}"))
     for name, weights in part.bag_weights.items():
-        if (position := find_wrong_weight(weights)) is not None:
-            row = part.start + int(np.searchsorted(part.bags[name][1], position, "right")) - 1
+        if len(at := find_wrong_weights(weights)):
+            row = part.start + int(np.searchsorted(part.bags[name][1], at[0], "right")) - 1
             fault = f"of bag {name!r} not finite or below 0"
-            count = int((~(np.isfinite(weights) & (weights >= 0))).sum())
-            found.append(Wrong("weight", fault, count, f"row {row}: {weights[position]}"))
+            found.append(Wrong("weight", fault, len(at), f"row {row}: {weights[at[0]]}"))
     finite = np.isfinite(part.dense)
     if not finite.all():
         row, number = np.argwhere(~finite)[0]

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.bag_weights import encode_weighted, read_weighted, require_weights
+from hostdev.data.preprocess.bag_weights import encode_weighted, read_weighted, require_weighted
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.comparing import is_after, is_after_where_readable
 from hostdev.data.preprocess.files import Chunk, TableFile
@@ -198,7 +198,7 @@ class RowParser:
             for of in self._layout.bags:
                 if of.weighted:
                     column = self._columns[of.name]
-                    require_weights(self._readings[of.name], of.name, row.column)
+                    require_weighted(self._readings[of.name], of.name, row.column)
             for number, after in ((2, options.validation_after), (1, options.test_after)):
                 if after is not None:
                     column = after[0]

@@ -340,8 +340,10 @@ class TrainConfig:
     @property
     def vector_files(self) -> dict[str, Path]:
         """The files of --initial-vectors, by column; raises UserError if it is malformed."""
-        found = {}
-        for text in (self.initial_vectors or "").split(",") if self.initial_vectors is not None else ():
+        found: dict[str, Path] = {}
+        if self.initial_vectors is None:
+            return found
+        for text in self.initial_vectors.split(","):
             name, equals, path = text.partition("=")
             if not (name and equals and path):
                 raise UserError(

@@ -21,11 +21,11 @@ class FrozenColumns:
     Attributes:
         features: For each feature with frozen columns, the mask of these among the schema's columns with one id, bool
             [F], or None if the feature is a bag.
-        tables: Names of the tables with frozen rows, by feature; None for a table whose rows are not frozen.
+        tables: By feature, whether the rows of each of its tables are frozen.
     """
 
     features: Mapping[str, Tensor | None]
-    tables: Mapping[str, tuple[str | None, ...]]
+    tables: Mapping[str, tuple[bool, ...]]
 
     def detach(self, rows: Any) -> Any:
         """Return a model's rows with those of the frozen columns detached from the graph."""
@@ -36,8 +36,8 @@ class FrozenColumns:
     def _detach(self, name: str, rows: Any) -> Any:
         mask, each = self.features[name], rows if isinstance(rows, tuple) else (rows,)
         found = []
-        for table, values in zip(self.tables[name], each, strict=True):
-            if table is None:
+        for is_frozen, values in zip(self.tables[name], each, strict=True):
+            if not is_frozen:
                 found.append(values)
             elif mask is None:
                 found.append(values.detach())
@@ -64,7 +64,7 @@ def freeze_columns(model: Model, schema: Schema, names: Sequence[str]) -> Frozen
     ids = torch.tensor([column.space in spaces for column in schema.columns if column.kind == "id"], dtype=torch.bool)
     features: dict[str, Tensor | None] = {FIELDS: ids} if ids.any() else {}
     features |= {bag_feature(one.name): None for one in schema.columns if one.kind == "bag" and one.space in spaces}
-    tables = {}
+    tables, names_of_tables = {}, set()
     for feature in features:
         if feature not in model.features:
             raise UserError(
@@ -73,8 +73,9 @@ def freeze_columns(model: Model, schema: Schema, names: Sequence[str]) -> Frozen
             )
         spec = model.features[feature]
         each = (spec.tables,) if spec.is_single else tuple(spec.tables)
-        tables[feature] = tuple(name if model.tables[name].dim > 1 else None for name in each)
-    for name in {table for each in tables.values() for table in each if table is not None}:
+        tables[feature] = tuple(model.tables[name].dim > 1 for name in each)
+        names_of_tables |= {name for name in each if model.tables[name].dim > 1}
+    for name in sorted(names_of_tables):
         optimizer = model.tables[name].optimizer
         if isinstance(optimizer, FTRL) or getattr(optimizer, "weight_decay", 0.0) > 0:
             raise UserError(

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,23 +69,11 @@ def set_initial_vectors(model: Model, settings: TrainConfig, schema: Schema) -> 
         raise UserError(
             f"--initial-vectors needs embedding tables of one dimension above 1; the model's are {listed(dims)}"
         )
-    load = _Once(partial(_read_all, settings, found, dims[0]))
+    load = cache(partial(_read_all, settings, found, dims[0]))  # read once for all tables
     model.tables = {
         name: replace(spec, init=GivenRows(spec.init, load)) if name in tables else spec
         for name, spec in model.tables.items()
     }
-
-
-class _Once:
-    """Calls a function once, and returns its result each time."""
-
-    def __init__(self, call: Any) -> None:
-        self._call, self._found = call, None
-
-    def __call__(self) -> Any:
-        if self._found is None:
-            self._found = self._call()
-        return self._found
 
 
 def _read_all(settings: TrainConfig, found: Manifest, dim: int) -> tuple[Ids, Vectors]:

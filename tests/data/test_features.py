@@ -1,6 +1,7 @@
 """How single features are read: blanks, lists as text, marks of missing values, the file of --features."""
 
 import json
+import shlex
 
 import numpy as np
 import pyarrow as pa
@@ -392,3 +393,17 @@ def test_quantiles_are_exact(dtype):
     known = numbers[~np.isnan(numbers)]
     assert select(lambda: iter(parts), quantiles) == [np.quantile(known, q, method="lower") for q in quantiles]
     assert select(lambda: iter([np.array([np.nan])]), quantiles) is None
+
+
+@pytest.mark.parametrize("missing", ["", "NA", "None"])
+def test_the_error_about_missing_labels_has_a_query_that_works(in_process, tmp_path, missing):
+    """Names and values are quoted for SQL, and the query for a shell."""
+    lines = [f"{i % 2 if i % 3 else missing},u{i % 5}" for i in range(300)]
+    (tmp_path / "it's.csv").write_text("\n".join(["group,user", *lines]) + "\n")
+    flags = ["--label", "group", "--categorical", "user", "--out", "data"]
+    code, _, error = in_process(preprocess, "table", "it's.csv", *flags)
+    assert code == 2 and "100 rows cannot be read, more than 1% of all" in error
+    command = shlex.split(error.split("to leave out such rows: ")[1])
+    assert command[:3] == ["hostdev", "preprocess", "query"]
+    code, _, error = in_process(preprocess, "query", command[3], *flags)
+    assert code == 0 and sum(manifest.read(tmp_path / "data").rows(split) for split in ("train", "test")) == 200, error
