@@ -22,6 +22,7 @@ from tests.manifests import edit_manifest
 
 N = 400
 ROLES = ["--label", "y", "--categorical", "u", "--threshold", 0, "--test-fraction", 0]
+PREPARED = ["--features", "f.toml", "--threshold", 0, "--test-fraction", 0]
 WORDS = [f"w{i}" for i in range(12)]
 
 
@@ -50,6 +51,14 @@ def write_features(folder, lines):
     """Write a features file; `lines` are about the bag."""
     text = 'label = "y"\n[features.u]\nkind = "categorical"\n[features.tags]\nkind = "bag"\n'
     (folder / "f.toml").write_text(text + lines)
+
+
+def prepare(in_process, folder, table, lines):
+    """Preprocess a table with a features file; `lines` are about the bag."""
+    pq.write_table(table, folder / "t.parquet")
+    write_features(folder, lines)
+    code, _, error = in_process(preprocess, "table", "t.parquet", *PREPARED, "--out", "data")
+    assert code == 0, error
 
 
 FORMS = {
@@ -104,15 +113,7 @@ def test_weights_in_a_column_of_their_own(in_process, tmp_path, form):
     table = table_of(bags, tags=values, w=pa.array(weights, pa.list_(pa.float64())))
     if form == "text":
         table = table_of(bags, tags=["|".join(v) for v in values], w=["|".join(map(str, w)) for w in weights])
-    pq.write_table(table, tmp_path / "t.parquet")
-    separator = 'separator = "|"\n' if form == "text" else ""
-    (tmp_path / "f.toml").write_text(
-        'label = "y"\n[features.u]\nkind = "categorical"\n[features.tags]\nkind = "bag"\nweights_column = "w"\n'
-        + separator
-    )
-    flags = ["--features", "f.toml", "--threshold", 0, "--test-fraction", 0]
-    code, _, error = in_process(preprocess, "table", "t.parquet", *flags, "--out", "data")
-    assert code == 0, error
+    prepare(in_process, tmp_path, table, 'weights_column = "w"\n' + ('separator = "|"\n' if form == "text" else ""))
     check_batch(tmp_path / "data", bags)
 
 
@@ -163,17 +164,13 @@ def test_one_bad_text_hides_no_other_row(in_process, tmp_path):
     label[7] = None
     binary = pa.array(tags, pa.list_(pa.binary()))
     table = pa.table({"y": label, "u": ["x"] * 2000, "tags": binary, "w": weights})
-    pq.write_table(table, tmp_path / "t.parquet")
-    write_features(tmp_path, 'weights_column = "w"\n')
-    flags = ["--features", "f.toml", "--threshold", 0, "--test-fraction", 0]
-    code, _, error = in_process(preprocess, "table", "t.parquet", *flags, "--out", "data")
-    assert code == 0, error
+    prepare(in_process, tmp_path, table, 'weights_column = "w"\n')
     lines = [line.split("\t") for line in (tmp_path / "data" / "rejected.tsv").read_text().splitlines()]
     assert [line[1] for line in lines] == ["8", "10", "12", "14"]
     assert in_process(preprocess, "check", "data")[0] == 0
     table = table.set_column(0, "y", pa.array([i % 2 for i in range(2000)])).slice(7, 1)
     pq.write_table(table, tmp_path / "t.parquet")
-    error = in_process(preprocess, "table", "t.parquet", *flags, "--out", "e")[2]
+    error = in_process(preprocess, "table", "t.parquet", *PREPARED, "--out", "e")[2]
     assert "t.parquet:1: column 'tags': not text in UTF-8" in error
 
 
@@ -181,11 +178,7 @@ def test_padding_needs_no_weight(in_process, tmp_path):
     rows, weights = [[0, 5], [5, 6], [0, 5]] * 100, [[None, 2.0], [1.0, 3.0], [None, 1.0]] * 100
     weights[2] = [None, -1.0]
     table = pa.table({"y": [0, 1, 1] * 100, "u": ["x"] * 300, "tags": rows, "w": weights})
-    pq.write_table(table, tmp_path / "t.parquet")
-    write_features(tmp_path, 'weights_column = "w"\nmissing = ["0"]\n')
-    flags = ["--features", "f.toml", "--threshold", 0, "--test-fraction", 0]
-    code, _, error = in_process(preprocess, "table", "t.parquet", *flags, "--out", "data")
-    assert code == 0, error
+    prepare(in_process, tmp_path, table, 'weights_column = "w"\nmissing = ["0"]\n')
     told = (tmp_path / "data" / "rejected.tsv").read_text()
     assert "column 'tags': value 5 has the weight -1.0, which is not a number of at least 0" in told
     np.testing.assert_array_equal(batch_of(tmp_path / "data").bag_weights["tags"][:4], [2, 1, 3, 2])
@@ -195,11 +188,7 @@ def test_uneven_lists_are_set_aside(in_process, tmp_path):
     tags, weights = [["a", "b"]] * 300, [[1.0, 2.0]] * 300
     tags[7], weights[9], weights[11], tags[11] = ["a"], [1.0], None, None
     table = pa.table({"y": [0, 1] * 150, "u": ["x"] * 300, "tags": tags, "w": weights})
-    pq.write_table(table, tmp_path / "t.parquet")
-    write_features(tmp_path, 'weights_column = "w"\n')
-    flags = ["--features", "f.toml", "--threshold", 0, "--test-fraction", 0]
-    code, _, error = in_process(preprocess, "table", "t.parquet", *flags, "--out", "data")
-    assert code == 0, error
+    prepare(in_process, tmp_path, table, 'weights_column = "w"\n')
     told = (tmp_path / "data" / "rejected.tsv").read_text()
     assert "column 'tags': 1 value, but 2 weights in column 'w'" in told
     assert "column 'tags': 2 values, but 1 weight in column 'w'" in told
