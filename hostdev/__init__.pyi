@@ -5,8 +5,14 @@ from . import ops as ops
 from . import parallel as parallel
 from .cache.cache import EmbeddingCache as EmbeddingCache
 from .checkpoint.saved import open as open
+from .core.admission import MinCount as MinCount
+from .core.admission import Probability as Probability
 from .core.errors import NonFiniteError as NonFiniteError
 from .core.errors import UserError as UserError
+from .core.eviction import LeastFrequent as LeastFrequent
+from .core.eviction import LeastRecent as LeastRecent
+from .core.eviction import SmallestNorm as SmallestNorm
+from .core.eviction import Unused as Unused
 from .core.hash_ids import hash_ids as hash_ids
 from .core.initializers import Constant as Constant
 from .core.initializers import Normal as Normal

@@ -76,7 +76,7 @@ class EmbeddingCache:
         log: OpLog | None = None,
     ) -> None:
         self.tables = list(tables) if isinstance(tables, Sequence) else [tables]
-        rows = {table.rows for table in self.tables}
+        rows = {table.row_space for table in self.tables}
         if len(rows) != 1:
             raise ValueError(f"tables that share a cache must have the same number of rows; these have {sorted(rows)}")
         self.rows = rows.pop()
@@ -159,6 +159,30 @@ class EmbeddingCache:
     def left(self, plan: Plan, table: int) -> None:
         """Record that a plan's evicted rows were written to host table number `table`."""
         self._leaving.pop((id(plan), table), None)
+
+    def holds(self, rows: Ids) -> npt.NDArray[np.bool_]:
+        """Return which rows [N], which no unfinished batch uses, are cached or on their way to the host, bool [N]."""
+        self._settle()
+        held: npt.NDArray[np.bool_] = np.isin(rows, np.concatenate(self._resident))
+        for plan, _ in list(self._leaving.values()):
+            held |= np.isin(rows, plan.evicted)
+        return held
+
+    def discard(self, is_unused: Callable[[Ids], npt.NDArray[np.bool_]]) -> None:
+        """After `write_back`, free the slots of rows that the table does not use any more; then call `refresh`.
+
+        Args:
+            is_unused: Returns whether each of these rows [N] is unused, bool [N].
+        """
+        self._settle()
+        rows = self._resident[0]
+        kept = rows[rows >= 0]
+        unused = is_unused(kept)
+        if unused.any():
+            kept = kept[~unused]
+            for resident in self._resident:
+                resident[: len(kept)], resident[len(kept) :] = kept, -1  # rows move to other slots
+            self.planner.restore(self._resident[0])
 
     def _bring_back(self) -> None:
         """Write to the host, in order of eviction, the evicted rows for which `left` has not been called."""

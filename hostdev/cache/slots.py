@@ -33,8 +33,8 @@ class CachedTable(Protocol):
         """Dtype in which the host stores the table's optimizer state."""
 
     @property
-    def rows(self) -> int:
-        """Number of rows, V."""
+    def row_space(self) -> int:
+        """V: one more than the largest row number that the table can use."""
 
     @property
     def dim(self) -> int:

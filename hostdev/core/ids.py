@@ -48,6 +48,35 @@ def to_int64(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
     return flat.astype(np.int64).reshape(array.shape)
 
 
+def to_keys(given: Any, what: str) -> npt.NDArray[np.int64]:
+    """Return keys of a table by key, any integers of 64 bits, as a C-contiguous int64 array of the same shape.
+
+    Keys from 2^63 on keep their 64 bits and become negative.
+
+    Raises:
+        TypeError: The keys are not integers; the message begins with `what`.
+        ValueError: A key does not fit into 64 bits, or nested lists differ in length.
+    """
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        raise ValueError(f"{what} cannot be converted to an array ({error})") from None
+    if array.dtype.kind in "fO" and array.size and not hasattr(given, "dtype"):
+        exact = np.array(given, object)  # numpy converts a list with both 2^63 and -1 to floats
+        if all(type(one) is int for one in exact.flat):
+            beyond = [one for one in exact.flat if not -_LARGEST - 1 <= one < 2**64]
+            if beyond:
+                raise ValueError(f"{what}: {beyond[0]} does not fit into 64 bits")
+            wrapped = [one - 2**64 if one > _LARGEST else one for one in exact.flat]
+            array = np.array(wrapped, np.int64).reshape(exact.shape)
+    if array.size == 0 and array.dtype == np.float64:
+        array = array.astype(np.int64)  # float64 is NumPy's dtype for an empty list
+    if array.dtype.kind not in "iu":
+        text = "; for text, pass hostdev.hash_ids(values)" if array.dtype.kind in "OSUT" else ""
+        raise TypeError(f"{what} must be integers, not {array.dtype}{text}")
+    return np.ascontiguousarray(array.view(np.int64) if array.dtype == np.uint64 else array, np.int64)
+
+
 def wrap_padding(padding: int) -> int:
     """Return a padding id as it appears among int64 ids; an id beyond int64 keeps its 64 bits and becomes negative."""
     return padding if padding <= _LARGEST else padding - 2**64

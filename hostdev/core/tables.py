@@ -22,6 +22,9 @@ class Owner(Protocol):
     def before_write(self, table: Any) -> None:
         """Apply all steps so far to the table; raise ValueError if it cannot be written now."""
 
+    def before_rekey(self, table: Any) -> None:
+        """After `before_write`, undo what is planned ahead for a table by key; raise ValueError within a step."""
+
     def after_write(self, table: Any, ids: Any) -> None:
         """Refresh prefetched copies of written rows: the local rows `ids`, int32 or int64 [N], or all rows if None."""
 

@@ -117,6 +117,16 @@ class DeviceTable(Owned):
         return self._block.shape[0]
 
     @property
+    def row_space(self) -> int:
+        """The number of rows, as `HostTable.row_space`."""
+        return self.rows
+
+    @property
+    def used_rows(self) -> int:
+        """The number of rows, as `HostTable.used_rows`."""
+        return self.rows
+
+    @property
     def dim(self) -> int:
         """Number of columns, D."""
         return self._block.shape[2]

@@ -35,8 +35,13 @@ _NO_KEYS = np.zeros(0, np.int64)
 _NO_ROWS = np.zeros(0, np.int32)
 _DEAD = 0  # in `_last`: the row has no key
 _MOST_ROWS = MOST_ROWS // 2  # keys with a row
-_SPARE_ROWS = 1 << 24  # address space for rows that unfinished steps have evicted
+_LEAST_SPARE, _MOST_SPARE = 1 << 16, 1 << 24  # rows that keep an evicted key's values until its step is finished
+_CHECKED_ROWS = 1 << 16  # the memory is checked each time that this many rows are used for the first time
 _MOST = 2**32 - 1  # uses
+
+
+class PlannedAheadError(Exception):
+    """A step can be planned only once all earlier steps are finished."""
 
 
 class PlannedKeys(NamedTuple):
@@ -46,6 +51,19 @@ class PlannedKeys(NamedTuple):
     new: npt.NDArray[np.int64]  # positions of the keys that get a row in this step; its row must be initialized
     evicted: Keys  # keys that lost their rows before this step, in an order that depends on row numbers
     evicted_rows: Rows  # their rows, which keep their values until the step is committed
+
+
+class CommittedKeys(NamedTuple):
+    """The keys of a table after its last finished step. Both kinds of keys are in ascending order."""
+
+    step: int  # number of finished steps
+    keys: Keys  # int64 [K]
+    rows: Rows  # int32 [K]
+    last: Steps  # uint32 [K], the last step that used each key
+    uses: npt.NDArray[np.uint32]  # [K], those before the key had a row included
+    waiting: Keys  # int64 [W], keys without a row whose uses are counted exactly
+    counts: npt.NDArray[np.int64]  # [W], the last step << 24 | the uses of each
+    sketch: npt.NDArray[np.uint32]  # counts of a sketch, or empty
 
 
 @dataclass
@@ -72,10 +90,23 @@ class KeyIndex:
         admit: When a key gets a row, or None for at once.
         evict: When a key loses its row, or None for never.
         seed: Seed of `Probability`.
+        require_memory: Called with a number of rows that are about to be used for the first time; raises UserError if
+            there is no memory for them.
+
+    Attributes:
+        keys: int64 [V], the key of each row; rows without a key have an undefined one.
+        step: Number of finished steps.
     """
 
     def __init__(
-        self, name: str, capacity: int, admit: Admission | None = None, evict: Eviction | None = None, *, seed: int = 0
+        self,
+        name: str,
+        capacity: int,
+        admit: Admission | None = None,
+        evict: Eviction | None = None,
+        *,
+        seed: int = 0,
+        require_memory: Callable[[int], None] = lambda rows: None,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"table {name!r}: the capacity must be at least 1 row, not {capacity}")
@@ -87,9 +118,14 @@ class KeyIndex:
         self._sketch: CountMinSketch | None = None
         if isinstance(admit, MinCount) and admit.sketch is not None:
             self._sketch = CountMinSketch(admit.sketch_bytes, seed)
-        self._reserve(min(2 * capacity + _SPARE_ROWS, MOST_ROWS))
-        self._rows = 0  # rows that have ever been used
+        self.row_space = min(capacity + max(_LEAST_SPARE, min(capacity, _MOST_SPARE)), MOST_ROWS)
+        self.keys: Keys = reserved((self.row_space,), np.int64)
+        self._last: Steps = reserved((self.row_space,), np.uint32)
+        self._uses: npt.NDArray[np.uint32] = reserved((self.row_space,), np.uint32)
+        self.rows = 0  # rows that have ever been used
+        self._require_memory, self._checked_rows = require_memory, 0
         self._free: list[Rows] = []  # rows that can be used again
+        self.step = 0
         self._undo: deque[_Undo] = deque()
 
     def __len__(self) -> int:
@@ -105,15 +141,32 @@ class KeyIndex:
     def nbytes(self) -> int:
         """Bytes of the directory, the waiting keys, and what is kept for each row."""
         sketch = 0 if self._sketch is None else self._sketch.nbytes
-        return self.directory.nbytes + self._waiting.nbytes + sketch + 16 * self._rows
+        return self.directory.nbytes + self._waiting.nbytes + sketch + 16 * self.rows
 
     def find(self, keys: Keys) -> Rows:
-        """Return the rows of keys [U], int32 [U], or EMPTY; nothing changes."""
+        """Return the rows that keys [U] have after all planned steps, int32 [U], or EMPTY."""
         return self.directory.find(keys)
+
+    def find_committed(self, keys: Keys) -> Rows:
+        """Return the rows that keys [U] have after the last finished step, int32 [U], or EMPTY."""
+        rows = self.directory.find(keys)
+        for undo in reversed(self._undo):
+            for changed, former in (undo.new[0], None), undo.evicted[:2]:
+                if len(changed):
+                    order = np.argsort(changed)
+                    at = order[np.minimum(np.searchsorted(changed, keys, sorter=order), len(changed) - 1)]
+                    here = changed[at] == keys
+                    rows[here] = EMPTY if former is None else former[at[here]]
+        return rows
 
     def live_rows(self) -> Rows:
         """Return the rows that have a key, ascending."""
-        return np.flatnonzero(self._last[: self._rows] != _DEAD).astype(np.int32)
+        return np.flatnonzero(self._last[: self.rows] != _DEAD).astype(np.int32)
+
+    def are_unused(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Return which rows have no key."""
+        found: npt.NDArray[np.bool_] = self._last[rows] == _DEAD
+        return found
 
     def last_steps(self, rows: Rows) -> Steps:
         """Return the last step that used each row."""
@@ -123,18 +176,25 @@ class KeyIndex:
         """Return the uses of each row, those before its key had a row included."""
         return self._uses[rows]
 
-    def plan(self, keys: Keys, uses: npt.NDArray[np.int32], step: int, norms: Norms | None = None) -> PlannedKeys:
-        """Apply a step to the keys: evict, count, admit.
+    def take_row(self, key: int) -> int:
+        """Return a row for good that no key has; `key` stands for it in `keys`."""
+        row = int(self._take_rows(1)[0])
+        self.keys[row] = key
+        return row
+
+    def plan(self, keys: Keys, uses: npt.NDArray[np.int32], norms: Norms | None = None) -> PlannedKeys:
+        """Apply the next step to the keys: evict, count, admit.
 
         Args:
             keys: int64 [U], distinct.
             uses: int32 [U], how often the step uses each key.
-            step: Number of the step, from 1 to 2^32 - 1, larger than in the last call.
-            norms: Returns the norms of rows, after all earlier steps; needed for `SmallestNorm`.
+            norms: Returns the norms of rows, float64, after all earlier steps; None if these are not finished.
 
         Raises:
             UserError: The table has no memory for the new keys; nothing has changed.
+            PlannedAheadError: Earlier steps must be finished first; nothing has changed.
         """
+        step = self.step + len(self._undo) + 1
         undo = _Undo(step)
         try:
             if self.evict is not None and step % self.evict.every == 0:
@@ -146,6 +206,8 @@ class KeyIndex:
                 if self.evict is None or isinstance(self.evict, Unused):
                     raise self._full(len(admitted))
                 self._evict(undo, rows[rows != EMPTY], step, norms, most=len(self) - lacking)
+            if len(admitted) > sum(map(len, self._free)) + self.row_space - self.rows:
+                raise PlannedAheadError if self._undo else self._full(len(admitted))
             self._use(undo, rows[rows != EMPTY], uses[rows != EMPTY], step)
             rows[admitted] = self._insert(undo, keys[admitted], counts, step)
         except BaseException:
@@ -154,31 +216,76 @@ class KeyIndex:
         self._undo.append(undo)
         return PlannedKeys(rows, admitted, *undo.evicted[:2])
 
-    def commit(self, step: int) -> None:
-        """Make all steps up to `step` final: the rows of the keys that they evicted can be used again."""
-        while self._undo and self._undo[0].step <= step:
-            undo = self._undo.popleft()
-            if len(undo.evicted[1]):
-                self._free.append(undo.evicted[1])
+    def commit(self) -> Rows:
+        """Finish the first planned step.
 
-    def rollback(self, step: int) -> None:
-        """Undo the steps from `step` on, which must not be committed."""
-        while self._undo and self._undo[-1].step >= step:
+        Return the rows of the keys that it has evicted. They can be used again after a call of `release`.
+        """
+        undo = self._undo.popleft()
+        self.step = undo.step
+        return undo.evicted[1]
+
+    def release(self, rows: Rows) -> None:
+        """Allow the use of rows whose keys were evicted, and that nothing uses any more."""
+        if len(rows):
+            self._free.append(rows)
+
+    @property
+    def unfinished(self) -> int:
+        """Number of planned steps that are not finished."""
+        return len(self._undo)
+
+    def rollback(self, kept: int = 0) -> None:
+        """Undo planned steps that are not finished, except the first `kept`."""
+        while len(self._undo) > kept:
             self._revert(self._undo.pop())
 
-    def erase(self, keys: Keys) -> Rows:
-        """Forget keys, with their uses; return the rows of those that had one, which can be used again.
+    def committed(self) -> CommittedKeys:
+        """Return copies of all keys, with their rows and uses, after the last finished step."""
+        keys, last, uses = self.keys[: self.rows].copy(), self._last[: self.rows].copy(), self._uses[: self.rows].copy()
+        sketch = np.zeros(0, np.uint32) if self._sketch is None else self._sketch.without([])
+        waiting = [self._waiting.entries()]
+        for undo in reversed(self._undo):
+            last[undo.new[1]] = _DEAD
+            last[undo.used], uses[undo.used] = undo.last, undo.uses
+            waiting += reversed(undo.waiting)
+            last[undo.evicted[1]] = undo.evicted[2]
+            if undo.undecayed is not None:
+                uses[: len(undo.undecayed)] = undo.undecayed
+        if self._sketch is not None:
+            sketch = self._sketch.without([undo.sketched for undo in self._undo])
+        live = np.flatnonzero(last != _DEAD).astype(np.int32)
+        live = live[np.argsort(keys[live])]
+        return CommittedKeys(self.step, keys[live], live, last[live], uses[live], *_merge(waiting), sketch)
 
-        No step may be planned and not committed.
+    def erase(self, keys: Keys) -> Rows:
+        """Forget keys, with their uses; return the rows of those that had one; `release` allows their use.
+
+        All planned steps must be finished.
         """
         assert not self._undo
         self._waiting.erase(keys)
         rows = self.directory.erase(np.unique(keys))
         rows = rows[rows != EMPTY]
         self._last[rows] = _DEAD
-        self._free.append(rows)
         found: Rows = rows
         return found
+
+    def add(self, keys: Keys, last: Steps, uses: npt.NDArray[np.uint32]) -> Rows:
+        """Give distinct new keys [K] rows, without a step; return these rows, int32 [K].
+
+        All planned steps must be finished.
+
+        Raises:
+            UserError: The table has no memory for the keys; nothing has changed.
+        """
+        assert not self._undo
+        if len(self) + len(keys) > self.capacity:
+            raise self._full(len(keys))
+        rows = self._take_rows(len(keys))
+        self.directory.insert(keys, rows)
+        self.keys[rows], self._last[rows], self._uses[rows] = keys, np.maximum(last, 1), uses
+        return rows
 
     def _too_small(self, needed: int) -> UserError:
         return UserError(
@@ -225,13 +332,18 @@ class KeyIndex:
     def _insert(self, undo: _Undo, keys: Keys, uses: npt.NDArray[np.int64], step: int) -> Rows:
         """Give keys rows; return these."""
         rows = self._take_rows(len(keys))
-        undo.new = keys, rows
         self.directory.insert(keys, rows)
+        undo.new = keys, rows
         self.keys[rows], self._last[rows], self._uses[rows] = keys, step, np.minimum(uses, _MOST)
         return rows
 
     def _take_rows(self, n: int) -> Rows:
         """Return n rows without keys, first those that were used before."""
+        first_used = max(0, n - sum(map(len, self._free)))
+        if self.rows + first_used > self._checked_rows:
+            step = max(first_used, _CHECKED_ROWS)
+            self._require_memory(step)
+            self._checked_rows = self.rows + step
         taken, missing = [_NO_ROWS], n
         while missing and self._free:
             some = self._free.pop()
@@ -240,20 +352,8 @@ class KeyIndex:
             taken.append(some[:missing])
             missing -= len(taken[-1])
         used = np.concatenate(taken)
-        first, self._rows = self._rows, self._rows + n - len(used)
-        if self._rows > len(self.keys):
-            keys, last, uses = self.keys, self._last, self._uses
-            self._reserve(2 * self._rows)
-            n = len(keys)
-            self.keys[:n], self._last[:n], self._uses[:n] = keys, last, uses
-        return np.concatenate([used, np.arange(first, self._rows, dtype=np.int32)])
-
-    def _reserve(self, rows: int) -> None:
-        """Reserve address space for what is kept for each row: its key, its last step, and its uses."""
-        keys, last, uses = reserved((rows,), np.int64), reserved((rows,), np.uint32), reserved((rows,), np.uint32)
-        self.keys: Keys = keys
-        self._last: Steps = last
-        self._uses: npt.NDArray[np.uint32] = uses
+        first, self.rows = self.rows, self.rows + n - len(used)
+        return np.concatenate([used, np.arange(first, self.rows, dtype=np.int32)])
 
     def _evict(self, undo: _Undo, kept: Rows, step: int, norms: Norms | None, *, most: int | None = None) -> None:
         """Evict keys, but not those of the rows `kept`.
@@ -284,14 +384,15 @@ class KeyIndex:
         self._last[chosen] = _DEAD
         if isinstance(evict, LeastFrequent) and evict.decay < 1:
             if undo.undecayed is None:
-                undo.undecayed = self._uses[: self._rows].copy()
-            uses = self._uses[: self._rows]
+                undo.undecayed = self._uses[: self.rows].copy()
+            uses = self._uses[: self.rows]
             uses[:] = np.floor(uses * evict.decay).astype(np.uint32)
 
     def _find_least(self, rows: Rows, count: int, norms: Norms | None) -> Rows:
         """Return the `count` rows with the smallest scores; hashes of the keys order rows with equal scores."""
         if isinstance(self.evict, SmallestNorm):
-            assert norms is not None
+            if norms is None:
+                raise PlannedAheadError
             found = norms(rows)
             scores: npt.NDArray[Any] = np.where(np.isnan(found), np.inf, found)
         else:
@@ -308,7 +409,7 @@ class KeyIndex:
         keys, rows = undo.new
         self.directory.erase(keys)
         self._last[rows] = _DEAD
-        self._free.append(rows)
+        self.release(rows)
         self._last[undo.used], self._uses[undo.used] = undo.last, undo.uses
         if self._sketch is not None:
             self._sketch.subtract(*undo.sketched)
@@ -319,3 +420,12 @@ class KeyIndex:
         self._last[rows] = last
         if undo.undecayed is not None:
             self._uses[: len(undo.undecayed)] = undo.undecayed
+
+
+def _merge(parts: list[tuple[Keys, npt.NDArray[np.int64]]]) -> tuple[Keys, npt.NDArray[np.int64]]:
+    """Join keys with values, of which later ones replace earlier ones; leave out EMPTY values; sort by key."""
+    keys = np.concatenate([keys for keys, _ in parts])[::-1]
+    values = np.concatenate([values for _, values in parts])[::-1]
+    keys, first = np.unique(keys, return_index=True)
+    known = values[first] != EMPTY
+    return keys[known], values[first][known]

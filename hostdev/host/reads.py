@@ -45,6 +45,16 @@ class ReadableTable(Owned):
         """Number of local rows, V; below `total_rows` if this is only one rank's part of the table."""
         return self._rows
 
+    @property
+    def row_space(self) -> int:
+        """One more than the largest row number that the table can use."""
+        return self.storage.shape[0]
+
+    @property
+    def used_rows(self) -> int:
+        """One more than the largest row number that the table has used."""
+        return self.storage.shape[0]
+
     def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the ids, in the whole table, of the local rows [start, stop)."""
         stop = min(stop, self.rows)

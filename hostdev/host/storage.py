@@ -18,7 +18,7 @@ from hostdev.host.views import Bfloat16View, EightBitView
 from hostdev.kernels import catch_up, eight_bits, rounding
 from hostdev.kernels.apply import apply_occurrences, apply_tasks
 from hostdev.kernels.bits import copy_to_columns, gather_rows
-from hostdev.kernels.buffers import aligned_empty, identity
+from hostdev.kernels.buffers import aligned_empty, identity, reserved
 from hostdev.kernels.clock import Clock
 from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
@@ -49,6 +49,8 @@ class Shape:
         is_part: Whether the rows are only one rank's part of the table (`kernels.shards`).
         ids: Called with (start, stop); returns the ids, in the whole table, of the local rows [start, stop).
         slots_dtype: How the optimizer state columns are stored.
+        keys: int64 [V] for a table by key: the key of each row, which takes the place of its id. The memory is then
+            only reserved, and rows are filled when they get a key. None for other tables.
 
     Attributes:
         slots: The initial values of the state columns, float32 [S].
@@ -64,15 +66,21 @@ class Shape:
         is_part: bool,
         ids: Callable[[int, int], npt.NDArray[np.int64]],
         slots_dtype: str = FP32,
+        keys: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        self.rows, self.dim, self.optimizer = rows, dim, optimizer
+        self.rows, self.dim, self.optimizer, self.keys = rows, dim, optimizer, keys
         self.first, self.total, self.is_part, self.ids = first, total, is_part, ids
         self.slots = initial_slots(optimizer, slots_dtype)
 
     def row_slots(self) -> Rows:
         """Return uninitialized memory for the per-row state, float32 [V, R]."""
-        found: Rows = interleave(aligned_empty((self.rows, len(self.optimizer.row_slots))))
+        found: Rows = self.allocate((self.rows, len(self.optimizer.row_slots)))
         return found
+
+    def allocate(self, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+        """Return uninitialized memory for values of all rows; for a table by key, the memory is only reserved."""
+        found: npt.NDArray[Any] = aligned_empty(shape, dtype) if self.keys is None else reserved(shape, dtype)
+        return interleave(found)
 
     def fill_row_slots(self, row_slots: Rows) -> None:
         """Write the initial per-row state."""
@@ -148,7 +156,7 @@ class Float32:
 
     def __init__(self, name: str, shape: Shape) -> None:
         self._name, self._optimizer = name, shape.optimizer
-        self.block: Rows = interleave(aligned_empty((shape.rows, 1 + len(shape.slots), shape.dim)))
+        self.block: Rows = shape.allocate((shape.rows, 1 + len(shape.slots), shape.dim))
         self.row_slots = shape.row_slots()
 
     def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
@@ -255,8 +263,9 @@ class Split:
         self._formats = formats
         self._unsigned = np.array([kind == UNSIGNED_8 for kind in formats[1:]], np.uint8)
         self._where = (shape.first, get_inverse(shape.total), shape.total) if shape.is_part else (0, 0, shape.total)
-        self.stored = _allocate((rows, dim), formats[0])
-        self.slots = _allocate((rows, len(shape.slots), dim), formats[-1] if shape.slots.size else FLOAT32)
+        self._keys = np.zeros(0, np.int64) if shape.keys is None else shape.keys
+        self.stored = _allocate(shape, (rows, dim), formats[0])
+        self.slots = _allocate(shape, (rows, len(shape.slots), dim), formats[-1] if shape.slots.size else FLOAT32)
         self.row_slots = shape.row_slots()
 
     def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
@@ -355,7 +364,7 @@ class Split:
         apply_occurrences(*table, ids, grads, step.scalars, step.clip, step.clock)
 
     def _rows_at(self, key: int) -> SplitRows:
-        return SplitRows.of(*self._arrays, key, self._where)
+        return SplitRows.of(*self._arrays, key, self._where, self._keys)
 
     @property
     def _arrays(self) -> tuple[Any, Any, Any]:
@@ -380,13 +389,12 @@ class Split:
         return out
 
 
-def _allocate(shape: tuple[int, ...], kind: int) -> npt.NDArray[Any]:
+def _allocate(of: Shape, shape: tuple[int, ...], kind: int) -> npt.NDArray[Any]:
     """Return memory for planes in the format `kind`, one of `kernels.plane_formats`; `shape` is [..., D]."""
     dtype: Any = {FLOAT32: np.float32, BFLOAT16: np.uint16}.get(kind, np.uint8)
     if dtype == np.uint8:
         shape = (*shape[:-1], plane_bytes(shape[-1]))
-    found: npt.NDArray[Any] = interleave(aligned_empty(shape, dtype))
-    return found
+    return of.allocate(shape, dtype)
 
 
 def _all_of(column: Any) -> Rows:

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.core.admission import Admission
 from hostdev.core.checks import check_rows, require_finite, require_gradients, require_last, require_size
+from hostdev.core.eviction import Eviction
 from hostdev.core.history import History
 from hostdev.core.ids import checked_positions
 from hostdev.core.initializers import Initializer, Normal, initializer
@@ -57,7 +59,8 @@ class HostTable(ReadableTable):
     or int64, in [0, V).
 
     Args:
-        rows: Number of rows, at least 1.
+        rows: Number of rows, at least 1; or None for a table by key, whose ids are any 64-bit integers: a key gets a
+            row when it is first used, or as `admit` says, and `evict` says when it loses its row.
         dim: Number of columns, at least 1.
         optimizer: LazyAdam, Adam, RowWiseAdam, FTRL, SGD, Momentum, Adagrad or RowWiseAdagrad.
         name: The table's name, used in error messages and to derive the initial values.
@@ -70,6 +73,11 @@ class HostTable(ReadableTable):
         dtype: How weights are stored: "fp32" or "bfloat16".
         slots: How the optimizer's state columns are stored: "fp32", "bfloat16" or "8bit". Per-row state is always
             float32. If dim is 1, "8bit" also stores state columns as float32, since a scale would take 4 bytes anyway.
+        capacity: For a table by key: the maximum number of keys with a row, or the memory for all keys, such as
+            "24GiB". None for what the free memory allows. Memory is taken as keys come.
+        admit: For a table by key: `MinCount` or `Probability`; None to give each key a row at once. Keys without a row
+            share one that is trained, the out-of-vocabulary row.
+        evict: For a table by key: `Unused`, `LeastRecent`, `LeastFrequent` or `SmallestNorm`; None to keep all keys.
 
     Raises:
         UserError: The table does not fit in the available memory; raised before allocation.
@@ -78,9 +86,17 @@ class HostTable(ReadableTable):
 
     primitive_target = "CPU"
 
+    def __new__(cls, rows: int | None = 0, *_: Any, **__: Any) -> "HostTable":
+        """Return a table by key if `rows` is None."""
+        if rows is None and cls is HostTable:
+            from hostdev.host.key_table import KeyTable  # which is a HostTable
+
+            return super().__new__(KeyTable)
+        return super().__new__(cls)
+
     def __init__(
         self,
-        rows: int,
+        rows: int | None,
         dim: int,
         optimizer: SparseOptimizer,
         *,
@@ -90,7 +106,13 @@ class HostTable(ReadableTable):
         part: tuple[int, int] | None = None,
         dtype: str = FP32,
         slots: str = FP32,
+        capacity: int | str | None = None,
+        admit: Admission | None = None,
+        evict: Eviction | None = None,
     ) -> None:
+        if (capacity, admit, evict) != (None, None, None):
+            raise ValueError(f"table {name!r}: capacity, admit and evict need a table by key: give None for rows")
+        assert rows is not None
         require_size(rows, dim, name)
         require_optimizer(optimizer, name)
         if part is not None and not 0 <= part[0] < part[1]:
@@ -134,7 +156,7 @@ class HostTable(ReadableTable):
                 written by other means inside the `with` block.
             UserError: An id is outside the table, or there is not enough memory for the copies.
         """
-        chosen = None if ids is None else self._checked(ids)
+        chosen = self._to_edit(ids)
         if chosen is not None and len(np.unique(chosen)) < len(chosen):
             raise ValueError(f"table {self.name!r}: the ids of writing() must be all different")
         self._before_write()
@@ -154,6 +176,10 @@ class HostTable(ReadableTable):
         if len(changed):
             self._write_changed(one, changed)
             self._after_write(changed if chosen is None else chosen[changed])
+
+    def _to_edit(self, ids: npt.ArrayLike | None) -> Ids | None:
+        """Return the rows to edit, or None for all rows in order."""
+        return None if ids is None else self._checked(ids)
 
     def _write_changed(self, one: Writing, changed: npt.NDArray[np.int64]) -> None:
         for numbers, ids in one.parts(changed):
@@ -256,6 +282,13 @@ class HostTable(ReadableTable):
         """
         ids = self._checked(ids)
         positions = checked_positions(positions, len(ids), len(block), self.name)
+        self._check_values(ids, block, row_slots, positions)
+        self._before_write()
+        run_tasks(self.write_rows_tasks(ids, block, row_slots, positions))
+        self._after_write(ids)
+
+    def _check_values(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
+        """Raise an error unless `write_rows` can write these values."""
         self._check_whole(ids, block, row_slots, positions)
         mine = (block, row_slots) if positions is None else (block[positions], row_slots[positions])
         require_finite(self.name, ids, *mine)
@@ -263,9 +296,6 @@ class HostTable(ReadableTable):
             require_last(self.name, ids, mine[1][:, -1], self.history.steps)
         for plane in range(mine[0].shape[1]):
             self.storage.require_exact(plane, mine[0][:, plane])
-        self._before_write()
-        run_tasks(self.write_rows_tasks(ids, block, row_slots, positions))
-        self._after_write(ids)
 
     def write_rows_tasks(
         self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None

@@ -1,5 +1,6 @@
 """Memory for the kernels: arrays aligned to cache lines or, if large, to huge pages; and reusable scratch memory."""
 
+import contextlib
 import math
 import mmap
 import sys
@@ -32,19 +33,25 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> 
 def reserved(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
     """Return a C-contiguous array of zeros whose memory is taken page by page, when it is first written.
 
-    Only address space is reserved, so the array may be larger than the memory. Raises MemoryError if the system refuses
-    even that.
+    Only address space is reserved, so the array may be larger than the memory. An array of 16 MiB or more lies in huge
+    pages, as with `aligned_empty`. Raises MemoryError if the system refuses even the address space.
     """
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return np.zeros(shape, dtype)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    alignment = _HUGE_PAGE if size >= 8 * _HUGE_PAGE else 0
     try:
-        memory = mmap.mmap(-1, size, flags=flags)
+        memory = mmap.mmap(-1, size + alignment, flags=flags)
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"cannot reserve {size:,} bytes of address space ({error})") from None
-    return np.frombuffer(memory, dtype).reshape(shape)
+    if alignment and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # the kernel lacks huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, np.uint8)
+    start = -raw.ctypes.data % alignment if alignment else 0
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:

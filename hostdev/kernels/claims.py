@@ -8,6 +8,7 @@ Shapes: U unique ids, V rows.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,10 +43,15 @@ class Claims:
 
     Attributes:
         tags: uint8 [V], the tag of the last batch that claimed each row; 0 if there is none.
+
+    Args:
+        rows: V; memory is taken only for the rows that are claimed.
+        get_used: Returns the ranges of rows that may have been claimed; None for all rows.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, get_used: Callable[[], Sequence[tuple[int, int]]] | None = None) -> None:
         self.tags = np.zeros(rows, np.uint8)
+        self._get_used = get_used or (lambda: [(0, rows)])
         self._forgotten = 0  # the batch at which old tags were cleared last
         self._made: deque[int] = deque()  # the batches that claimed rows since then, and recent earlier ones
 
@@ -61,7 +67,8 @@ class Claims:
             keep = np.zeros(_TAGS + 1, np.uint8)
             recent = [_tag(earlier) for earlier in self._made]
             keep[recent] = recent
-            parallel_for(_forget, len(self.tags), self.tags, keep, grain=1 << 16)
+            for start, stop in self._get_used():
+                parallel_for(_forget, stop - start, self.tags[start:stop], keep, grain=1 << 16)
             self._forgotten = number
         self._made.append(number)
 

@@ -25,6 +25,7 @@ from hostdev.kernels.key_directory import (
 
 _COUNT_BITS = 24
 MOST_USES = (1 << _COUNT_BITS) - 1
+_MOST_STEPS = (1 << 32) - 1
 
 Values = npt.NDArray[np.int64]
 
@@ -106,11 +107,19 @@ class KeyCounts(KeyDirectory):
         _set(keys[known & ~gone], values[known & ~gone], self._parts)
         self.insert(keys[~known & ~gone], values[~known & ~gone])
 
+    def entries(self) -> tuple[Keys, Values]:
+        """Return all keys with their values, int64 [K]."""
+        return self._collect(_MOST_STEPS + 1)
+
     def expire(self, step: int) -> tuple[Keys, Values]:
         """Erase the keys that no step from `step` on has used; return them with their values, int64 [N]."""
+        keys, values = self._collect(step)
+        self.erase(keys)
+        return keys, values
+
+    def _collect(self, step: int) -> tuple[Keys, Values]:
         none = np.zeros(0, np.int64)
         count = int(_collect(self._parts, step, none, none))
         keys, values = np.empty(count, np.int64), np.empty(count, np.int64)
         _collect(self._parts, step, keys, values)
-        self.erase(keys)
         return keys, values

@@ -4,6 +4,8 @@ Source: Cormode and Muthukrishnan, "An Improved Data Stream Summary: The Count-M
 of Algorithms 55, 2005. Additions commute, so the counts do not depend on the order of the keys in a batch.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -54,6 +56,13 @@ class CountMinSketch:
     def subtract(self, keys: Ids, uses: npt.NDArray[np.int32]) -> None:
         """Undo an `add`."""
         self._change(keys, uses, -1)
+
+    def without(self, added: Sequence[tuple[Ids, npt.NDArray[np.int32]]]) -> npt.NDArray[np.uint32]:
+        """Return a copy of the counters, uint32 [any], as if these pairs of keys and uses had not been added."""
+        counts = self._counts.copy()
+        for keys, uses in added:
+            _add(keys, uses, -1, self._seeds, counts, np.empty(len(keys), np.int64))
+        return counts.reshape(-1)
 
     def _change(self, keys: Ids, uses: npt.NDArray[np.int32], sign: int) -> npt.NDArray[np.int64]:
         totals = np.empty(len(keys), np.int64)

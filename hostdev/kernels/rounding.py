@@ -51,6 +51,7 @@ class SplitRows(NamedTuple):
         first: The position (see `shards`) of the first row, if these are the rows of one rank; else 0.
         inverse: The multiplier that turns positions into ids, from `shards.get_inverse`; 0 if row numbers are ids.
         total: The number of rows of the whole table.
+        keys: int64 [V], the key of each row of a table by key, which takes the place of its id; [0] for other tables.
     """
 
     weights: Stored
@@ -61,15 +62,22 @@ class SplitRows(NamedTuple):
     first: np.uint64
     inverse: np.uint64
     total: np.uint64
+    keys: npt.NDArray[np.int64]
 
     @classmethod
     def of(
-        cls, weights: Stored, slots: StoredSlots, unsigned: Flags, key: int, where: tuple[int, int, int]
+        cls,
+        weights: Stored,
+        slots: StoredSlots,
+        unsigned: Flags,
+        key: int,
+        where: tuple[int, int, int],
+        keys: npt.NDArray[np.int64],
     ) -> "SplitRows":
         """Return a table's rows for the step with this key; `where` is (first, inverse, total)."""
         first, inverse, total = map(np.uint64, where)
         steps = steps_of(weights.shape[1], 1 + slots.shape[1])
-        return cls(weights, slots, unsigned, steps, np.uint64(key), first, inverse, total)
+        return cls(weights, slots, unsigned, steps, np.uint64(key), first, inverse, total, keys)
 
     @property
     def row_bytes(self) -> int:
@@ -269,8 +277,10 @@ def _overload_bare_rows(block: Any) -> Any:
         return bare(block)
 
     def of_rows(block: Any) -> Any:
-        weights, slots, unsigned, steps, key, first, inverse, total = block
-        return SplitRows(bare(weights), bare(slots), bare(unsigned), bare(steps), key, first, inverse, total)
+        weights, slots, unsigned, steps, key, first, inverse, total, keys = block
+        return SplitRows(
+            bare(weights), bare(slots), bare(unsigned), bare(steps), key, first, inverse, total, bare(keys)
+        )
 
     return of_block if isinstance(block, types.Array) else of_rows
 
@@ -327,7 +337,9 @@ def _is_rounded(rows: Any, field: str) -> bool:
 
 @inline
 def _hash_row(block, row):
-    """Return the hash of a step's key and the row's id in the whole table."""
+    """Return the hash of a step's key and the row's id in the whole table, or its key."""
+    if len(block.keys):
+        return hashed(block.key, block.keys[row])
     position = row + block.first
     row_id = id_at(position, block.inverse, block.total) if block.inverse else position
     return hashed(block.key, row_id)

@@ -22,6 +22,7 @@ class Context:
 
     Args:
         groups: The tables.
+        offsets: Numbers the rows of all groups.
         staging: Copies between host and device.
         last_writers: For each host row of all groups, the last batch that will write it.
         timeline: Records the stages' durations.
@@ -35,6 +36,7 @@ class Context:
     def __init__(
         self,
         groups: Sequence[Group],
+        offsets: RowOffsets,
         staging: Staging,
         last_writers: Claims,
         timeline: Timeline,
@@ -47,7 +49,7 @@ class Context:
         self.exchanges, self.last_writers, self.hooks = exchanges, last_writers, hooks
         host = Staging(torch.device("cpu")) if exchanges else staging  # rows for other ranks stay in host memory
         self.row_stagings = [host if group.cache is None else staging for group in groups]
-        self.offsets = RowOffsets(groups)
+        self.offsets = offsets
         self.unique = Primitive("Unique", unique_groups, log=log).add_prim_attr("primitive_target", "CPU")
         self.before_stage = hooks.before_stage or (lambda stage, number: None)
         self.on_host = any(group.on_host for group in groups)

@@ -19,6 +19,7 @@ from hostdev.device.forwarding import forward_rows, forwarded_bytes
 from hostdev.device.ops.catch_up import Clocks, unpack
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
+from hostdev.pipeline.keys import KeyedRows
 
 Ids = npt.NDArray[Any]
 
@@ -62,17 +63,21 @@ class Embedding:
 
 
 class Group:
-    """Tables that share ids, all on the host or all on the device, and the cache of their rows."""
+    """Tables that share ids, all on the host or all on the device, and the cache of their rows.
+
+    A table by key is alone in its group, and has `keys`. Ids are then its row numbers.
+    """
 
     def __init__(
         self,
         tables: Sequence[HostTable] | Sequence[DeviceTable],
         cache: EmbeddingCache | None = None,
         log: OpLog | None = None,
+        keys: KeyedRows | None = None,
     ) -> None:
         self.embeddings = [Embedding(table, log) for table in tables]
-        self.cache = cache
-        self.rows = self.embeddings[0].table.rows
+        self.cache, self.keys = cache, keys
+        self.rows = tables[0].row_space
         self.on_host = self.embeddings[0].target == "CPU"
         if cache is not None:
             for embedding, slots in zip(self.embeddings, cache.slots, strict=True):
@@ -93,6 +98,11 @@ class Group:
         table = self.embeddings[0].table
         assert isinstance(table, HostTable)
         return table.row_ids(rows)
+
+    @property
+    def used_rows(self) -> int:
+        """One more than the largest row number in use."""
+        return self.embeddings[0].table.used_rows
 
     @property
     def window(self) -> int:

@@ -16,6 +16,7 @@ from hostdev.pipeline.context import Context
 from hostdev.pipeline.groups import Group, Ids
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.results import Request, StepBatch
+from hostdev.pipeline.row_ids import RowOffsets
 from hostdev.pipeline.scheduling.overlapped import OverlappedPass
 from hostdev.pipeline.scheduling.passes import Pass, PassOptions, SerialPass
 from hostdev.pipeline.stages.step import abandon_step
@@ -58,7 +59,8 @@ class Pipeline:
         require_depth(depth)
         self.depth, self.groups, self.staging = depth, groups, staging
         self.timeline = timeline or Timeline()
-        rows = sum(group.rows for group in groups if group.on_host) if depth else 0
+        offsets = RowOffsets(groups)
+        claims = Claims(offsets.rows, offsets.get_used) if depth else Claims(0)
         self.ranks = ranks
         exchanges = {}
         if ranks is not None:
@@ -69,7 +71,7 @@ class Pipeline:
             )
             exchanges = {update: Exchange(ranks, *shapes) for update in (True, False)}
         self._context = Context(
-            groups, staging, Claims(rows), self.timeline, log, exchanges, hooks or PipelineHooks(), depth
+            groups, offsets, staging, claims, self.timeline, log, exchanges, hooks or PipelineHooks(), depth
         )
         self._number = 0  # number of the last batch
         self._open_passes: list[Pass] = []
@@ -117,6 +119,8 @@ class Pipeline:
             raise RuntimeError("the tables are being trained; end or close the loop over `train` first")
         window = max(group.window for group in self.groups)
         for group in self.groups:
+            if group.keys is not None:
+                group.keys.begin_pass()
             if group.cache is not None:
                 group.cache.refresh()
         try:
@@ -134,6 +138,8 @@ class Pipeline:
             for group in self.groups:
                 if group.cache is not None:
                     group.cache.write_back()
+                if group.keys is not None:
+                    group.keys.end_pass()
 
     @contextmanager
     def predict(

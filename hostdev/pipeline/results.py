@@ -58,6 +58,7 @@ class UniqueGroup(NamedTuple):
     ids: Ids  # unique [U]
     inverse: Inverse  # [N], for each id in the batch, the index of its row among the unique rows
     asked: Asked | None = None  # with other ranks: the rows that this rank requests, and those requested from it
+    plans_keys: bool = False  # whether the batch is a planned step of a table by key; `ids` are row numbers
 
 
 class UniqueBatch(NamedTuple):
@@ -76,6 +77,7 @@ class PlannedGroup(NamedTuple):
     asked: Asked | None
     plan: Plan | None  # None without a cache, or in a pass that updates nothing
     places: Positions | None  # for each id, the position of its row on the device, int32 [U]; None for the ids' order
+    plans_keys: bool = False  # as in `UniqueGroup`
 
     @property
     def reads(self) -> Ids:

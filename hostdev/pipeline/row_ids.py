@@ -51,6 +51,12 @@ class RowOffsets:
         self.rows: int = self._offsets[-1]
         self._dtype = np.dtype(np.int32 if self.rows < 2**31 else np.int64)
         self._alone = len(groups) == 1
+        self._groups = groups
+
+    def get_used(self) -> list[tuple[int, int]]:
+        """Return the range of row numbers that each group on the host uses, as (start, stop)."""
+        pairs = zip(self._groups, self._offsets, strict=False)
+        return [(offset, offset + group.used_rows) for group, offset in pairs if group.on_host]
 
     def concatenate(self, ids: Sequence[Ids]) -> ConcatenatedIds:
         """Return the ids of all groups in one array, after adding each group's offset to its ids."""

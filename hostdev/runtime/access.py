@@ -48,6 +48,19 @@ class Access:
                 "between loops, or create the Runtime with depth=0"
             )
 
+    def before_rekey(self, table: Any) -> None:
+        """See `core.tables.Owner`."""
+        runtime = self._runtime()
+        if runtime is None:
+            return
+        if runtime.loops.is_predicting():
+            raise ValueError(
+                f"table {table.name!r}: a loop over `predict` is open; end it, or call its close(), before you change "
+                "the table's keys"
+            )
+        if (loop := runtime.loops.training) is not None:
+            loop.suspend(table)
+
     def after_write(self, table: Any, ids: Any) -> None:
         """See `core.tables.Owner`."""
         runtime = self._runtime()

@@ -46,7 +46,17 @@ class CarriedGradients:
         if pending is None or not pending.is_kept():
             self.forget()
             return None
+        self._require_no_keys()
         return FirstBatch(pending, [group.tables for group in self._groups], self._pipeline, self._forget_decided)
+
+    def _require_no_keys(self) -> None:
+        for group in self._groups:
+            if group.has_keys:
+                raise ValueError(
+                    f"the rows of table {group.tables[0].name!r} have gradients of an earlier loop that had no step, "
+                    "but a table by key cannot apply them later: take the step in the loop, or call the optimizer's "
+                    "zero_grad() to drop the gradients"
+                )
 
     def _forget_decided(self, pending: Pending) -> None:
         if self._pending is pending:  # otherwise a loop has left newer gradients
@@ -56,6 +66,7 @@ class CarriedGradients:
         """Update the tables with these gradients alone; called when a dense optimizer steps outside a loop."""
         if pending is not self._pending or self.is_training:
             return
+        self._require_no_keys()
         self.forget()
         self._settings.learning_rates()
         tables = [table for group in self._groups for table in group.tables]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hostdev.core.errors import UserError
-from hostdev.core.ids import BeyondInt64Error, to_int64, wrap_padding
+from hostdev.core.ids import BeyondInt64Error, to_int64, to_keys, wrap_padding
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.world import ALONE_WORLD, World
+from hostdev.host.key_table import KeyTable
 from hostdev.host.table import HostTable
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of
 from hostdev.runtime.spec import Bag, Feature, FeatureInput
@@ -31,10 +32,16 @@ class FeatureBinding(NamedTuple):
 
 
 class GroupSpec(NamedTuple):
-    """Tables that the same features look up, and that therefore get the same ids."""
+    """Tables that the same features look up, and that therefore get the same ids. A table by key is alone."""
 
     tables: list[Table]
     features: list[int]  # the numbers of these features, in order
+    unknown: list[int]  # for a table by key, the out-of-vocabulary row of each of these features; otherwise empty
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether this is a table by key."""
+        return bool(self.unknown)
 
 
 def on_host(group: GroupSpec) -> bool:
@@ -71,8 +78,12 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
         raise ValueError(f"several tables are named {twice[0]!r}; give each table a unique name")
     groups: dict[tuple[Any, ...], GroupSpec] = {}
     for key, table in tables.items():
-        same = (table.primitive_target, table.total_rows, *users[key])
-        groups.setdefault(same, GroupSpec([], users[key])).tables.append(table)
+        same: tuple[Any, ...] = (table.primitive_target, table.total_rows, *users[key])
+        unknown: list[int] = []
+        if isinstance(table, KeyTable):
+            given = list(specs.values())
+            same, unknown = (key,), [table.unknown_row(given[number].unknown) for number in users[key]]
+        groups.setdefault(same, GroupSpec([], users[key], unknown)).tables.append(table)
     places = {
         id(table): (number, place)
         for number, group in enumerate(groups.values())
@@ -134,20 +145,21 @@ class FeatureIds(NamedTuple):
         return self._replace(values=self.values.copy(), weights=weights)
 
 
-def read_ids(name: str, feature: Feature, given: FeatureInput) -> FeatureIds:
+def read_ids(name: str, feature: Feature, given: FeatureInput, *, are_keys: bool = False) -> FeatureIds:
     """Convert a feature's ids from the caller's form.
 
     Args:
         name: The feature's name, for messages.
         feature: The feature, which has the pooling and the padding.
         given: An array, a tensor, a `Bag` or (values, lengths[, weights]).
+        are_keys: Whether the ids are keys, any integers of 64 bits.
 
     Raises:
         TypeError: The ids are not integers.
         ValueError: Shapes, lengths or offsets do not match.
     """
     bag = _bag(name, given)
-    values = _integers(name, "ids", bag.values, feature.padding)
+    values = _keys(name, bag.values) if are_keys else _integers(name, "ids", bag.values, feature.padding)
     weights = _weights(name, bag.weights, values.shape)
     shape = values.shape
     if bag.lengths is None and bag.offsets is None:
@@ -209,6 +221,14 @@ def _lengths(name: str, bag: Bag, values: npt.NDArray[Any]) -> npt.NDArray[np.in
     return lengths.astype(np.int32)
 
 
+def _keys(name: str, given: Any) -> npt.NDArray[np.int64]:
+    if isinstance(given, Tensor):
+        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # NumPy lacks some dtypes
+            raise TypeError(f"feature {name!r}: keys must be integers, not a Tensor of {given.dtype}")
+        given = given.cpu().numpy() if given.numel() else np.empty(given.shape, np.int64)
+    return to_keys(given, f"feature {name!r}: keys")
+
+
 def _integers(name: str, what: str, given: Any, padding: int | None = None) -> npt.NDArray[Any]:
     """Return the given integers as an int32 or int64 array; raise TypeError for anything else."""
     if isinstance(given, Tensor):
@@ -261,13 +281,14 @@ def check_ranges(
         bindings: The features' bindings.
         given: The ids as the caller passed them. The position in the message refers to these.
     """
+    ranged = [group for group in groups if not group.has_keys]
     found = check_groups(
-        [([ids[feature].values for feature in group.features], group.tables[0].total_rows) for group in groups]
+        [([ids[feature].values for feature in group.features], group.tables[0].total_rows) for group in ranged]
     )
     if found is None:
         return
     group, place, position = found
-    spec = groups[group]
+    spec = ranged[group]
     name, table = bindings[spec.features[place]].name, spec.tables[0]
     value = ids[spec.features[place]].values[position]
     padding = bindings[spec.features[place]].feature.padding

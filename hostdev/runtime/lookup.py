@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops import get_ops
+from hostdev.host.key_table import KeyTable
+from hostdev.kernels.key_directory import EMPTY
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
 from hostdev.pipeline.results import Request
@@ -58,6 +60,10 @@ class _Group:
 
     def __init__(self, group: GroupSpec, given: Sequence[npt.NDArray[Any]], device: torch.device) -> None:
         ids = given[0] if len(given) == 1 else np.concatenate(given)
+        if isinstance(keyed := group.tables[0], KeyTable):
+            ids = keyed.find_rows(ids)
+            unknown = np.repeat(np.array(group.unknown, np.int32), [len(part) for part in given])
+            ids = np.where(ids == EMPTY, unknown, ids)
         self._device, self._features = device, group.features
         self._edges = list(accumulate(map(len, given), initial=0))
         self._inverse: npt.NDArray[np.int32] | None = None  # None: the rows are in the order of the ids

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hostdev.core.signals import deferred
 from hostdev.distributed.dense import DenseExchange
-from hostdev.pipeline.results import Request, StepBatch
+from hostdev.host.key_index import PlannedAheadError
+from hostdev.pipeline.results import Gradients, Request, StepBatch
 from hostdev.runtime import clipping, scaling
 from hostdev.runtime.batches import Loop, PredictLoop
 from hostdev.runtime.features import Table
@@ -21,6 +22,7 @@ from hostdev.runtime.pending import Pending, gradients_left
 from hostdev.runtime.random_streams import Place
 from hostdev.runtime.reading import Reading
 from hostdev.runtime.reduction import Reduction
+from hostdev.runtime.replay import Replay
 from hostdev.runtime.requests import Reader
 from hostdev.runtime.row_parameter import RowParameter
 from hostdev.runtime.step_gradients import make_gradients
@@ -65,6 +67,8 @@ class TrainLoop(Loop[Item]):
             runtime.dense_channel, micro_batches, runtime.dense_exchange, runtime.other_channels
         )
         self._late: list[RowParameter] = []  # rows of a batch that `submit` finished before the loop continued
+        self._keyed = [number for number, group in enumerate(runtime.group_specs) if group.has_keys]
+        self._must_replan = False  # whether the batches read ahead must be planned again
         self._clipped = False  # whether the batch's rows were clipped with the parameters
 
     @property
@@ -88,7 +92,7 @@ class TrainLoop(Loop[Item]):
     def _open(self) -> Any:
         self._runtime.loops.begin_training(self)
         self._stack.callback(self._runtime.loops.end_training)
-        self._wanted = self._requests()
+        self._wanted: Replay = Replay(self._requests())
         scaling.watch(self.watcher)
         self._stack.enter_context(self._of_pass)
         return self._open_pass()
@@ -100,6 +104,10 @@ class TrainLoop(Loop[Item]):
     def _open_pass(self) -> Any:
         """Open a pass over the remaining batches; if an earlier loop's gradients wait, over the first batch alone."""
         requests: Iterator[Request] = self._wanted
+        self._must_replan = False
+        for number in self._keyed:
+            keys, table = self._runtime.pipeline.groups[number].keys, self._runtime.group_specs[number].tables[0]
+            keys.trains = self._trains(table)
         self.watcher.first = first = self._runtime.loops.carried.first_batch()
         if first is not None:
             self._of_pass.callback(first.end)
@@ -110,10 +118,40 @@ class TrainLoop(Loop[Item]):
         if self.watcher.first is not None and self._position:  # the first batch was alone in its pass, which is over
             self._of_pass.close()
             self._pass = self._open_pass()
-        flight = super()._take_next()
+        if self._must_replan:
+            self._begin_again()
+        flight = None
+        try:
+            flight = super()._take_next()
+        except PlannedAheadError:  # handled below, since an error that is handled becomes the context of later ones
+            self._must_replan = True
+        if self._must_replan:
+            self._begin_again()
+            flight = super()._take_next()
         if flight is not None:
             self._position += 1
+            self._wanted.take()
         return flight
+
+    def _begin_again(self) -> None:
+        """Drop the batches that were read ahead, and begin a pass that plans them again."""
+        self._of_pass.close()
+        self._wanted.rewind()
+        self._pass = self._open_pass()
+
+    def replan(self) -> None:
+        """From the next batch on, plan again what is planned ahead for tables by key."""
+        self._must_replan = bool(self._keyed)
+
+    def suspend(self, table: Table) -> None:
+        """Drop what is planned ahead, so that the keys of a table can be changed; raise ValueError within a step."""
+        if self._batch.flight is not None:
+            raise ValueError(
+                f"table {table.name!r}: its keys can be changed only after the batch's step (after backward() and the "
+                "optimizer's step), or between loops"
+            )
+        self._of_pass.close()
+        self.replan()
 
     def __next__(self) -> Item:
         """Apply the previous batch's gradients in the background, and return the next batch with its rows."""
@@ -231,6 +269,8 @@ class TrainLoop(Loop[Item]):
             flight, batch.flight = batch.flight, None
             self._forget()  # free the rows before more is allocated
             later = runtime.settings.exchange_rates(rates)  # the body may have set other rates for the next step
+            if not all(_takes_step(flight, gradients, number) for number in self._keyed):
+                self.replan()
             try:
                 self._pass.finish(flight, gradients)
             finally:
@@ -255,6 +295,11 @@ class TrainLoop(Loop[Item]):
             more = watcher.first.places(batch.inverses)
         left = gradients_left(flight, batch.leaves, uses, more)
         carried.keep(Pending(left, optimizers, carried.apply, scaler))
+
+
+def _takes_step(flight: StepBatch, gradients: Gradients, group: int) -> bool:
+    """Return whether the table by key of a group takes the step that was planned for it, if any."""
+    return not flight.groups[group].planned.plans_keys or gradients.grads[group][0] is not None
 
 
 AnyTrainLoop: TypeAlias = TrainLoop[Any]  # with batches of any type

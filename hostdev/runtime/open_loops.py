@@ -118,6 +118,11 @@ class Loops:
             trained.pop(table, None)
         self._disown()
 
+    def replan(self) -> None:
+        """In the open loop over `train`, plan again what is planned ahead for tables by key."""
+        if (training := self.training) is not None:
+            training.replan()
+
     def begin_prediction(self, loop: AnyPredictLoop) -> None:
         """Register a loop over `predict`; raise ValueError while a loop of another runtime trains these tables."""
         self.catch_up()

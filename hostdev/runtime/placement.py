@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hostdev.cache.cache import EmbeddingCache
+from hostdev.cache.options import rows_of
 from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape
 from hostdev.core.primitive import OpLog
@@ -13,6 +14,9 @@ from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
+from hostdev.host.key_table import KeyTable
+from hostdev.pipeline.groups import Group
+from hostdev.pipeline.keys import KeyedRows
 from hostdev.runtime import room
 from hostdev.runtime.features import GroupSpec, on_host
 from hostdev.runtime.spec import CacheSpec
@@ -62,11 +66,22 @@ def make_cache(
     """Return a group's cache, or None without a `CacheSpec`."""
     if spec is None:
         return None
-    counts = spec.counts
+    counts, rows = spec.counts, spec.rows
+    if isinstance(table := group.tables[0], KeyTable):
+        if counts is not None:
+            raise ValueError(f"table {table.name!r}: counts are by row, but this is a table by key; leave out counts")
+        rows = rows_of(rows, table.capacity)
     if counts is not None and ranks is not None:
         counts = counts[group.tables[0].ids(0, group.tables[0].rows)]  # type: ignore[union-attr]
     options: dict[str, Any] = {"counts": counts, "record": spec.record, "log": log}
-    return EmbeddingCache(group.tables, spec.rows, spec.policy, device, spec.window, **options)  # type: ignore[arg-type]
+    return EmbeddingCache(group.tables, rows, spec.policy, device, spec.window, **options)  # type: ignore[arg-type]
+
+
+def make_group(group: GroupSpec, cache: EmbeddingCache | None, log: OpLog | None) -> Group:
+    """Return a group for the pipeline."""
+    [table, *_] = group.tables
+    keys = KeyedRows(table, group.unknown, cache) if isinstance(table, KeyTable) else None
+    return Group(group.tables, cache, log, keys)  # type: ignore[arg-type]
 
 
 def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
@@ -86,7 +101,7 @@ def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: 
     """Raise UserError if the free host memory is too small for what a runtime needs besides its tables."""
     sizes = [
         room.GroupSize(
-            group.tables[0].rows,
+            getattr(group.tables[0], "capacity", group.tables[0].rows),
             [TableShape(table.dim, table.optimizer, table.dtype, table.slots_dtype) for table in group.tables],
             on_host(group),
             spec,

@@ -86,6 +86,8 @@ class Reader:
         self.together = together
         self._whole = whole
         self._names = [feature.name for feature in bindings]
+        keyed = {number for group in groups if group.has_keys for number in group.features}
+        self._has_keys = [number in keyed for number in range(len(bindings))]
         self._checks: list[
             tuple[int, list[FeatureIds], Mapping[str, FeatureInput]]
         ] = []  # pending checks of the request's batches
@@ -134,7 +136,10 @@ class Reader:
 
     def _make_micro(self, given: Mapping[str, FeatureInput], sent: Any, number: int, *, copies: bool) -> MicroBatch:
         try:
-            ids = [read_ids(feature.name, feature.feature, given[feature.name]) for feature in self._bindings]
+            ids = [
+                read_ids(one.name, one.feature, given[one.name], are_keys=has_keys)
+                for one, has_keys in zip(self._bindings, self._has_keys, strict=True)
+            ]
         except (TypeError, ValueError) as error:
             raise type(error)(f"batch {number}: {error}") from None
         if copies:
@@ -152,6 +157,7 @@ class Reader:
             try:
                 check_ranges(ids, self._groups, self._bindings, given)
             except (TypeError, ValueError) as error:
+                checks.insert(0, (number, ids, given))  # the batch may be read again
                 raise type(error)(f"batch {number}: {error}") from None
 
     def _get_ids(self, batch: Any, number: int) -> Mapping[str, FeatureInput]:
@@ -175,7 +181,7 @@ class Reader:
         for group in self._groups:
             flat = [micro.ids[feature].values for micro in micros for feature in group.features]
             flat = flat if self._asks else [part[:0] for part in flat]
-            wide = len({part.dtype for part in flat}) > 1
+            wide = group.has_keys or len({part.dtype for part in flat}) > 1
             ids.append([part.astype(np.int64, copy=False) for part in flat] if wide else flat)
         tensors: list[Tensor] = []
         for micro in micros:

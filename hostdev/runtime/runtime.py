@@ -19,7 +19,6 @@ from hostdev.device.openmp import limit_spinning
 from hostdev.device.staging import Staging
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import alike
@@ -32,7 +31,15 @@ from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.open_loops import Loops
 from hostdev.runtime.options import B, PredictKwargs, S, Send, TrainKwargs
 from hostdev.runtime.partial import get_ids_of_some, some_features
-from hostdev.runtime.placement import CacheSize, cache_specs, make_cache, require_parts, require_place, require_room
+from hostdev.runtime.placement import (
+    CacheSize,
+    cache_specs,
+    make_cache,
+    make_group,
+    require_parts,
+    require_place,
+    require_room,
+)
 from hostdev.runtime.read_ahead import require_read_ahead
 from hostdev.runtime.requests import GetIds, Reader
 from hostdev.runtime.rows import Rows, Value
@@ -127,7 +134,7 @@ class Runtime(FrameworkLoaders):
         require_room(self.group_specs, specs, depth, self.device)
         self.staging = Staging(self.device, log, batches=depth + 2)
         groups = [
-            Group(group.tables, make_cache(group, spec, self.device, ranks, log), log)  # type: ignore[arg-type]
+            make_group(group, make_cache(group, spec, self.device, ranks, log), log)
             for group, spec in zip(self.group_specs, specs, strict=True)
         ]
         if ranks is not None:
@@ -372,11 +379,13 @@ class Runtime(FrameworkLoaders):
         """Freeze these tables (by default all) from the next batch on: they get no gradients and do not change."""
         self.require_open()
         self.settings.freeze(tables)
+        self.loops.replan()
 
     def unfreeze(self, *tables: str) -> None:
         """Undo `freeze`."""
         self.require_open()
         self.settings.unfreeze(tables)
+        self.loops.replan()
 
     def write_back(self) -> None:
         """Write the updates of all steps so far, and cached rows, to the host tables; also allowed within a loop."""

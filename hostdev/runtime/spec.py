@@ -62,6 +62,8 @@ class Feature:
             sums and means leave it out, and it is never looked up or updated.
         dtype: The dtype of the rows that the model gets, "float32" or "bfloat16", for all tables; or a tuple with one
             dtype for each table. Rows are rounded once, after weights and pooling.
+        unknown: For a table by key: the name of the out-of-vocabulary row, which keys without a row share. Features
+            with the same name share this row.
 
     Raises:
         ValueError: The pooling or dtype is unknown, the padding is not an integer, or there is no table.
@@ -71,8 +73,11 @@ class Feature:
     pooling: str | None = None
     padding: int | None = None
     dtype: str | tuple[str, ...] = "float32"
+    unknown: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.unknown, str):
+            raise TypeError(f"unknown must be the name of an out-of-vocabulary row, not {self.unknown!r}")
         if self.pooling not in POOLINGS:
             raise ValueError(f'the pooling of a feature must be None, "sum" or "mean", not {self.pooling!r}')
         if any(one not in DTYPES for one in ([self.dtype] if isinstance(self.dtype, str) else self.dtype)):

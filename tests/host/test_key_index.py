@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hostdev.core.admission import MinCount, Probability
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import LeastFrequent, LeastRecent, SmallestNorm, Unused
-from hostdev.host.key_index import KeyIndex
+from hostdev.host.key_index import KeyIndex, PlannedAheadError
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.key_directory import EMPTY
 
@@ -125,21 +125,33 @@ def check(index, naive):
     assert index.waiting >= len(naive.waiting)  # expired keys are erased later
 
 
+def check_committed(index, naive):
+    found = index.committed()
+    assert found.keys.tolist() == sorted(naive.rows)
+    pairs = zip(found.last.tolist(), found.uses.tolist(), strict=True)
+    assert list(pairs) == [naive.rows[key] for key in found.keys.tolist()]
+    np.testing.assert_array_equal(index.keys[found.rows], found.keys)
+    np.testing.assert_array_equal(index.find_committed(found.keys), found.rows)
+    keys = np.arange(-3, 30)
+    assert (index.find_committed(keys) == EMPTY).sum() == len(keys) - len(naive.rows)
+    waiting = {key: (value >> 24, value & 0xFFFFFF) for key, value in zip(found.waiting, found.counts, strict=True)}
+    assert waiting.items() >= naive.waiting.items()  # expired keys are erased later
+
+
 @pytest.mark.parametrize("evict", EVICTIONS, ids=str)
 @settings(deadline=None, max_examples=80)
 @given(admit=st.sampled_from(ADMISSIONS), program=PROGRAM)
 def test_random_programs(evict, admit, program):
     index, naive = KeyIndex("t", CAPACITY, admit, evict, seed=SEED), Naive(admit, evict)
-    step, done, before = 0, 0, {}  # the naive table before each step that is not committed
+    before = []  # the naive table before each step that is not finished, and the rows that the step has evicted
     most = 0  # rows with a key, or with the values of an evicted one
-    in_use: dict[int, int] = {}  # rows that still have an evicted key's values, with the step that evicted it
 
     def norms(rows):
         return np.array([norm_of(key) for key in index.keys[rows].tolist()])
 
     for what, value in program:
         if what == "plan":
-            step += 1
+            step = index.step + len(before) + 1
             keys, uses = np.array(list(value), np.int64), np.array(list(value.values()), np.int32)
             saved = copy.deepcopy(naive)
             try:
@@ -147,68 +159,97 @@ def test_random_programs(evict, admit, program):
             except UserError:
                 naive = saved
                 with pytest.raises(UserError, match="table 't'"):
-                    index.plan(keys, uses, step, norms)
+                    index.plan(keys, uses, norms)
             else:
-                before[step] = saved
-                made = index.plan(keys, uses, step, norms)
+                made = index.plan(keys, uses, norms)
                 assert keys[made.new].tolist() == admitted
                 assert set(made.evicted.tolist()) == set(evicted)
                 np.testing.assert_array_equal(made.rows, index.find(keys))
-                assert not set(made.rows[made.new].tolist()) & set(in_use)  # nothing has overwritten their values
-                in_use |= dict.fromkeys(made.evicted_rows.tolist(), step)
+                in_use = {row for _, rows in before for row in rows}  # nothing has overwritten their values
+                assert not set(made.rows[made.new].tolist()) & in_use
+                before.append((saved, made.evicted_rows.tolist()))
         elif what == "commit":
-            done = max(done, step - value)
-            index.commit(done)
-            before = {number: saved for number, saved in before.items() if number > done}
-            in_use = {row: number for row, number in in_use.items() if number > done}
+            while len(before) > value:
+                index.release(index.commit())
+                before.pop(0)
         elif what == "rollback":
-            first = max(done, step - value) + 1
-            index.rollback(first)
-            if undone := [number for number in before if number >= first]:
-                naive = before[min(undone)]
-                before = {number: saved for number, saved in before.items() if number < first}
-            in_use = {row: number for row, number in in_use.items() if number < first}
+            kept = max(0, len(before) - value)
+            index.rollback(kept)
+            if before[kept:]:
+                naive = before[kept][0]
+                del before[kept:]
         else:
-            index.commit(step)
-            done, before, in_use = step, {}, {}
-            index.erase(np.array(value, np.int64))
+            while before:
+                index.release(index.commit())
+                before.pop(0)
+            index.release(index.erase(np.array(value, np.int64)))
             for key in value:
                 naive.rows.pop(key, None)
                 naive.waiting.pop(key, None)
         check(index, naive)
-        most = max(most, len(index) + len(in_use))
-        assert index._rows <= most
+        assert index.unfinished == len(before)
+        check_committed(index, before[0][0] if before else naive)
+        most = max(most, len(index) + sum(len(rows) for _, rows in before))
+        assert index.rows <= most
+
+
+def plan(index, keys, uses, norms=None, *, finish=False):
+    found = index.plan(np.asarray(keys), np.asarray(uses, np.int32), norms)
+    if finish:
+        index.release(index.commit())
+    return found
 
 
 def test_keys_that_wait_late_in_a_run_are_erased():
-    index, key, one = KeyIndex("t", 9, MinCount(2)), np.array([5]), np.ones(1, np.int32)
+    index = KeyIndex("t", 9, MinCount(2))
+    index.step = 299
     for step in (300, 301):  # from step 128 on, the value of a waiting key does not fit in 31 bits
         assert index.waiting == step - 300
-        index.plan(key, one, step)
+        plan(index, [5], [1])
     assert len(index) == 1 and index.waiting == 0
-    index.rollback(301)
+    index.rollback(1)
     assert len(index) == 0 and index.waiting == 1
 
 
 def test_norms_that_are_not_numbers_count_as_the_largest():
-    index, one = KeyIndex("t", 4, None, SmallestNorm(keep=1.0)), np.ones(4, np.int32)
-    index.plan(np.arange(4), one, 1)
-    index.plan(np.array([7, 8]), one[:2], 2, lambda rows: np.full(len(rows), np.nan))
+    index = KeyIndex("t", 4, None, SmallestNorm(keep=1.0))
+    plan(index, range(4), [1] * 4)
+    with pytest.raises(PlannedAheadError):
+        plan(index, [7, 8], [1, 1])
+    assert len(index) == 4 and index.unfinished == 1
+    plan(index, [7, 8], [1, 1], lambda rows: np.full(len(rows), np.nan))
     assert len(index) == 4
 
 
 def test_uses_decay_and_come_back():
-    index, keys = KeyIndex("t", 4, None, LeastFrequent(keep=0.5, every=2, decay=0.5)), np.arange(4)
-    index.plan(keys, np.array([9, 8, 3, 2], np.int32), 1)
-    rows = index.find(keys)
-    assert index.plan(keys[:1], np.array([1], np.int32), 2).evicted.tolist() in ([2, 3], [3, 2])
+    index = KeyIndex("t", 4, None, LeastFrequent(keep=0.5, every=2, decay=0.5))
+    plan(index, range(4), [9, 8, 3, 2])
+    rows = index.find(np.arange(4))
+    assert plan(index, [0], [1]).evicted.tolist() in ([2, 3], [3, 2])
     assert index.uses(rows[:2]).tolist() == [5, 4]
-    index.rollback(2)
+    assert index.committed().keys.tolist() == []
+    index.rollback(1)
     assert index.uses(rows).tolist() == [9, 8, 3, 2]
-    index.plan(keys[:1], np.array([1], np.int32), 2)
-    index.commit(2)
-    index.plan(np.array([7, 8]), np.array([1, 1], np.int32), 3)
+    plan(index, [0], [1])
+    for _ in range(2):
+        index.release(index.commit())
+    plan(index, [7, 8], [1, 1])
     assert set(index.find(np.array([7, 8])).tolist()) == set(rows[2:].tolist())
+
+
+def test_rows_that_wait_for_their_release_are_not_used():
+    index = KeyIndex("t", 1, None, LeastRecent(keep=1.0))
+    for key in range(70_000):
+        try:
+            plan(index, [key], [1])
+        except PlannedAheadError:
+            break
+    assert len(index) == 1 and index.unfinished == key == index.row_space
+    evicted = [index.commit() for _ in range(index.unfinished)]
+    with pytest.raises(UserError, match="capacity"):  # nothing has released them
+        plan(index, [key], [1])
+    index.release(np.concatenate(evicted))
+    plan(index, [key], [1])
 
 
 def test_a_sketch_counts_at_least_the_uses_and_is_undone():
@@ -217,40 +258,15 @@ def test_a_sketch_counts_at_least_the_uses_and_is_undone():
     for step in range(1, 30):
         keys = np.unique(rng.zipf(1.2, 3_000) % 1_000_000)
         uses = rng.integers(1, 3, len(keys)).astype(np.int32)
-        index.plan(keys, uses, step)
+        plan(index, keys, uses, finish=True)
         if step % 3 == 0:
-            state = index._sketch._counts.copy(), len(index)
-            index.plan(keys + 7, uses, 100)
-            index.rollback(100)
-            np.testing.assert_array_equal(index._sketch._counts, state[0])
-            assert len(index) == state[1]
-        exact.plan(keys, uses, step)
+            counts, size = index.committed().sketch, len(index)
+            plan(index, keys + 7, uses)
+            np.testing.assert_array_equal(index.committed().sketch, counts)
+            index.rollback()
+            np.testing.assert_array_equal(index._sketch._counts.reshape(-1), counts)
+            assert len(index) == size
+        plan(exact, keys, uses, finish=True)
     every = np.arange(1_000_000)
     have, should = index.find(every) != EMPTY, exact.find(every) != EMPTY
     assert (have | ~should).all() and have.sum() < 1.2 * should.sum()
-
-
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (lambda: MinCount(0), "MinCount needs a number of uses from 1"),
-        (lambda: MinCount(2.5), "MinCount needs a number of uses from 1"),
-        (lambda: MinCount(2, sketch="1MiB", expires=3), "a sketch cannot forget single keys"),
-        (lambda: MinCount(2, sketch=10), "a sketch needs at least 1 KiB"),
-        (lambda: MinCount(2, expires=0), "expires must be at least 1 step"),
-        (lambda: Probability(0), "a probability must be above 0 and at most 1"),
-        (lambda: Probability(1.5), "a probability must be above 0 and at most 1"),
-        (lambda: Unused(steps=0), "steps must be at least 1 step"),
-        (lambda: LeastRecent(keep=0), "keep must be above 0 and at most 1"),
-        (lambda: LeastRecent(every=0), "every must be at least 1 step"),
-        (lambda: LeastFrequent(decay=0), "decay must be above 0 and at most 1"),
-        (lambda: KeyIndex("t", 0), "the capacity must be at least 1 row"),
-        (lambda: KeyIndex("t", 2**31), "the capacity must be at most 1,073,741,823 rows"),
-        (lambda: MinCount(3, expires=True), "expires must be at least 1 step"),
-        (lambda: MinCount(3, sketch=2048.5), "a sketch needs a size such as '64MiB'"),
-        (lambda: LeastRecent(keep="a"), "keep must be above 0 and at most 1"),
-    ],
-)
-def test_wrong_values(made, message):
-    with pytest.raises(ValueError, match=message):
-        made()

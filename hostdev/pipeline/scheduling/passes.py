@@ -91,7 +91,8 @@ def look_ahead(
                 item = take()
                 if isinstance(item, ReadBatch):
                     position += 1
-                    waiting.append(deduplicate(context, item, position, update))
+                    is_first = item.number == options.number + 1
+                    waiting.append(deduplicate(context, item, position, update, is_first=is_first))
                     if update:
                         announce(context, waiting, announced)
                 else:

@@ -8,16 +8,20 @@ from hostdev.pipeline.context import Context
 from hostdev.pipeline.results import ReadBatch, UniqueBatch, UniqueGroup
 
 
-def deduplicate(context: Context, batch: ReadBatch, position: int, update: bool) -> UniqueBatch:
+def deduplicate(
+    context: Context, batch: ReadBatch, position: int, update: bool, *, is_first: bool = False
+) -> UniqueBatch:
     """Find the unique ids of each group, in order of first occurrence over the group's features.
 
-    With other ranks, exchange the ids, and return the ids of this rank's rows that any rank requests.
+    For a table by key, these are the rows of the batch's keys. With other ranks, exchange the ids, and return the ids
+    of this rank's rows that any rank requests.
 
     Args:
         context: The pipeline's context.
         batch: The batch that was read.
         position: The batch's position in its loop, from 1.
         update: Whether the pass updates the tables.
+        is_first: Whether the batch is the first one of its pass.
     """
     number, request = batch
     context.before_stage("unique", number)
@@ -25,6 +29,11 @@ def deduplicate(context: Context, batch: ReadBatch, position: int, update: bool)
         if request.check is not None:
             request.check()
         groups = [UniqueGroup(*found) for found in context.unique(request.ids)]
+        for n, group in enumerate(context.groups):
+            if group.keys is not None:
+                keys, inverse, *_ = groups[n]
+                rows, plans = group.keys.assign(keys, inverse, request.ids[n], update=update, is_first=is_first)
+                groups[n] = UniqueGroup(rows, inverse, None, plans)
         span["rows"] = sum(len(group.ids) for group in groups)
     if context.exchanges:
         with context.timeline.span("exchange ids", number):

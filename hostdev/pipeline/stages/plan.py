@@ -25,7 +25,7 @@ def plan(
             finished.
     """
     number, position, request, unique = batch
-    groups = [PlannedGroup(group.ids, group.asked, None, None) for group in unique]
+    groups = [PlannedGroup(group.ids, group.asked, None, None, group.plans_keys) for group in unique]
     inverses = [group.inverse for group in unique]
     conflicts = None
     if context.on_host and update and (get_unfinished is not None or context.cached):
@@ -52,7 +52,7 @@ def _plan(number: int, _: int, context: Context, groups: list[PlannedGroup], inv
         inverses[number] = renumber(inverses[number], made, places)
     else:
         asked = asked._replace(inverse=renumber(asked.inverse, made, places))
-    groups[number] = PlannedGroup(group.ids, asked, made, places)
+    groups[number] = group._replace(asked=asked, plan=made, places=places)
 
 
 def _concatenate(context: Context, groups: list[PlannedGroup]) -> tuple[ConcatenatedIds, ConcatenatedIds]:

@@ -52,7 +52,9 @@ def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> 
                 if group.cache is not None and mine.planned.plan is not None:
                     group.cache.left(mine.planned.plan, table)
     _report(context, batch)
-    for group, stepped in zip(context.groups, batch.stepped, strict=True):
+    for group, mine, stepped in zip(context.groups, batch.groups, batch.stepped, strict=True):
+        if group.keys is not None and mine.planned.plans_keys and stepped[0]:
+            group.keys.finish_step()
         for embedding, one in zip(group.embeddings, stepped, strict=True):
             embedding.steps += one
     context.steps += 1

@@ -1,0 +1,505 @@
+"""A table by key: rows for any 64-bit keys, which get a row when they are admitted and lose it when they are evicted.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.admission import Admission, MinCount
+from hostdev.core.checks import check_rows, require_gradients
+from hostdev.core.errors import UserError
+from hostdev.core.eviction import Eviction, Unused
+from hostdev.core.history import History
+from hostdev.core.ids import checked_positions, to_keys
+from hostdev.core.initializers import Initializer, Normal, initializer
+from hostdev.core.memory import TableShape, available_bytes, format_bytes, parse_bytes
+from hostdev.core.optimizers import SparseOptimizer, require_optimizer
+from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
+from hostdev.core.tables import initial_seed
+from hostdev.host.key_columns import columns_in_order
+from hostdev.host.key_index import CommittedKeys, KeyIndex, PlannedKeys
+from hostdev.host.storage import Shape, make_storage
+from hostdev.host.table import HostTable
+from hostdev.host.writing import Writing
+from hostdev.kernels.arrays import Ids
+from hostdev.kernels.counter import key64
+from hostdev.kernels.key_directory import EMPTY
+from hostdev.kernels.norm import partial_squares
+from hostdev.kernels.pool import run_tasks
+from hostdev.kernels.unique import count_occurrences, unique
+
+Keys = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.float32]
+Positions = npt.NDArray[np.int32]
+
+KEY_BYTES = 45  # memory of a key beside its row: its entry in the directory, its last step, its uses, and itself
+_AT_ONCE = 1 << 16  # rows that are filled or read at a time
+_LEAST_CAPACITY = 1 << 20
+
+
+class KeyTable(HostTable):
+    """A `HostTable` whose ids are keys; `HostTable(None, ...)` creates it.
+
+    Public methods take keys. Methods that return tasks, and the pipeline, take row numbers, which are private: a key's
+    row depends on which rows were free.
+
+    Args:
+        rows: None.
+        dim: As for `HostTable`, like `optimizer`, `name`, `seed`, `dtype` and `slots`.
+        optimizer: See `dim`.
+        name: See `dim`.
+        seed: See `dim`; it also seeds `Probability`.
+        init: The initial weights: Normal, Uniform or Constant.
+        part: None.
+        dtype: See `dim`.
+        slots: See `dim`.
+        capacity: Maximum number of keys with a row, or the memory for all keys, such as "24GiB"; None for what the free
+            memory allows.
+        admit: When a key gets a row; None for at once.
+        evict: When a key loses its row; None for never.
+
+    Raises:
+        UserError: `capacity` exceeds the available memory.
+        TypeError, ValueError: An argument is wrong, or two contradict each other.
+    """
+
+    def __init__(
+        self,
+        rows: int | None,
+        dim: int,
+        optimizer: SparseOptimizer,
+        *,
+        name: str,
+        seed: int | None = None,
+        init: Initializer | npt.ArrayLike = Normal(0.01),
+        part: tuple[int, int] | None = None,
+        dtype: str = FP32,
+        slots: str = FP32,
+        capacity: int | str | None = None,
+        admit: Admission | None = None,
+        evict: Eviction | None = None,
+    ) -> None:
+        if dim < 1:
+            raise ValueError(f"table {name!r} needs at least one column, not {dim}")
+        require_optimizer(optimizer, name)
+        if part is not None:
+            raise UserError(f"table {name!r}: a table by key cannot be divided among processes yet; train it in one")
+        _require_policies(name, capacity, admit, evict)
+        self.dtype, self.slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
+        self.name, self.seed, self.optimizer = name, initial_seed(seed), optimizer
+        self.part, self.start = None, 0
+        self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
+        self._initial = (self.seed, _require_initializer(init, dim, name))
+        self.row_bytes = TableShape(dim, optimizer, self.dtype, self.slots_dtype).nbytes(1) + KEY_BYTES
+        self.capacity = self._get_capacity(capacity)
+        self.admit, self.evict = admit, evict
+        self._dim = dim
+        self._lock = threading.RLock()  # held while the index is read or changed
+        self._noting = threading.Lock()  # held while rows are recorded as changed
+        self.changes = None
+        self.may_train = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin without keys, in new memory."""
+        seed = self._initial[0]
+        self.index = KeyIndex(
+            self.name, self.capacity, self.admit, self.evict, seed=seed, require_memory=self._require_memory
+        )
+        self._rows = self.total_rows = self.index.row_space
+        self._key_shape = self._shape(self._dim)
+        self.storage = make_storage(self.name, self._key_shape, self.dtype, self.slots_dtype)
+        self._unknown: dict[str, int] = {}  # rows for keys without a row, by name
+        self._first_step = 0  # the table's step count when the index was at step 0
+        self.untouched = True
+        self.unknown_row()
+
+    @property
+    def rows(self) -> int:
+        """Number of keys that have a row."""
+        with self._lock:
+            return len(self.committed().keys) if self.index.unfinished else len(self.index)
+
+    def __len__(self) -> int:
+        """Return the number of keys that have a row."""
+        self._before_read()
+        return self.rows
+
+    @property
+    def keys(self) -> Keys:
+        """The keys that have a row, int64 [K], ascending."""
+        self._before_read()
+        return self.committed().keys
+
+    @property
+    def used_rows(self) -> int:
+        """One more than the largest row number that the table has used."""
+        return self.index.rows
+
+    def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the keys of the rows [start, stop)."""
+        return self.index.keys[start:stop]
+
+    def row_ids(self, ids: Ids) -> Ids:
+        """Return the keys of rows, which take the place of their ids."""
+        return self.index.keys[ids]
+
+    def committed(self) -> CommittedKeys:
+        """Return the table's keys after its last finished step, with their rows, in ascending order."""
+        with self._lock:
+            return self.index.committed()
+
+    def unknown_row(self, name: str = "") -> int:
+        """Return the row that features with the out-of-vocabulary row `name` use for keys without a row."""
+        with self._lock:
+            if name not in self._unknown:
+                key = np.array([key64(0, "out of vocabulary", name)], np.uint64).view(np.int64)
+                self._unknown[name] = self.index.take_row(int(key[0]))
+                self._fill(np.array([self._unknown[name]], np.int32), self._steps)
+            return self._unknown[name]
+
+    @property
+    def unknown_rows(self) -> Mapping[str, int]:
+        """The rows for keys without a row, by name, in the order of the names."""
+        return dict(sorted(self._unknown.items()))
+
+    @property
+    def _steps(self) -> int:
+        return 0 if self.history is None else self.history.steps
+
+    def are_unused(self, rows: Ids) -> npt.NDArray[np.bool_]:
+        """Return which rows [N] no key and no feature uses after the last planned step, bool [N]."""
+        with self._lock:
+            found: npt.NDArray[np.bool_] = self.index.are_unused(rows) & ~np.isin(rows, list(self._unknown.values()))
+            return found
+
+    def find_rows(self, keys: Keys) -> Positions:
+        """Return the rows of keys [N] after the last finished step, int32 [N]; EMPTY for a key without a row."""
+        with self._lock:
+            return self.index.find_committed(keys)
+
+    def plan(self, keys: Keys, uses: npt.NDArray[np.int32], *, may_read: bool) -> PlannedKeys:
+        """Plan the next step, see `KeyIndex.plan`, and initialize the rows of new keys.
+
+        `may_read` is whether all earlier steps are finished, with all rows on the host.
+        """
+        with self._lock:
+            if not self.index.unfinished and self.history is not None:
+                self._first_step = self.history.steps - self.index.step
+            planned = self.index.plan(keys, uses, self._norms if may_read else None)
+            try:
+                self._fill(planned.rows[planned.new], self._first_step + self.index.step + self.index.unfinished - 1)
+            except BaseException:
+                self.index.rollback(self.index.unfinished - 1)
+                raise
+            return planned
+
+    def commit(self) -> Positions:
+        """Finish the first planned step; return the rows that it evicted, which `release` makes free."""
+        with self._lock:
+            return self.index.commit()
+
+    def release(self, rows: Positions) -> None:
+        """Allow the use of evicted rows that nothing uses any more."""
+        with self._lock:
+            self.index.release(rows)
+
+    def rollback(self) -> None:
+        """Undo all planned steps that are not finished."""
+        with self._lock:
+            self.index.rollback()
+
+    def erase(self, ids: npt.ArrayLike) -> None:
+        """Forget keys with their rows, optimizer state, and counts of uses; keys that are unknown have no effect.
+
+        Args:
+            ids: Keys, integers of 64 bits [N], duplicates allowed.
+
+        Raises:
+            TypeError, ValueError: The keys are not integers, or a loop over the table has a batch without its step.
+        """
+        keys = self._require_keys(ids)
+        with self._rekeying():
+            rows = self.index.erase(keys)
+            _, planes, D = self.storage.shape
+            for start in range(0, len(rows), _AT_ONCE):
+                part = rows[start : start + _AT_ONCE]
+                zeros = np.zeros((len(part), planes, D), np.float32)
+                state = np.zeros((len(part), self.storage.row_slots.shape[1]), np.float32)
+                run_tasks(self.write_rows_tasks(part, zeros, state))
+            self.index.keys[rows] = 0
+            self.index.release(rows)
+
+    def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
+        """Overwrite rows and their state, as `HostTable.write_rows` does; keys without a row get one."""
+        keys = self._require_keys(ids)
+        positions = checked_positions(positions, len(keys), len(block), self.name)
+        self._check_values(keys, block, row_slots, positions)
+        if len(np.unique(keys)) < len(keys):
+            raise ValueError(f"table {self.name!r}: the keys of write_rows() must be all different")
+        with self._rekeying():
+            rows = self._add(keys, np.zeros(len(keys), np.uint32), np.zeros(len(keys), np.uint32))
+            run_tasks(self.write_rows_tasks(rows, block, row_slots, positions))
+        self._after_write(rows)
+
+    def _add(self, keys: Keys, last: npt.NDArray[np.uint32], uses: npt.NDArray[np.uint32]) -> Positions:
+        """Return the rows of distinct keys; those that have none get one, with this last step and uses."""
+        rows = self.index.find(keys)
+        new = np.flatnonzero(rows == EMPTY)
+        rows[new] = self.index.add(keys[new], last[new], uses[new])
+        return rows
+
+    def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
+        """Take one step with the gradients of each key, as `HostTable.apply` does, with admission and eviction."""
+        self._require_alone()
+        keys, grads = self._require_keys(ids), np.ascontiguousarray(grads)
+        check_rows("grads", grads, (len(keys), self.dim), self.name)
+        require_gradients(self.name, keys, grads, self.optimizer.largest_gradient, summed=False)
+        distinct: Any
+        distinct, inverse = unique(keys)
+        with self._rekeying(), self._one_step(distinct, count_occurrences(inverse, len(distinct))) as rows:
+            rows = rows[inverse]
+            self._note_write(rows)
+            self.storage.apply(rows, grads, self.begin_step())
+        self._after_write(rows)
+
+    def update(
+        self, ids: npt.ArrayLike, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
+    ) -> None:
+        """Take one step on distinct keys with their summed gradients; as `HostTable.update`, but always a whole step.
+
+        Raises:
+            UserError, TypeError, ValueError: As for `apply`; or `step` is given, or a key repeats or has no row.
+        """
+        if step is not None:
+            raise ValueError(f"table {self.name!r}: a step of a table by key is one call; leave out step")
+        keys, grads = self._require_keys(ids), np.ascontiguousarray(grads)
+        positions = checked_positions(positions, len(keys), len(grads), self.name)
+        if positions is not None:
+            check_rows("grads", grads, (len(grads), self.dim), self.name)
+            grads = grads[positions]
+        if len(np.unique(keys)) < len(keys):
+            raise ValueError(f"table {self.name!r}: the keys of update() must be all different; use apply()")
+        self.apply(keys, grads)
+
+    @contextmanager
+    def _one_step(self, keys: Keys, uses: npt.NDArray[np.int32]) -> Iterator[Positions]:
+        """Plan a step for a `with` block that takes it; yield the keys' rows."""
+        planned = self.plan(keys, uses, may_read=True)
+        try:
+            yield np.where(planned.rows == EMPTY, np.int32(self.unknown_row()), planned.rows)
+        except BaseException:
+            self.rollback()
+            raise
+        self.release(self.commit())
+
+    @contextmanager
+    def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:
+        """Edit copies of rows, as `HostTable.writing` does; without `ids`, of all keys in the order of `keys`.
+
+        Raises:
+            UserError: A key has no row.
+        """
+        with super().writing(ids) as one:
+            yield one
+
+    def _to_edit(self, ids: npt.ArrayLike | None) -> Ids:
+        self._before_write()
+        if ids is None:
+            return self.committed().rows
+        keys = self._require_keys(ids)
+        rows = self.find_rows(keys)
+        if (rows == EMPTY).any():
+            key = keys[np.flatnonzero(rows == EMPTY)[0]]
+            raise UserError(f"table {self.name!r} has no row for key {key}, so it cannot be edited; use write_rows()")
+        return rows
+
+    def reset(self) -> None:
+        """Forget all keys, and set the step to 0, as in a new table."""
+        with self._rekeying():
+            if self.changes is not None:
+                self.changes.await_end()
+            names = list(self._unknown)
+            self._begin()
+            for name in names:
+                self.unknown_row(name)
+            if self.changes is not None:
+                self.note_changes(anew=True)
+            if self.history is not None:
+                self.history = History(self.history.how)
+            self._step = 0
+        self._after_write(None)
+
+    @property
+    def weights(self) -> Rows:
+        """A copy of the weights, float32 [K, D], in the order of `keys`."""
+        self._before_read()
+        self._require_copies("weights", 1)
+        return self._in_order("weights")
+
+    @property
+    def slots(self) -> Mapping[str, Rows]:
+        """Copies of the optimizer state by name, each float32 [K, D], or [K, 1], in the order of `keys`."""
+        self._before_read()
+        self._require_copies("slots", len(self.optimizer.slots))
+        return {name: self._in_order(name) for name in (*self.optimizer.slots, *self.optimizer.row_slots)}
+
+    @property
+    def row_slots(self) -> Rows:
+        """A copy of the per-row state, float32 [K, R], in the order of `keys`."""
+        self._before_read()
+        return self.storage.row_slots[self.committed().rows]
+
+    @property
+    def block(self) -> NoReturn:
+        """Raise TypeError: rows are in no order that has a meaning."""
+        raise TypeError(f"table {self.name!r} is a table by key, whose rows have no order; use read_rows(keys, ...)")
+
+    def _in_order(self, name: str) -> Rows:
+        found = columns_in_order(self, self.committed().rows, after_all_steps=True)[name]
+        return np.ascontiguousarray(found[:])
+
+    def columns(self) -> dict[str, Any]:  # Any: see `HostTable.columns`
+        """Return stored weights and optimizer state as `HostTable.columns` does, in the order of `keys`."""
+        self._before_read()
+        return dict(columns_in_order(self, self.committed().rows))
+
+    def partial_squares(self) -> npt.NDArray[np.float64]:
+        """Return the sums of squares of the weights, in the order of `keys`."""
+        return partial_squares(np.ascontiguousarray(self.weights)[:, None])
+
+    def adopt(self, history: History, *, whole: bool) -> None:
+        """See `HostTable.adopt`."""
+        del whole  # all rows of a table by key are loaded
+        self._before_write()
+        self.history = history
+
+    def __getstate__(self) -> NoReturn:
+        """Raise TypeError: only address space is reserved for most rows."""
+        raise TypeError(f"table {self.name!r} is a table by key, which cannot be copied; save a checkpoint and load it")
+
+    @contextmanager
+    def _rekeying(self) -> Iterator[None]:
+        """Change keys in a `with` block, while no step of an open loop is planned ahead."""
+        self._before_write()
+        for owner in self._owners:
+            owner.before_rekey(self)
+        with self._lock:
+            if self.index.unfinished:
+                raise ValueError(
+                    f"table {self.name!r}: a loop has a batch without its step; change keys after the batch's step, "
+                    "or between loops"
+                )
+            self.untouched = False
+            yield
+
+    def _checked(self, ids: npt.ArrayLike) -> Ids:
+        """Return the rows of keys after all steps so far; the out-of-vocabulary row for a key without a row."""
+        keys = self._require_keys(ids)
+        self._before_read()
+        rows = self.find_rows(keys)
+        rows[rows == EMPTY] = self.unknown_row()
+        return rows
+
+    def _require_keys(self, ids: npt.ArrayLike) -> Keys:
+        keys = to_keys(ids, f"table {self.name!r}: keys")
+        if keys.ndim != 1:
+            raise ValueError(f"table {self.name!r}: keys must have the shape [N], not {list(keys.shape)}")
+        return keys
+
+    def _fill(self, rows: Positions, step: int) -> None:
+        """Write the initial values of new rows, whose last step is `step`."""
+        _, planes, D = self.storage.shape
+        for start in range(0, len(rows), _AT_ONCE):
+            part = rows[start : start + _AT_ONCE]
+            block = np.empty((len(part), planes, D), np.float32)
+            self.storage.initial(self._key_shape, *self._initial, self.index.keys[part], block)
+            row_slots = np.empty((len(part), self.storage.row_slots.shape[1]), np.float32)
+            row_slots[:] = list(self.optimizer.row_slots.values())
+            if self.history is not None:
+                row_slots[:, -1] = step
+            untouched = self.untouched
+            run_tasks(self.write_rows_tasks(part, block, row_slots))
+            self.untouched = untouched
+
+    def _note_write(self, ids: Ids) -> None:
+        with self._noting:  # the rows of new keys are filled in another thread than updates
+            super()._note_write(ids)
+
+    def _norms(self, rows: Positions) -> npt.NDArray[np.float64]:
+        """Return the squares of the norms of rows' weights, float64, summed in the order of the columns."""
+        found = np.zeros(len(rows), np.float64)
+        for start in range(0, len(rows), _AT_ONCE):
+            block, _ = self._read(rows[start : start + _AT_ONCE])
+            part = found[start : start + _AT_ONCE]
+            for column in range(block.shape[2]):
+                weights = block[:, 0, column].astype(np.float64)
+                part += weights * weights
+        return found
+
+    def _shape(self, dim: int) -> Shape:
+        index = self.index
+        where = 0, index.row_space, False, self.ids
+        return Shape(index.row_space, dim, self.optimizer, *where, self.slots_dtype, index.keys)
+
+    def _get_capacity(self, capacity: int | str | None) -> int:
+        """Return the maximum number of keys for the argument `capacity`."""
+        free = available_bytes()
+        if capacity is None:
+            return max(_LEAST_CAPACITY, free // self.row_bytes)
+        rows = parse_bytes(capacity) // self.row_bytes if isinstance(capacity, str) else capacity
+        if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
+            raise TypeError(
+                f"table {self.name!r}: capacity must be a number of rows or a size such as '24GiB', not {capacity!r}"
+            )
+        if rows < 1:
+            raise ValueError(
+                f"table {self.name!r}: capacity {capacity!r} has no room for a row of {self.row_bytes} bytes"
+            )
+        if rows * self.row_bytes > free:
+            raise UserError(
+                f"table {self.name!r} may need {int(rows):,} rows x {self.row_bytes} bytes = "
+                f"{format_bytes(int(rows) * self.row_bytes)}, but {format_bytes(free)} of host memory are free; use a "
+                "smaller capacity or dimension"
+            )
+        return int(rows)
+
+    def _require_memory(self, rows: int) -> None:
+        needed, free = rows * self.row_bytes, available_bytes()
+        if needed > free:
+            raise UserError(
+                f"table {self.name!r} has {len(self.index):,} keys and needs memory for more, but only "
+                f"{format_bytes(free)} of host memory are free; all finished steps are kept. Use a smaller capacity "
+                "with evict=, admit fewer keys, or free memory"
+            )
+
+
+def _require_policies(name: str, capacity: int | str | None, admit: Any, evict: Any) -> None:
+    """Raise an error unless `admit` and `evict` are policies that do not contradict each other."""
+    if admit is not None and not isinstance(admit, Admission):
+        raise TypeError(f"table {name!r}: admit must be hostdev.MinCount or hostdev.Probability, not {admit!r}")
+    if evict is not None and not isinstance(evict, Eviction):
+        raise TypeError(
+            f"table {name!r}: evict must be hostdev.Unused, LeastRecent, LeastFrequent or SmallestNorm, not {evict!r}"
+        )
+    if evict is not None and not isinstance(evict, Unused) and capacity is None:
+        raise ValueError(f"table {name!r}: evict={evict!r} needs a capacity, down to which keys are evicted")
+    expires = admit.expires if isinstance(admit, MinCount) else None
+    if isinstance(evict, Unused) and expires is not None and expires > evict.steps:
+        raise ValueError(
+            f"table {name!r}: {evict!r} forgets a key sooner than {admit!r} forgets one that has no row yet; expires "
+            "must be at most steps"
+        )
+
+
+def _require_initializer(init: Any, dim: int, name: str) -> Initializer:
+    """Return an initializer whose values are functions of the key."""
+    if hasattr(init, "__array__") or isinstance(init, list | tuple):
+        raise ValueError(f"table {name!r}: init must be Normal, Uniform or Constant, since a table by key has no order")
+    return initializer(init, 0, dim, name)
