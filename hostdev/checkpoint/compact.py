@@ -9,11 +9,13 @@ import numpy.typing as npt
 
 from hostdev.checkpoint import best, folder
 from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.keyed import keys_of
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.manifest import VERSION
+from hostdev.checkpoint.manifest import VERSION, Table
 from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.writer import AsyncWriter, Content, Item
 from hostdev.core.errors import UserError
+from hostdev.core.keys import KeyColumns, join_columns
 
 Rows = npt.NDArray[np.float32]
 
@@ -28,6 +30,17 @@ class _MergedRows:
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Return all rows in [first, last)."""
         return np.arange(first, last)
+
+    def key_columns(self, first: int, last: int) -> KeyColumns:
+        """For a table by key, return the keys of the rows [first, last)."""
+        unknown = len(keys_of(self._layers.manifest.table(self._name)).unknown)
+        merged = self._layers.merged(self._name).columns
+        rest = merged.at(slice(max(first, unknown) - unknown, max(last, unknown) - unknown))
+        if first >= unknown:
+            return rest
+        own = self._layers.rows(self._name, first, min(last, unknown)).keys
+        assert own is not None
+        return join_columns([own, rest])
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
         """See `writer.Source`."""
@@ -77,11 +90,18 @@ def compact(chain: Chain, keep: int | None = None) -> str:
 def merge(chain: Chain, path: Path) -> Path:
     """Write a checkpoint and its parents as one full checkpoint into the folder `path`; return the new path."""
     layers = Layers(chain)
-    items = [
-        Item(replace(table, files=[]), _MergedRows(layers, table.name), True, lambda: None, lambda saved: None)
-        for table in layers.manifest.tables
-    ]
+    items = [merged_item(layers, table) for table in layers.manifest.tables]
     return write_anew(layers, items, path)
+
+
+def merged_item(layers: Layers, table: Table) -> Item:
+    """Return a table's merged rows as an item to write."""
+    rows = _MergedRows(layers, table.name)
+    item = Item(replace(table, files=[]), rows, True, lambda: None, lambda saved: None)
+    if table.keys is None:
+        return item
+    others = layers.merged(table.name).others
+    return item._replace(get_keys=rows.key_columns, files=others._replace(gone=others.gone[:0]).files)
 
 
 def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
@@ -95,7 +115,7 @@ def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
     }
     names = [(name, key) for name, key in newest.state.get("digest", [])]
     content = Content(newest.state, read_dense_tensors(layers), others, names)
-    digest = newest.state_sha256 if newest.version == VERSION else None
+    digest = newest.state_sha256 if newest.version >= VERSION else None
     return AsyncWriter(path, newest.step, items, content, None, state_sha256=digest).wait().path
 
 

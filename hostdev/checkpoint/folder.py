@@ -128,7 +128,11 @@ def _find_difference(parent: Manifest, child: Manifest) -> str | None:
         return "its tables differ from those of"
     for table in child.tables:
         before = parent.table(table.name)
+        if (before.keys is None) != (table.keys is None):
+            return f"table {table.name[:80]!r} is by key in only one of it and"
         for what in ("rows", "dim", "slots", "row_slots", "order"):
+            if what == "rows" and table.keys is not None:
+                continue
             if getattr(before, what) != getattr(table, what):
                 return f"table {table.name[:80]!r} differs in {what} from"
     return None

@@ -1,6 +1,7 @@
 """The merged rows of a checkpoint and its parents, read from the files one range at a time."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.keyed import merge_keys
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import RangeFile, Table
-from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, mapped, parse_range, require_covered
+from hostdev.checkpoint.ranges import (
+    SPREAD,
+    WEIGHTS,
+    RowChunk,
+    mapped,
+    parse_range,
+    require_covered,
+    rows_per_file,
+)
+from hostdev.core.keys import join_columns
 
 Rows = npt.NDArray[np.float32]
 
@@ -20,18 +31,30 @@ class Layers:
     """A chain's tables, read from memory-mapped files without verifying checksums; a layer is one checkpoint."""
 
     def __init__(self, chain: Chain) -> None:
-        self.chain, self.manifest = chain, chain[-1].manifest
+        self.chain = chain
+        tables = [_merged_entry(table) for table in chain[-1].manifest.tables]
+        self.manifest = replace(chain[-1].manifest, tables=tables)
+        self.merged = lru_cache(maxsize=None)(partial(merge_keys, chain))  # called with the name of a table by key
         self._parsed = lru_cache(maxsize=None)(self._parse)
         self._mapped = lru_cache(maxsize=None)(partial(MappedTable, chain))
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        """Return the row ranges of a table's files; raise BrokenCheckpointError unless they cover the table."""
+        """Return the row ranges of a table's files; raise BrokenCheckpointError unless they cover the table.
+
+        The rows of a table by key are its out-of-vocabulary rows, and then those of its keys in the order of hashes.
+        """
+        table = self.manifest.table(name)
+        if table.keys is not None:
+            step = rows_per_file(table)
+            return [(start, min(start + step, table.rows)) for start in range(0, table.rows, step)]
         return require_covered(self.chain, name)
 
     def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowChunk:
         """Return the rows [start, stop), one of `ranges`, in stored order, with `columns` or, for None, all columns."""
         table = self.manifest.table(name)
         wanted = [WEIGHTS, *table.slots, *table.row_slots] if columns is None else list(columns)
+        if table.keys is not None:
+            return self._keyed_rows(table, start, stop, wanted)
         base = next(file for file in self.chain[0].manifest.table(name).files if file.start == start)
         found = {column: _column(self._rows_of(0, table, base), column) for column in wanted}
         copied = False
@@ -78,7 +101,40 @@ class Layers:
 
     def _parse(self, layer: int, name: str, file: RangeFile) -> RowChunk:
         path: Path = self.chain[layer].path / file.file
-        return parse_range(path, mapped(path), self.manifest.table(name), file)
+        return parse_range(path, mapped(path), self.chain[layer].manifest.table(name), file)
+
+    def _keyed_rows(self, table: Table, start: int, stop: int, wanted: Sequence[str]) -> RowChunk:
+        """Return merged rows of a table by key, gathered from the newest files that have them."""
+        assert table.keys is not None
+        merged, unknown = self.merged(table.name), len(table.keys.unknown)
+        own = np.arange(start, min(stop, unknown))  # out-of-vocabulary rows, which each checkpoint has
+        part = slice(max(start, unknown) - unknown, max(stop, unknown) - unknown)
+        layers = np.concatenate([np.full(len(own), len(self.chain) - 1, np.int32), merged.layers[part]])
+        positions = np.concatenate([own, merged.positions[part]])
+        N, dim = stop - start, table.dim
+        found = {name: np.empty(N if name in table.row_slots else (N, dim), np.float32) for name in wanted}
+        for layer in np.unique(layers).tolist():
+            for file in self.chain[layer].manifest.table(table.name).files:
+                at = np.flatnonzero((layers == layer) & (file.start <= positions) & (positions < file.stop))
+                if len(at):
+                    rows = self._rows_of(layer, table, file)
+                    for name, values in found.items():
+                        values[at] = _column(rows, name)[positions[at] - file.start]
+        keys = merged.columns
+        if len(own):
+            newest = self.chain[-1].manifest.table(table.name)
+            first = self._rows_of(len(self.chain) - 1, table, min(newest.files, key=lambda file: file.start)).keys
+            assert first is not None
+            keys = join_columns([first.at(own), keys.at(part)])
+        else:
+            keys = keys.at(part)
+        columns = {name: values for name, values in found.items() if name not in table.row_slots}
+        return RowChunk(start, None, columns, {name: found[name] for name in table.row_slots if name in found}, keys)
+
+
+def _merged_entry(table: Table) -> Table:
+    """Return a table's entry; a table by key gets the number of rows that it has in all checkpoints together."""
+    return table if table.keys is None else replace(table, rows=len(table.keys.unknown) + table.keys.count)
 
 
 def _column(rows: RowChunk, column: str) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 
 from hostdev.checkpoint.current import history_of
 from hostdev.checkpoint.folder import Chain, Found, candidates, read_chain
+from hostdev.checkpoint.keyed import is_by_key, load_keys, require_kind
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, check_file, mapped, parse_range
@@ -97,7 +98,9 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
         )
     for name, table in tables.items():
         there, here = newest.manifest.table(name), table.optimizer
-        mine = (table.total_rows, table.dim), type(here).__name__, {**hyperparameters(here), "lr": None}
+        require_kind(newest.path, there, table)
+        rows = there.rows if is_by_key(table) else table.total_rows
+        mine = (rows, table.dim), type(here).__name__, {**hyperparameters(here), "lr": None}
         theirs = (there.rows, there.dim), there.optimizer, {**there.hyperparameters, "lr": None}
         for what, a, b in zip(("shape", "optimizer", "optimizer"), theirs, mine, strict=True):
             if a != b:
@@ -113,9 +116,15 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
 
 def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
     """Load tables' rows, steps, learning rates and seeds; call `require_tables` first. Errors are as in `load_rows`."""
+    for table in tables.values():
+        if is_by_key(table) and not table.untouched:
+            table.reset()
     load_rows(chain, tables, check=check)
     for name, table in tables.items():
         about = chain[-1].manifest.table(name)
+        if about.keys is not None:
+            assert about.seed is not None
+            table.reseed(about.seed)
         table.step = about.step
         table.optimizer.lr = about.hyperparameters["lr"]
         if about.seed is not None:
@@ -135,11 +144,14 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
     """
     layers = Layers(chain)
     for name, table in tables.items():
-        layers.ranges(name)  # raises if there are gaps
+        if not is_by_key(table):
+            layers.ranges(name)  # raises if there are gaps
         if table.history is not None:
             history = history_of(chain, name)
             assert history is not None  # the optimizers are equal
             table.adopt(history, whole=chain[-1].manifest.table(name).rows == table.total_rows)
+    keyed = {name: table for name, table in tables.items() if is_by_key(table)}
+    tables = {name: table for name, table in tables.items() if name not in keyed}
     wanted = [
         [
             (checkpoint.path / file.file, table, file, tables[table.name])
@@ -156,6 +168,8 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
         for work in wanted:  # each checkpoint's rows overwrite its parent's
             for size in pool.map(lambda each: load(*each), work):
                 progress.update(size)
+    for name, table in keyed.items():
+        load_keys(chain, name, table, check=check)
 
 
 class _Memory(threading.local):

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.device_rows import DeviceRows
 from hostdev.checkpoint.folder import Checkpoint
+from hostdev.checkpoint.keyed import OtherKeys, is_by_key, make_state
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import FILE_BYTES
 from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content, Item, describe_table
@@ -120,7 +122,7 @@ class CheckpointManager:
         parent = self._parent(tables)
         items: list[Item] = []
         try:
-            items += (self._item(table, budget, full=parent is None) for table in tables)
+            items += (self._item(n, table, budget, full=parent is None) for n, table in enumerate(tables))
         except BaseException:
             for item in items:
                 item.stop()
@@ -162,6 +164,7 @@ class CheckpointManager:
     def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
         """Return the parent of the next checkpoint, or None if the next checkpoint should be full."""
         known = self.last is not None and folder.is_on_disk(self.last) and self._is_of(self.last, tables)
+        known = known and all(self._knows_changes(table) for table in tables if is_by_key(table))
         full = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
         new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
         votes = [[known, self._increments + new, full]]
@@ -173,13 +176,26 @@ class CheckpointManager:
     @staticmethod
     def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
         """Return whether a checkpoint has exactly these tables, with their row counts and row orders."""
-        mine = [describe_table(table) for table in tables]
-        return {(table.name, table.rows, table.order) for table in last.manifest.tables} == {
-            (table.name, table.rows, table.order) for table in mine
+        pairs = [(table, is_by_key(each)) for each in tables for table in [describe_table(each)]]
+        return {_shape(table, keyed=table.keys is not None) for table in last.manifest.tables} == {
+            _shape(table, keyed=keyed) for table, keyed in pairs
         }
 
-    def _item(self, table: Any, budget: Budget, *, full: bool) -> Item:
+    def _item(self, number: int, table: Any, budget: Budget, *, full: bool) -> Item:
         about = describe_table(table)
+        if is_by_key(table):
+            rows = table.begin_snapshot(budget, everything=full)
+            about = replace(about, rows=rows.count, keys=make_state(table, rows, number))
+            found, gone = rows.found, rows.gone
+            return Item(
+                about,
+                rows,
+                True,
+                rows.end,
+                lambda saved: table.end_snapshot(rows, saved=saved),
+                get_keys=rows.key_columns,
+                files=lambda: _other_keys(found.in_order(), gone).files(),
+            )
         if not hasattr(table, "note_changes"):
             rows = DeviceRows(table, COPIES_BYTES)
             return Item(about, rows, True, rows.stop, lambda saved: None)
@@ -230,6 +246,14 @@ class CheckpointManager:
         """Wait until the last checkpoint is written or has failed."""
         if self._writer is not None:
             self._writer.join()
+
+
+def _shape(table: Table, *, keyed: bool) -> tuple[Any, ...]:
+    return table.name, keyed or table.rows, table.order
+
+
+def _other_keys(found: Any, gone: Any) -> OtherKeys:
+    return OtherKeys(found.waiting, found.counts, gone, found.sketch)
 
 
 def _row_bytes(table: Table) -> int:

@@ -14,11 +14,20 @@ from hostdev.core.table_dtypes import FP32, SLOT_DTYPES, TABLE_DTYPES
 
 FORMAT = "hostdev-checkpoint"
 VERSION = 2
-_READABLE = (1, 2)  # they differ in `state_sha256`
+KEYED_VERSION = 3  # with tables by key
+_READABLE = (1, VERSION, KEYED_VERSION)  # 1 has another definition of `state_sha256`
 FILE_NAME = "checkpoint.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ORDERS = ("ids", "spread")
-_USUAL = {"order": "ids", "dtype": FP32, "slots_dtype": FP32, "seed": None, "history": None}  # defaults, not written
+KEY_COLUMNS = ("key", "last_use", "uses")
+_USUAL = {
+    "order": "ids",
+    "dtype": FP32,
+    "slots_dtype": FP32,
+    "seed": None,
+    "history": None,
+    "keys": None,
+}  # defaults, not written
 _MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # limits for a table
 
 
@@ -51,11 +60,30 @@ class RangeFile(File):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeyState:
+    """What a table by key has besides its rows; files are named as in `Manifest.others`."""
+
+    count: int  # number of keys that have a row
+    step: int  # number of the keys' steps
+    capacity: int
+    init: str  # initializer of new rows, as text
+    unknown: list[str]  # names of the out-of-vocabulary rows, which are the first rows in the files
+    counting: str  # how the uses of keys without a row are counted, as text
+    admit: str | None  # policies, as text
+    evict: str | None
+    decay: float  # factor by which uses decay
+    decays: int  # how often they have decayed
+    waiting: str  # file of the keys that wait for a row
+    gone: str  # file of the keys that have lost their row since the parent
+    sketch: str | None  # file of the counters of a sketch
+
+
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """A table's entry in the manifest."""
 
     name: str
-    rows: int  # number of rows of the whole table
+    rows: int  # number of rows of the whole table; of a table by key, the number of rows in this checkpoint's files
     dim: int
     optimizer: str  # such as "LazyAdam"
     hyperparameters: dict[str, Any]
@@ -66,7 +94,8 @@ class Table:
     order: str = "ids"  # row order; "spread": by position, as rows are divided among ranks (`kernels.shards`)
     dtype: str = FP32  # dtype of the weights in training; files always have float32
     slots_dtype: str = FP32  # dtype of `slots` in training
-    seed: int | None = None  # seed of the rounding, for weights or slots that are not float32
+    seed: int | None = None  # seed of the rounding, for weights or slots that are not float32; and of a table by key
+    keys: KeyState | None = None  # of a table by key, whose files have all rows of their ranges, in the order of hashes
     history: str | None = None  # step history, if reading a row applies the steps that it has missed (`core.history`)
 
 
@@ -175,7 +204,7 @@ def read(path: Path) -> Manifest:
         raise BrokenCheckpointError(f"{file} is broken (its checksum is wrong)")
     if found[1] not in _READABLE:
         raise UserError(
-            f"{file} has format version {found[1]}, but this hostdev release reads versions 1 and {VERSION}"
+            f"{file} has format version {found[1]}, but this hostdev release reads versions 1 to {KEYED_VERSION}"
         )
     try:
         made = json_files.parse(Manifest, content)
@@ -211,10 +240,14 @@ def _check_table(table: Table) -> None:
     right = 1 <= table.rows <= _MOST_ROWS and 1 <= table.dim <= _MOST_VALUES // table.rows
     _require(right, f"{name} has the invalid size {table.rows} x {table.dim}")
     _require(table.step >= 0, f"{name} is at the negative step {table.step}")
+    if (keys := table.keys) is not None:
+        right = min(keys.count, keys.step, keys.decays) >= 0 and len(keys.unknown) <= table.rows
+        _require(right and table.order == "ids" and 0 < keys.decay <= 1, f"{name} has invalid numbers of keys")
+        _require_different(keys.unknown, f"{name}: out-of-vocabulary row")
     _require(table.order in _ORDERS, f"{name} has the unknown row order {table.order[:80]!r}")
     for dtype, known in ((table.dtype, TABLE_DTYPES), (table.slots_dtype, SLOT_DTYPES)):
         _require(dtype in known, f"{name} has the unknown dtype {dtype[:80]!r}")
-    _require_different(["weights", "id", *table.slots, *table.row_slots], f"{name}: column")
+    _require_different(["weights", "id", *KEY_COLUMNS, *table.slots, *table.row_slots], f"{name}: column")
     lr = table.hyperparameters.get("lr")
     _require(isinstance(lr, int | float) and not isinstance(lr, bool), f"{name} has no learning rate")
     for file in table.files:

@@ -1,6 +1,7 @@
 """Files with table rows: Arrow IPC, one record batch each, at most 64 MiB.
 
-Columns: `id`, int64, ascending, absent if the file has all rows of its range; then `weights` and each optimizer state
+Columns: `id`, int64, ascending, absent if the file has all rows of its range; for a table by key, `key`, int64,
+`last_use` and `uses`, uint32; then `weights` and each optimizer state
 of D values per row, as lists of D float32 values; then each optimizer state of one value per row, as float32.
 """
 
@@ -14,10 +15,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
+from hostdev.checkpoint.manifest import KEY_COLUMNS, BrokenCheckpointError, File, RangeFile, Table
 from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, range_digests, rows_per_range
 from hostdev.core.errors import raise_if_transient
+from hostdev.core.keys import KeyColumns
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -36,12 +38,14 @@ class RowChunk(NamedTuple):
         ids: int64 [N], ascending, or None if the file has all rows of its range.
         columns: Columns by name, float32 [N, D]: weights first, then optimizer state.
         row_columns: Per-row optimizer state by name, float32 [N].
+        keys: For a table by key, the keys [N].
     """
 
     start: int
     ids: Ids | None
     columns: dict[str, Rows]
     row_columns: dict[str, Rows]
+    keys: KeyColumns | None = None
 
     def __len__(self) -> int:
         return len(self.columns[WEIGHTS])
@@ -68,6 +72,8 @@ def make_schema(table: Table, *, full: bool) -> pa.Schema:
     """Return the Arrow schema of a table's files; with `full`, the files have all rows of their ranges."""
     vector = pa.list_(pa.float32(), table.dim)
     names = [(ID, pa.int64())] if not full else []
+    if table.keys is not None:
+        names += list(zip(KEY_COLUMNS, (pa.int64(), pa.uint32(), pa.uint32()), strict=True))
     names += [(name, vector) for name in (WEIGHTS, *table.slots)]
     names += [(name, pa.float32()) for name in table.row_slots]
     return pa.schema(names)
@@ -77,6 +83,7 @@ def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows
     """Write rows in [start, stop) to the new file root/name, hash it, and sync it to disk."""
     full = rows.ids is None
     arrays = [] if full else [pa.array(rows.ids)]
+    arrays += [pa.array(values) for values in rows.keys or ()]
     arrays += [
         pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), table.dim) for column in rows.columns.values()
     ]
@@ -123,7 +130,8 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
     columns = {
         name: batch[name].flatten().to_numpy().reshape(len(batch), table.dim) for name in (WEIGHTS, *table.slots)
     }
-    return RowChunk(file.start, ids, columns, {name: batch[name].to_numpy() for name in table.row_slots})
+    keys = None if table.keys is None else KeyColumns(*(batch[name].to_numpy() for name in KEY_COLUMNS))
+    return RowChunk(file.start, ids, columns, {name: batch[name].to_numpy() for name in table.row_slots}, keys)
 
 
 def nested(column: Any) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.compact import write_anew
+from hostdev.checkpoint.compact import merged_item, write_anew
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
@@ -57,6 +57,9 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
     out.mkdir(parents=True, exist_ok=True)
     items = []
     for table in layers.manifest.tables:
+        if table.keys is not None:
+            items.append(merged_item(layers, table))
+            continue
         about = replace(table, files=[], order="ids" if ranks is None else SPREAD)
         cuts = [range_of(table.rows, rank, ranks)[0] for rank in range(ranks)] if ranks else []
         rows = _Rows(layers, table, spread=ranks is not None)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hostdev.checkpoint.keyed import key_arrays
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import VERSION, BrokenCheckpointError
 from hostdev.checkpoint.tree import Tree, from_tree, read_tensors
@@ -44,7 +45,8 @@ def state_digest(
             pieces = partial(layers.column, table.name, name)
             width = 1 if name in table.row_slots else table.dim
             columns.append(Column(name, (table.rows, width), partial(ranges_in_order, pieces, length)))
-        digest.table(table.name, table.step, columns, None if known is None else known[table.name])
+        keys = None if table.keys is None else key_arrays(layers.merged(table.name), table.keys)
+        digest.table(table.name, table.step, columns, None if known is None else known[table.name], keys)
     for name, key in names:
         if key not in tensors:
             raise BrokenCheckpointError(f"{layers.chain[-1].path} is broken (it has no tensor {key!r})")

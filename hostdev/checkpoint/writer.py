@@ -25,8 +25,9 @@ from torch import Tensor
 import hostdev
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.folder import Checkpoint
+from hostdev.checkpoint.keyed import is_by_key
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.manifest import File, Manifest, Parent, RangeFile, Table
+from hostdev.checkpoint.manifest import KEYED_VERSION, VERSION, File, Manifest, Parent, RangeFile, Table
 from hostdev.checkpoint.manifest import read as read_manifest
 from hostdev.checkpoint.ranges import (
     SPREAD,
@@ -42,6 +43,7 @@ from hostdev.checkpoint.tree import tensors_as_bytes
 from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, RangeDigests
 from hostdev.core.errors import RankError, UserError, in_words
+from hostdev.core.keys import KeyColumns
 from hostdev.core.optimizers import hyperparameters
 from hostdev.core.table_dtypes import FP32
 from hostdev.core.workers import Workers
@@ -95,6 +97,8 @@ class Item(NamedTuple):
     first: int = 0  # position of the part's first row among all rows
     rows: int | None = None  # rows of the part, or None for all rows of the table
     cuts: Sequence[int] = ()  # rows at which a file must begin
+    get_keys: Callable[[int, int], KeyColumns] | None = None  # of a table by key, the keys of the rows [first, last)
+    files: Callable[[], dict[str, bytes]] = dict  # returns other files by name, below the table's folder
 
 
 class Content(NamedTuple):
@@ -265,6 +269,8 @@ class AsyncWriter:
 
     def _write(self, partial: Path, tables: list[Table]) -> Manifest:
         others = []
+        for number, item in enumerate(self._items):
+            others += [_write(partial, f"tables/{number}/{name}", [data]) for name, data in item.files().items()]
         if self._content.tensors:
             others.append(_write(partial, DENSE, [tensors_as_bytes(self._content.tensors)]))
         for name, source in self._content.others.items() if self._parent is None else ():
@@ -280,6 +286,7 @@ class AsyncWriter:
             others=others,
             state={**self._content.state, "digest": [list(names) for names in self._content.digest]},
             state_sha256=self._state_sha256,
+            version=VERSION if all(table.keys is None for table in tables) else KEYED_VERSION,
             versions={"hostdev": hostdev.__version__, "torch": str(torch.__version__), "numpy": np.__version__},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -312,10 +319,11 @@ class AsyncWriter:
                         ids,
                         dict(zip((WEIGHTS, *table.slots), columns, strict=True)),
                         dict(zip(table.row_slots, row_columns, strict=True)),
+                        None if item.get_keys is None else item.get_keys(start, stop),
                     )
                     if self._channel is not None:
                         start, stop, ids = start + first, stop + first, None if ids is None else ids + first
-                        rows = RowChunk(start, ids, rows.columns, rows.row_columns)
+                        rows = RowChunk(start, ids, rows.columns, rows.row_columns, rows.keys)
                     piece = f"{len(written):06d}.arrow"
                     name = f"tables/{number}/{'' if self._channel is None else f'{self._channel.rank}-'}{piece}"
 
@@ -430,9 +438,10 @@ def _write(root: Path, name: str, pieces: Iterable[bytes]) -> File:
 def describe_table(table: Any) -> Table:
     """Return a table's entry in the manifest."""
     optimizer = table.optimizer
+    is_rounded = (table.dtype, table.slots_dtype) != (FP32, FP32)
     return Table(
         name=table.name,
-        rows=table.total_rows,
+        rows=table.rows if is_by_key(table) else table.total_rows,
         dim=table.dim,
         optimizer=type(optimizer).__name__,
         hyperparameters=hyperparameters(optimizer),
@@ -441,7 +450,7 @@ def describe_table(table: Any) -> Table:
         step=table.step,
         dtype=table.dtype,
         slots_dtype=table.slots_dtype,
-        seed=table.seed if (table.dtype, table.slots_dtype) != (FP32, FP32) else None,
+        seed=table.seed if is_rounded or is_by_key(table) else None,
         order="ids" if getattr(table, "part", None) is None else SPREAD,
         history=None if table.history is None else table.history.packed(),
     )

@@ -6,9 +6,15 @@ sorted by name. A column contributes a line with name, dtype and shape, and the 
 rows. The number of rows in a range is the largest power of two whose weights take at most 1 MiB, but at least 1. An
 array of the dense part contributes such a line and its bytes. Arrays are row-major and little-endian.
 
+A table by key contributes a line that has also its number of keys, its key steps, and the names of its
+out-of-vocabulary rows as JSON; then a line with name, dtype and shape, and the bytes, of each array of `KeyArrays`;
+then its columns, whose rows are the out-of-vocabulary rows and then the rows of the keys. Keys are in the order of
+their hashes.
+
 Several threads hash the ranges. Ranges known to be unchanged are not read again.
 """
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -21,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.cpus import available_cpus
+from hostdev.core.keys import KeyArrays
 from hostdev.core.pages import populate
 from hostdev.core.workers import Workers
 
@@ -85,7 +92,14 @@ class StateDigest:
         self._digest = sha256(b"hostdev state 2\n")
         self._threads = threads or available_cpus()
 
-    def table(self, name: str, step: int, columns: Sequence[Column], known: RangeDigests | None = None) -> None:
+    def table(
+        self,
+        name: str,
+        step: int,
+        columns: Sequence[Column],
+        known: RangeDigests | None = None,
+        keys: KeyArrays | None = None,
+    ) -> None:
         """Add a table; call this in order of the tables' names.
 
         Args:
@@ -93,8 +107,16 @@ class StateDigest:
             step: Its number of steps.
             columns: The weights, then the optimizer state in any order.
             known: Digests of ranges that are not computed again, or None to compute all.
+            keys: The keys of a table by key.
         """
-        self._digest.update(f"table {name} step {step}\n".encode())
+        if keys is None:
+            self._digest.update(f"table {name} step {step}\n".encode())
+        else:
+            about = f"{len(keys.keys)} keys step {keys.step} unknown {json.dumps(keys.unknown)}"
+            self._digest.update(f"table {name} step {step} {about}\n".encode())
+            for what, values in keys._asdict().items():
+                if isinstance(values, np.ndarray):
+                    self.array(f"{name}/{what}", str(values.dtype), values.shape, [values])
         length = rows_per_range(columns[0].shape[1])
         for column in in_order(columns):
             self._digest.update(f"{name}/{column.name} float32 {list(column.shape)}\n".encode())

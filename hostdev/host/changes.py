@@ -127,20 +127,33 @@ class Snapshot:
         N = columns.shape[1]
         for start in range(0, N, step):
             stop = min(N, start + step)
-            rows = ids[start:stop] if ids is not None else np.arange(first + start, first + stop)
+            positions = ids[start:stop] if ids is not None else np.arange(first + start, first + stop)
+            rows = self._rows_at(positions)
             with self._lock:
-                self.storage.copy_to_columns(start, stop, first, ids, columns)
+                if rows is positions:
+                    self.storage.copy_to_columns(start, stop, first, ids, columns)
+                else:
+                    self.storage.copy_to_columns(0, len(rows), 0, rows, columns[:, start:stop])
                 row_columns[:, start:stop] = self.row_slots[rows].T
                 take(rows, self._pending, scratch("rows read", (len(rows),), rows.dtype))
                 aside, self._aside = self._aside, []
             while aside:
                 self._sort_in([aside.pop() for _ in range(min(_SORTED_AT_ONCE, len(aside)))])
-            self._take_aside(rows, columns[:, start:stop], row_columns[:, start:stop])
+            self._take_aside(positions, columns[:, start:stop], row_columns[:, start:stop])
         self._free(last)
+
+    def _rows_at(self, positions: Ids) -> Ids:
+        """Return the rows at positions of the snapshot [N], which for a table by id are the rows themselves."""
+        return positions
+
+    def _positions_of(self, rows: Ids) -> Ids:
+        """Return the positions of rows [N]; the inverse of `_rows_at`."""
+        return rows
 
     def _sort_in(self, aside: list[tuple[Ids, Rows, Rows]]) -> None:
         """Sort copied rows into buckets, with few Python operations, since training threads need the GIL."""
         ids, rows, row_slots = (np.concatenate(parts) for parts in zip(*aside, strict=True))
+        ids = self._positions_of(ids)
         order = np.argsort(ids)
         ids = ids[order]
         buckets = ids // self._bucket
@@ -225,14 +238,23 @@ class Changes:
         Raises:
             RuntimeError: The last snapshot has not ended.
         """
-        if self._snapshot is not None:
-            raise RuntimeError("the previous snapshot of this table is still being saved; wait until it ends")
+        self._require_none()
         wanted = full_bits(self._rows) if everything else self.touched
         self.digests = self.known_digests()
         self._unsaved = []
         self._snapshot = snapshot = Snapshot(self._storage, wanted, budget)
         self._touched = empty_bits(self._rows)
         return snapshot
+
+    def begin_with(self, snapshot: Snapshot) -> None:
+        """Begin a snapshot that the caller has made, after which no row counts as touched; see `begin`."""
+        self._require_none()
+        self._unsaved = []
+        self._snapshot, self._touched = snapshot, empty_bits(self._rows)
+
+    def _require_none(self) -> None:
+        if self._snapshot is not None:
+            raise RuntimeError("the previous snapshot of this table is still being saved; wait until it ends")
 
     def await_end(self) -> None:
         """Wait until all rows of the current snapshot, if any, have been read, or it is abandoned."""

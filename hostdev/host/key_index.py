@@ -20,6 +20,7 @@ import numpy.typing as npt
 from hostdev.core.admission import Admission, MinCount, Probability
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import Eviction, LeastFrequent, LeastRecent, SmallestNorm, Unused
+from hostdev.core.keys import decayed
 from hostdev.kernels.buffers import reserved
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.key_counts import KeyCounts
@@ -54,9 +55,10 @@ class PlannedKeys(NamedTuple):
 
 
 class CommittedKeys(NamedTuple):
-    """The keys of a table after its last finished step. Both kinds of keys are in ascending order."""
+    """The keys of a table after its last finished step."""
 
     step: int  # number of finished steps
+    decays: int  # how often the uses have decayed
     keys: Keys  # int64 [K]
     rows: Rows  # int32 [K]
     last: Steps  # uint32 [K], the last step that used each key
@@ -64,6 +66,23 @@ class CommittedKeys(NamedTuple):
     waiting: Keys  # int64 [W], keys without a row whose uses are counted exactly
     counts: npt.NDArray[np.int64]  # [W], the last step << 24 | the uses of each
     sketch: npt.NDArray[np.uint32]  # counts of a sketch, or empty
+
+    def in_order(self) -> "CommittedKeys":
+        """Return the same with both kinds of keys in the order of their hashes, which is that of all results."""
+        by_row, by_count = order_of(self.keys), order_of(self.waiting)
+        return self._replace(
+            keys=self.keys[by_row],
+            rows=self.rows[by_row],
+            last=self.last[by_row],
+            uses=self.uses[by_row],
+            waiting=self.waiting[by_count],
+            counts=self.counts[by_count],
+        )
+
+
+def order_of(keys: Keys) -> npt.NDArray[np.int64]:
+    """Return the positions of keys [N] in the order of their hashes, int64 [N]."""
+    return np.argsort(mix64(keys.view(np.uint64)))
 
 
 @dataclass
@@ -79,6 +98,7 @@ class _Undo:
     waiting: list[tuple[Keys, npt.NDArray[np.int64]]] = field(default_factory=list)  # keys and their former values
     sketched: tuple[Keys, npt.NDArray[Any]] = (_NO_KEYS, _NO_ROWS)  # keys, and the uses that were added
     undecayed: npt.NDArray[np.uint32] | None = None  # all rows' uses, before they decayed
+    decays: int = 0  # how often they have decayed
 
 
 class KeyIndex:
@@ -125,7 +145,7 @@ class KeyIndex:
         self.rows = 0  # rows that have ever been used
         self._require_memory, self._checked_rows = require_memory, 0
         self._free: list[Rows] = []  # rows that can be used again
-        self.step = 0
+        self.step = self.decays = 0
         self._undo: deque[_Undo] = deque()
 
     def __len__(self) -> int:
@@ -241,7 +261,7 @@ class KeyIndex:
             self._revert(self._undo.pop())
 
     def committed(self) -> CommittedKeys:
-        """Return copies of all keys, with their rows and uses, after the last finished step."""
+        """Return copies of all keys, with their rows and uses, after the last finished step, in any order."""
         keys, last, uses = self.keys[: self.rows].copy(), self._last[: self.rows].copy(), self._uses[: self.rows].copy()
         sketch = np.zeros(0, np.uint32) if self._sketch is None else self._sketch.without([])
         waiting = [self._waiting.entries()]
@@ -255,8 +275,8 @@ class KeyIndex:
         if self._sketch is not None:
             sketch = self._sketch.without([undo.sketched for undo in self._undo])
         live = np.flatnonzero(last != _DEAD).astype(np.int32)
-        live = live[np.argsort(keys[live])]
-        return CommittedKeys(self.step, keys[live], live, last[live], uses[live], *_merge(waiting), sketch)
+        decays = self.decays - sum(undo.decays for undo in self._undo)
+        return CommittedKeys(self.step, decays, keys[live], live, last[live], uses[live], *_merge(waiting), sketch)
 
     def erase(self, keys: Keys) -> Rows:
         """Forget keys, with their uses; return the rows of those that had one; `release` allows their use.
@@ -270,6 +290,32 @@ class KeyIndex:
         self._last[rows] = _DEAD
         found: Rows = rows
         return found
+
+    def set_uses(self, rows: Rows, last: Steps, uses: npt.NDArray[np.uint32]) -> None:
+        """Set the last step and the uses of rows that have a key."""
+        self._last[rows], self._uses[rows] = np.maximum(last, 1), uses
+
+    def decay(self, factor: float, times: int) -> None:
+        """Let the uses of all keys decay, without a step."""
+        self._uses[: self.rows] = decayed(self._uses[: self.rows], factor, times)
+
+    def reseed(self, seed: int) -> None:
+        """Set the seed, in a table without planned steps."""
+        self.seed = seed
+        if self._sketch is not None:
+            self._sketch.reseed(seed)
+
+    def restore(self, step: int, decays: int, waiting: Keys, counts: npt.NDArray[np.int64]) -> None:
+        """Set the number of finished steps and of decays, and the keys that wait, in a table without steps."""
+        assert not self._undo
+        self.step, self.decays = step, decays
+        self._waiting = KeyCounts(len(waiting))
+        self._waiting.insert(waiting, counts)
+
+    def restore_sketch(self, counts: npt.NDArray[np.uint32]) -> None:
+        """Set the counts of the sketch, which has this size."""
+        assert self._sketch is not None
+        self._sketch.restore(counts)
 
     def add(self, keys: Keys, last: Steps, uses: npt.NDArray[np.uint32]) -> Rows:
         """Give distinct new keys [K] rows, without a step; return these rows, int32 [K].
@@ -386,7 +432,8 @@ class KeyIndex:
             if undo.undecayed is None:
                 undo.undecayed = self._uses[: self.rows].copy()
             uses = self._uses[: self.rows]
-            uses[:] = np.floor(uses * evict.decay).astype(np.uint32)
+            uses[:] = decayed(uses, evict.decay)
+            self.decays, undo.decays = self.decays + 1, undo.decays + 1
 
     def _find_least(self, rows: Rows, count: int, norms: Norms | None) -> Rows:
         """Return the `count` rows with the smallest scores; hashes of the keys order rows with equal scores."""
@@ -420,10 +467,11 @@ class KeyIndex:
         self._last[rows] = last
         if undo.undecayed is not None:
             self._uses[: len(undo.undecayed)] = undo.undecayed
+            self.decays -= undo.decays
 
 
 def _merge(parts: list[tuple[Keys, npt.NDArray[np.int64]]]) -> tuple[Keys, npt.NDArray[np.int64]]:
-    """Join keys with values, of which later ones replace earlier ones; leave out EMPTY values; sort by key."""
+    """Join keys with values, of which later ones replace earlier ones; leave out EMPTY values."""
     keys = np.concatenate([keys for keys, _ in parts])[::-1]
     values = np.concatenate([values for _, values in parts])[::-1]
     keys, first = np.unique(keys, return_index=True)

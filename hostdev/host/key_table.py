@@ -4,7 +4,7 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -18,16 +18,20 @@ from hostdev.core.eviction import Eviction, Unused
 from hostdev.core.history import History
 from hostdev.core.ids import checked_positions, to_keys
 from hostdev.core.initializers import Initializer, Normal, initializer
+from hostdev.core.keys import KeyArrays, KeyColumns
 from hostdev.core.memory import TableShape, available_bytes, format_bytes, parse_bytes
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import initial_seed
-from hostdev.host.key_columns import columns_in_order
+from hostdev.host.changes import Budget, Changes
+from hostdev.host.key_columns import OrderedColumn, columns_in_order
 from hostdev.host.key_index import CommittedKeys, KeyIndex, PlannedKeys
+from hostdev.host.key_snapshot import KeySnapshot, gone_since
 from hostdev.host.storage import Shape, make_storage
 from hostdev.host.table import HostTable
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
+from hostdev.kernels.bits import are_in
 from hostdev.kernels.counter import key64
 from hostdev.kernels.key_directory import EMPTY
 from hostdev.kernels.norm import partial_squares
@@ -116,6 +120,7 @@ class KeyTable(HostTable):
         self._key_shape = self._shape(self._dim)
         self.storage = make_storage(self.name, self._key_shape, self.dtype, self.slots_dtype)
         self._unknown: dict[str, int] = {}  # rows for keys without a row, by name
+        self._gone: list[Keys] = []  # keys that have lost their rows since the last checkpoint
         self._first_step = 0  # the table's step count when the index was at step 0
         self.untouched = True
         self.unknown_row()
@@ -124,7 +129,7 @@ class KeyTable(HostTable):
     def rows(self) -> int:
         """Number of keys that have a row."""
         with self._lock:
-            return len(self.committed().keys) if self.index.unfinished else len(self.index)
+            return len(self.index.committed().keys) if self.index.unfinished else len(self.index)
 
     def __len__(self) -> int:
         """Return the number of keys that have a row."""
@@ -133,7 +138,7 @@ class KeyTable(HostTable):
 
     @property
     def keys(self) -> Keys:
-        """The keys that have a row, int64 [K], ascending."""
+        """The keys that have a row, int64 [K], in the order of their hashes, which depends on nothing else."""
         self._before_read()
         return self.committed().keys
 
@@ -151,9 +156,10 @@ class KeyTable(HostTable):
         return self.index.keys[ids]
 
     def committed(self) -> CommittedKeys:
-        """Return the table's keys after its last finished step, with their rows, in ascending order."""
+        """Return the table's keys after its last finished step, with their rows, in the order of `keys`."""
         with self._lock:
-            return self.index.committed()
+            found = self.index.committed()
+        return found.in_order()
 
     def unknown_row(self, name: str = "") -> int:
         """Return the row that features with the out-of-vocabulary row `name` use for keys without a row."""
@@ -163,6 +169,46 @@ class KeyTable(HostTable):
                 self._unknown[name] = self.index.take_row(int(key[0]))
                 self._fill(np.array([self._unknown[name]], np.int32), self._steps)
             return self._unknown[name]
+
+    def load_rows(self, found: KeyColumns, block: Rows, row_slots: Rows) -> None:
+        """Write rows of a checkpoint: keys [N], all different, with block [N, 1 + S, D] and row_slots [N, R].
+
+        Raises:
+            ValueError: As for `write_rows`.
+            UserError: The table's capacity is too small.
+        """
+        self._check_values(found.keys, block, row_slots, None)
+        with self._rekeying():
+            rows = self._add(*found)
+            self.index.set_uses(rows, found.last, found.uses)
+            run_tasks(self.write_rows_tasks(rows, block, row_slots))
+
+    def load_unknown(self, names: Sequence[str], block: Rows, row_slots: Rows) -> None:
+        """Write the out-of-vocabulary rows of a checkpoint; arguments as for `load_rows`."""
+        rows = np.array([self.unknown_row(name) for name in names], np.int32)
+        self._check_values(rows, block, row_slots, None)
+        with self._rekeying():
+            run_tasks(self.write_rows_tasks(rows, block, row_slots))
+
+    def reseed(self, seed: int) -> None:
+        """Set the seed to that of a checkpoint, since it decides the values of new rows."""
+        with self._rekeying():
+            self.seed, self._initial = seed, (seed, self._initial[1])
+            self.index.reseed(seed)
+
+    def restore_keys(
+        self, step: int, decays: int, waiting: Keys, counts: npt.NDArray[np.int64], sketch: npt.NDArray[np.uint32]
+    ) -> None:
+        """Set what a checkpoint has besides rows; see `KeyIndex.restore`."""
+        with self._rekeying():
+            self.index.restore(step, decays, waiting, counts)
+            if len(sketch):
+                self.index.restore_sketch(sketch)
+
+    def forget(self, keys: Keys) -> None:
+        """Remove keys while a checkpoint is loaded."""
+        with self._rekeying():
+            self.index.release(self.index.erase(keys))
 
     @property
     def unknown_rows(self) -> Mapping[str, int]:
@@ -203,7 +249,10 @@ class KeyTable(HostTable):
     def commit(self) -> Positions:
         """Finish the first planned step; return the rows that it evicted, which `release` makes free."""
         with self._lock:
-            return self.index.commit()
+            evicted = self.index.commit()
+            if self.changes is not None and len(evicted):
+                self._gone.append(self.index.keys[evicted])
+            return evicted
 
     def release(self, rows: Positions) -> None:
         """Allow the use of evicted rows that nothing uses any more."""
@@ -235,6 +284,9 @@ class KeyTable(HostTable):
                 run_tasks(self.write_rows_tasks(part, zeros, state))
             self.index.keys[rows] = 0
             self.index.release(rows)
+            if self.changes is not None:  # earlier checkpoints have the keys, so the next one cannot build on them
+                self.changes.await_end()
+                self.note_changes(anew=True)
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Overwrite rows and their state, as `HostTable.write_rows` does; keys without a row get one."""
@@ -370,6 +422,19 @@ class KeyTable(HostTable):
         self._before_read()
         return dict(columns_in_order(self, self.committed().rows))
 
+    def key_arrays(self) -> KeyArrays:
+        """Return the keys for a digest."""
+        self._before_read()
+        found = self.committed()
+        arrays = found.keys, found.last, found.uses, found.waiting, found.counts, found.sketch
+        return KeyArrays(found.step, list(self.unknown_rows), *arrays)
+
+    def stored_columns(self) -> Mapping[str, OrderedColumn]:
+        """Return stored weights and optimizer state: the out-of-vocabulary rows by name, then the rows of `keys`."""
+        self._before_read()
+        rows = np.array(list(self.unknown_rows.values()), np.int32)
+        return columns_in_order(self, np.concatenate([rows, self.committed().rows]))
+
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """Return the sums of squares of the weights, in the order of `keys`."""
         return partial_squares(np.ascontiguousarray(self.weights)[:, None])
@@ -383,6 +448,36 @@ class KeyTable(HostTable):
     def __getstate__(self) -> NoReturn:
         """Raise TypeError: only address space is reserved for most rows."""
         raise TypeError(f"table {self.name!r} is a table by key, which cannot be copied; save a checkpoint and load it")
+
+    def begin_snapshot(self, budget: Budget, *, everything: bool) -> KeySnapshot:
+        """Begin a snapshot of all rows, or of those written since the last saved one; see `Changes.begin`.
+
+        Rows that are planned ahead may be filled meanwhile, but no step may be taken.
+        """
+        changes = self.note_changes()
+        with self._lock, self._noting:
+            found = self.index.committed()
+            chosen = None if everything else np.flatnonzero(are_in(found.rows, changes.touched))
+            gone = gone_since(self._gone)
+            gone = gone[self.index.find_committed(gone) == EMPTY]
+            unknown = self.unknown_rows
+            own_keys = self.index.keys[list(unknown.values())]
+            snapshot = KeySnapshot(self.storage, budget, unknown, own_keys, found, chosen, gone)
+            changes.begin_with(snapshot)
+            self._gone = []
+            return snapshot
+
+    def end_snapshot(self, snapshot: KeySnapshot, *, saved: bool) -> None:
+        """End a snapshot; if it was not saved, its keys count as changed again."""
+        if not saved:
+            self._gone.append(snapshot.gone)
+        self.note_changes().end(snapshot, saved=saved)
+
+    def note_changes(self, *, anew: bool = False) -> Changes:
+        """See `HostTable.note_changes`."""
+        if anew:
+            self._gone = []
+        return super().note_changes(anew=anew)
 
     @contextmanager
     def _rekeying(self) -> Iterator[None]:

@@ -91,6 +91,13 @@ def take(ids, bits, out):
     return np.int64(count)
 
 
+def are_in(ids: npt.NDArray[Any], bits: Bits) -> npt.NDArray[np.bool_]:
+    """Return which of the rows `ids`, int32 or int64 [N], are in a set, bool [N]."""
+    words = bits[ids >> 6] >> (ids & 63).astype(np.uint64)
+    found: npt.NDArray[np.bool_] = (words & np.uint64(1)).astype(np.bool_)
+    return found
+
+
 @kernel
 def rows_between(first, last, bits, out):
     """Write the rows of a set that are in [first, last), ascending, to the start of `out`; return their number."""

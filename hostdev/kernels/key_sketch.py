@@ -42,6 +42,10 @@ class CountMinSketch:
 
     def __init__(self, nbytes: int, seed: int) -> None:
         self._counts = np.zeros((_DEPTH, nbytes // (4 * _DEPTH)), np.uint32)
+        self.reseed(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Set the seed of the hash functions; the counters do not change."""
         self._seeds = np.array([key64(seed, "sketch", row) for row in range(_DEPTH)], np.uint64)
 
     @property
@@ -63,6 +67,10 @@ class CountMinSketch:
         for keys, uses in added:
             _add(keys, uses, -1, self._seeds, counts, np.empty(len(keys), np.int64))
         return counts.reshape(-1)
+
+    def restore(self, counts: npt.NDArray[np.uint32]) -> None:
+        """Set the counters to a result of `without`."""
+        self._counts[:] = counts.reshape(self._counts.shape)
 
     def _change(self, keys: Ids, uses: npt.NDArray[np.int32], sign: int) -> npt.NDArray[np.int64]:
         totals = np.empty(len(keys), np.int64)

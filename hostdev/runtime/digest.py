@@ -21,6 +21,7 @@ from hostdev.core.digest import (
 from hostdev.distributed.gather import gather_in_order
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
+from hostdev.host.key_table import KeyTable
 from hostdev.kernels.pool import host_threads
 from hostdev.parallel.state import DenseState
 
@@ -60,6 +61,12 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
 
 def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) -> None:
     """Add a table's weights and optimizer state to a digest; with ranks, all rows are gathered on rank 0."""
+    if isinstance(table, KeyTable):
+        keys, stored = table.key_arrays(), table.stored_columns()
+        length = rows_per_range(table.dim)
+        columns = [Column(name, rows.shape, _ranges(rows, length)) for name, rows in stored.items()]
+        digest.table(table.name, table.step, columns, keys=keys)
+        return
     found, total = table.columns(), table.total_rows
     length = rows_per_range(found["weights"].shape[1])
     if ranks is None:

@@ -1,0 +1,279 @@
+"""Tables by key in checkpoints: what is saved besides rows, and the merged keys of a checkpoint and its parents."""
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hostdev.checkpoint.folder import Chain, Checkpoint
+from hostdev.checkpoint.manifest import BrokenCheckpointError, KeyState, RangeFile, Table
+from hostdev.checkpoint.ranges import WEIGHTS, check_file, mapped, parse_range
+from hostdev.core.admission import MinCount
+from hostdev.core.errors import UserError, raise_if_transient
+from hostdev.core.keys import KeyArrays, KeyColumns, decayed, join_columns
+from hostdev.core.progress import bar
+from hostdev.kernels.counter import mix64
+
+Keys = npt.NDArray[np.int64]
+
+WAITING, GONE, SKETCH = "waiting.arrow", "gone.arrow", "sketch.arrow"
+
+
+class OtherKeys(NamedTuple):
+    """The keys of a checkpoint that have no row in it."""
+
+    waiting: Keys  # int64 [W], keys that wait for a row, in the order of their hashes
+    counts: npt.NDArray[np.int64]  # [W], their last steps and uses
+    gone: Keys  # int64 [G], keys that have lost their rows since the parent, in the order of their hashes
+    sketch: npt.NDArray[np.uint32]  # [any], the counters of a sketch
+
+    def files(self) -> dict[str, bytes]:
+        """Return the content of the files, by name."""
+        found = {WAITING: _to_bytes(key=self.waiting, count=self.counts), GONE: _to_bytes(key=self.gone)}
+        return found | ({SKETCH: _to_bytes(counter=self.sketch)} if len(self.sketch) else {})
+
+
+def make_state(table: Any, snapshot: Any, number: int) -> KeyState:
+    """Return the manifest's entry for the keys of a `KeyTable`, the `number`-th table of a checkpoint."""
+    found = snapshot.found
+    folder = f"tables/{number}"
+    return KeyState(
+        count=len(found.keys),
+        step=found.step,
+        capacity=table.capacity,
+        init=repr(table.init),
+        unknown=list(snapshot.names),
+        admit=None if table.admit is None else repr(table.admit),
+        counting=counting_of(table.admit),
+        evict=None if table.evict is None else repr(table.evict),
+        decay=float(getattr(table.evict, "decay", 1.0)),
+        decays=found.decays,
+        waiting=f"{folder}/{WAITING}",
+        gone=f"{folder}/{GONE}",
+        sketch=f"{folder}/{SKETCH}" if len(found.sketch) else None,
+    )
+
+
+def is_by_key(table: Any) -> bool:
+    """Return whether a table is by key."""
+    return hasattr(table, "key_arrays")
+
+
+def require_kind(path: Path, there: Table, table: Any) -> None:
+    """Raise UserError unless a checkpoint's table and the program's are both by key, with equal rules, or both by row.
+
+    Args:
+        path: The checkpoint.
+        there: The table's entry in its manifest.
+        table: The program's table.
+    """
+    name, state = table.name, there.keys
+    if (state is not None) != is_by_key(table):
+        kinds = ("by row", "by key") if is_by_key(table) else ("by key", "by row")
+        advice = "HostTable(None, ...)" if state is not None else "HostTable(rows, ...)"
+        raise UserError(
+            f"{path}: table {name!r} is {kinds[0]} in the checkpoint, but {kinds[1]} in the program; create it as "
+            f"{advice}"
+        )
+    if state is None:
+        return
+    if state.count > table.capacity:
+        raise UserError(
+            f"{path}: table {name!r} has {state.count:,} keys, but the program's table has a capacity of "
+            f"{table.capacity:,}; raise capacity"
+        )
+    if state.init != repr(table.init):
+        raise UserError(
+            f"{path}: new rows of table {name!r} begin with {state.init}, but in the program with {table.init!r}; use "
+            "the same init"
+        )
+    if (mine := counting_of(table.admit)) != (theirs := state.counting):
+        raise UserError(
+            f"{path}: table {name!r} counts keys that have no row {theirs}, but in the program {mine}; use admit="
+            f"{state.admit or 'None'}, whose number may differ"
+        )
+
+
+def counting_of(admit: Any) -> str:
+    """Return how an admission policy counts the uses of keys that have no row."""
+    if not isinstance(admit, MinCount):
+        return "not at all"
+    return "exactly" if admit.sketch is None else f"in a sketch of {admit.sketch_bytes:,} bytes"
+
+
+def load_keys(chain: Chain, name: str, table: Any, *, check: bool) -> None:
+    """Load a table by key; see `loading.load_rows`. Each checkpoint's rows overwrite its parent's."""
+    decays = 0
+    for checkpoint in chain:
+        about = checkpoint.manifest.table(name)
+        own = keys_of(about)
+        others = read_others(checkpoint, own, check=check)
+        table.index.decay(own.decay, own.decays - decays)
+        table.forget(others.gone)
+        unknown, decays = len(own.unknown), own.decays
+        for file in bar_over(sorted(about.files, key=lambda file: file.start)):
+            path = checkpoint.path / file.file
+            if check:
+                check_file(path, file)
+            rows = parse_range(path, mapped(path), about, file)
+            assert rows.keys is not None
+            block = np.stack([rows.columns[column] for column in (WEIGHTS, *about.slots)], axis=1)
+            row_slots = np.empty((len(rows), 0), np.float32)
+            if about.row_slots:
+                row_slots = np.stack([rows.row_columns[column] for column in about.row_slots], axis=1)
+            first = max(0, min(len(rows), unknown - file.start))
+            try:
+                table.load_unknown(own.unknown[file.start : file.start + first], block[:first], row_slots[:first])
+                table.load_rows(rows.keys.at(slice(first, None)), block[first:], row_slots[first:])
+            except ValueError as error:
+                raise BrokenCheckpointError(f"{path} cannot be loaded ({error})") from None
+    table.restore_keys(own.step, own.decays, others.waiting, others.counts, others.sketch)
+
+
+def bar_over(files: Sequence[RangeFile]) -> Iterator[RangeFile]:
+    """Yield files with a progress bar."""
+    with bar(sum(file.bytes for file in files), "loading", "B", unit_scale=True) as progress:
+        for file in files:
+            yield file
+            progress.update(file.bytes)
+
+
+def read_others(checkpoint: Checkpoint, state: KeyState, *, check: bool = False) -> OtherKeys:
+    """Return the keys of a checkpoint that have no row in it.
+
+    Args:
+        checkpoint: The checkpoint.
+        state: The table's entry in its manifest.
+        check: Whether to verify the files' checksums.
+
+    Raises:
+        BrokenCheckpointError: A file is missing or damaged.
+    """
+
+    def read(name: str, **columns: Any) -> list[Any]:
+        file = checkpoint.manifest.other(name)
+        path = checkpoint.path / name
+        if file is None:
+            raise BrokenCheckpointError(f"{checkpoint.path} is broken (it does not list {name[:100]!r})")
+        if check:
+            check_file(path, file)
+        return _read_columns(path, columns)
+
+    waiting, counts = read(state.waiting, key=pa.int64(), count=pa.int64())
+    [gone] = read(state.gone, key=pa.int64())
+    sketch = np.zeros(0, np.uint32) if state.sketch is None else read(state.sketch, counter=pa.uint32())[0]
+    return OtherKeys(waiting, counts, gone, sketch)
+
+
+def _to_bytes(**columns: Any) -> bytes:
+    batch = pa.record_batch([pa.array(values) for values in columns.values()], names=list(columns))
+    out = io.BytesIO()
+    with pa.ipc.new_file(out, batch.schema) as writer:
+        writer.write_batch(batch)
+    return out.getvalue()
+
+
+def _read_columns(path: Path, columns: dict[str, Any]) -> list[Any]:
+    """Return the columns of an Arrow file as arrays; `columns` has their names and types."""
+    try:
+        reader = pa.ipc.open_file(mapped(path))
+        if not reader.schema.equals(pa.schema(list(columns.items()))) or reader.num_record_batches != 1:
+            raise BrokenCheckpointError(f"{path} is broken (its content does not match the manifest)")
+        batch = reader.get_batch(0)
+        batch.validate(full=True)
+        if any(column.null_count for column in batch.columns):
+            raise BrokenCheckpointError(f"{path} is broken (values are missing)")
+    except (pa.ArrowException, OSError) as error:
+        raise_if_transient(error)
+        raise BrokenCheckpointError(f"{path} is broken ({error})") from None
+    return [column.to_numpy() for column in batch.columns]
+
+
+class MergedKeys(NamedTuple):
+    """The keys of a chain's table by key, in the order of their hashes, and where the newest version of each row is."""
+
+    columns: KeyColumns  # [K]
+    layers: npt.NDArray[np.int32]  # [K], the checkpoint that has the row
+    positions: npt.NDArray[np.int64]  # [K], the row's position in that checkpoint
+    others: OtherKeys  # of the newest checkpoint
+
+
+def merge_keys(chain: Chain, name: str) -> MergedKeys:
+    """Return the merged keys of a chain; raise BrokenCheckpointError if they contradict each other."""
+    state = keys_of(chain[-1].manifest.table(name))
+    merged, decays = _empty(), 0
+    for layer, checkpoint in enumerate(chain):
+        table = checkpoint.manifest.table(name)
+        own = keys_of(table)
+        others = read_others(checkpoint, own)
+        columns = read_key_columns(checkpoint, table)
+        first = len(own.unknown)
+        columns = columns.at(slice(first, None))
+        uses, decays = decayed(merged.columns.uses, own.decay, own.decays - decays), own.decays
+        merged = merged._replace(columns=merged.columns._replace(uses=uses), others=others)
+        merged = _replace(merged, others.gone, columns, layer, np.arange(first, first + len(columns.keys)))
+    if len(merged.layers) != state.count:
+        raise BrokenCheckpointError(
+            f"{chain[-1].path} is broken (table {name!r} has {len(merged.layers):,} keys, not {state.count:,})"
+        )
+    return merged
+
+
+def keys_of(table: Table) -> KeyState:
+    """Return the keys' entry of a table by key; raise BrokenCheckpointError for another table."""
+    if table.keys is None:
+        raise BrokenCheckpointError(f"table {table.name!r} is by key in some checkpoints of a chain, but not in others")
+    return table.keys
+
+
+def key_arrays(merged: MergedKeys, state: KeyState) -> KeyArrays:
+    """Return merged keys for a digest."""
+    others = merged.others
+    return KeyArrays(state.step, state.unknown, *merged.columns, others.waiting, others.counts, others.sketch)
+
+
+def read_key_columns(checkpoint: Checkpoint, table: Table) -> KeyColumns:
+    """Return the keys of all of a checkpoint's rows, with the out-of-vocabulary rows first."""
+    found = []
+    for file in sorted(table.files, key=lambda file: file.start):
+        path = checkpoint.path / file.file
+        rows = parse_range(path, mapped(path), table, file)
+        assert rows.keys is not None
+        found.append(rows.keys)
+    columns = join_columns(found)
+    hashes = mix64(columns.keys[len(keys_of(table).unknown) :].view(np.uint64))
+    if (hashes[1:] <= hashes[:-1]).any():
+        raise BrokenCheckpointError(f"{checkpoint.path} is broken (the keys of table {table.name!r} are not in order)")
+    return columns
+
+
+def _empty() -> MergedKeys:
+    none = np.zeros(0, np.int64)
+    columns = KeyColumns(none, none.astype(np.uint32), none.astype(np.uint32))
+    return MergedKeys(columns, none.astype(np.int32), none, OtherKeys(none, none, none, none.astype(np.uint32)))
+
+
+def _replace(
+    merged: MergedKeys, gone: Keys, added: KeyColumns, layer: int, positions: npt.NDArray[np.int64]
+) -> MergedKeys:
+    """Remove keys, and then add keys or replace them; all are in the order of their hashes."""
+    hashes = mix64(merged.columns.keys.view(np.uint64))
+    new = mix64(added.keys.view(np.uint64))
+    kept = np.ones(len(hashes), np.bool_)
+    for removed in (mix64(gone.view(np.uint64)), new):
+        if len(hashes):
+            at = np.minimum(np.searchsorted(hashes, removed), len(hashes) - 1)
+            kept[at[hashes[at] == removed]] = False
+    at = np.searchsorted(hashes[kept], new)
+
+    def join(old: npt.NDArray[Any], values: Any) -> Any:
+        return np.insert(old[kept], at, values)
+
+    old = merged.columns
+    columns = KeyColumns(join(old.keys, added.keys), join(old.last, added.last), join(old.uses, added.uses))
+    layers = join(merged.layers, np.full(len(new), layer, np.int32))
+    return merged._replace(columns=columns, layers=layers, positions=join(merged.positions, positions))
