@@ -45,10 +45,14 @@ def _info(arguments: argparse.Namespace) -> int:
         slots = ", ".join([*table.slots, *table.row_slots]) or "none"
         weights = "" if table.dtype == FP32 else f", weights {table.dtype}"
         weights += "" if table.slots_dtype == FP32 else f", slots {table.slots_dtype}"
-        about = f"{table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step {table.step:,}"
+        size = f"{table.rows:,}" if table.keys is None else f"{table.keys.count:,} keys"
+        about = f"{size} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step {table.step:,}"
         print(printable(f"table {table.name}: {about}"))
+        if (keys := table.keys) is not None:
+            rules = f"admit {keys.admit or 'at once'}, evict {keys.evict or 'never'}"
+            print(printable(f"  capacity {keys.capacity:,} keys, {keys.waiting_keys:,} wait for a row; {rules}"))
     digest = newest.manifest.state_sha256 or "not computed; verify computes it"
-    old = f" (as version {newest.manifest.version} defines it)" if newest.manifest.version != VERSION else ""
+    old = f" (as version {newest.manifest.version} defines it)" if newest.manifest.version < VERSION else ""
     print(f"state_sha256 {printable(digest, 80)}{old}")
     return code
 
@@ -107,7 +111,7 @@ def _digests(chain: folder.Chain) -> list[str]:
     if noted not in (None, found):
         raise BrokenCheckpointError(f"{newest.path}: state_sha256 is {found}, but the manifest says {noted}")
     as_noted = f"{found}{'' if noted is None else ', as the manifest says'}"
-    if version == VERSION:
+    if version >= VERSION:
         return [f"state_sha256 {as_noted}"]
     return [
         f"state_sha256 {state_digest(layers, names, tensors)}",

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.keyed_lookup import MappedKeys
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.core.catch_up import LAST, CatchUp
 from hostdev.core.history import History
-from hostdev.core.ids import checked_ids
 from hostdev.core.optimizers import Adam
 from hostdev.kernels.catch_up import bring_tasks
 from hostdev.kernels.clock import Clock
@@ -50,6 +50,14 @@ def _catch_up(about: Table) -> CatchUp:
     return CatchUp(float(given["weight_decay"]))
 
 
+Mapped = MappedTable | MappedKeys
+
+
+def _map(chain: Chain, name: str, column: str = WEIGHTS) -> Mapped:
+    by_key = chain[-1].manifest.table(name).keys is not None
+    return MappedKeys(chain, name, column) if by_key else MappedTable(chain, name, column)
+
+
 class CurrentTable:
     """A table's weights as of its last step, float32 [rows, dim], with the interface of `MappedTable`.
 
@@ -63,22 +71,24 @@ class CurrentTable:
         about = chain[-1].manifest.table(name)
         self._clock = history.clock()
         planes = [WEIGHTS, *about.slots] if history.how.betas is not None else [WEIGHTS]
-        self._planes = [MappedTable(chain, name, column) for column in planes]
-        self._last = MappedTable(chain, name, LAST)
-        self.name, self.rows, self.dim = name, about.rows, about.dim
+        self._planes = [_map(chain, name, column) for column in planes]
+        self._last = _map(chain, name, LAST)
+        self.name, self.rows, self.dim = name, self._planes[0].rows, about.dim
 
-    def lookup(self, ids: npt.NDArray[Any]) -> Rows:
-        """Return a copy of the rows `ids`, after applying the steps that each has missed; see `MappedTable.lookup`."""
-        ids = checked_ids(ids, self.rows, self.name)
-        block = np.stack([plane.lookup(ids) for plane in self._planes], 1)
-        run_tasks(bring_tasks(block, self._last.lookup(ids), self._clock))
+    def lookup(self, ids: npt.NDArray[Any], **options: str) -> Rows:
+        """Return a copy of the rows `ids`, after applying the steps that each has missed; see `MappedTable.lookup`.
+
+        For a table by key, the arguments are those of `MappedKeys.lookup`.
+        """
+        block = np.stack([plane.lookup(ids, **options) for plane in self._planes], 1)
+        run_tasks(bring_tasks(block, self._last.lookup(ids, **options), self._clock))
         return np.ascontiguousarray(block[:, 0])
 
 
-def open_table(chain: Chain, name: str) -> MappedTable | CurrentTable:
+def open_table(chain: Chain, name: str) -> Mapped | CurrentTable:
     """Return a table's weights for lookups."""
     history = history_of(chain, name)
-    return MappedTable(chain, name) if history is None else CurrentTable(chain, name, history)
+    return _map(chain, name) if history is None else CurrentTable(chain, name, history)
 
 
 class CurrentLayers(Layers):

@@ -15,6 +15,8 @@ from hostdev.checkpoint.state import read_dense_tensors
 
 Rows = npt.NDArray[np.float32]
 
+_AT_ONCE = 1 << 18  # rows of a table by key
+
 
 def differences(one: Chain, other: Chain) -> list[str]:
     """Return a line for each difference between two checkpoints; [] if they are equal bit for bit."""
@@ -32,12 +34,18 @@ def differences(one: Chain, other: Chain) -> list[str]:
 
 
 def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]:
-    lines = []
+    lines: list[str] = []
+    if (mine.keys is None) != (theirs.keys is None):
+        return [f"table {mine.name}: by key only in {(a if mine.keys is not None else b).chain[-1].path}"]
     for what in ("rows", "dim", "optimizer", "hyperparameters", "dtype", "slots_dtype", "step"):
+        if what == "rows" and mine.keys is not None and theirs.keys is not None:
+            continue
         if getattr(mine, what) != getattr(theirs, what):
             lines.append(f"table {mine.name}: {what} {getattr(mine, what)} and {getattr(theirs, what)}")
     if mine.history != theirs.history:
         lines.append(f"table {mine.name}: the step histories (learning rates) differ")
+    if mine.keys is not None and theirs.keys is not None and mine.dim == theirs.dim:
+        return lines + _compare_keys(a, b, mine, theirs)
     if (mine.rows, mine.dim) != (theirs.rows, theirs.dim):
         return lines
     columns = [WEIGHTS, *mine.slots, *mine.row_slots]
@@ -58,6 +66,49 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
                 f"table {mine.name}, {column}: {count:,} of {mine.rows:,} rows differ (first row {first}), "
                 f"by at most {most:.3g}"
             )
+    return lines
+
+
+def _compare_keys(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]:
+    assert mine.keys is not None and theirs.keys is not None
+    name, lines = mine.name, []
+    keys = a.merged(name), b.merged(name)
+    if mine.keys.unknown != theirs.keys.unknown:
+        lines.append(f"table {name}: out-of-vocabulary rows {mine.keys.unknown} and {theirs.keys.unknown}")
+    if mine.keys.step != theirs.keys.step:
+        lines.append(f"table {name}: key steps {mine.keys.step:,} and {theirs.keys.step:,}")
+    ours, others = keys[0].columns, keys[1].columns
+    both, at, to = np.intersect1d(ours.keys, others.keys, assume_unique=True, return_indices=True)
+    for layers, count in ((a, len(ours.keys)), (b, len(others.keys))):
+        if count > len(both):
+            lines.append(f"table {name}: {count - len(both):,} of {count:,} keys are only in {layers.chain[-1].path}")
+    pairs: list[tuple[str, Any, Any]] = [("last step", ours.last, others.last), ("uses", ours.uses, others.uses)]
+    for what, x, y in pairs:
+        if (number := int((x[at] != y[to]).sum())) > 0:
+            lines.append(f"table {name}: the {what} of {number:,} of {len(both):,} keys differ")
+    counts = [dict(zip(one.others.waiting.tolist(), one.others.counts.tolist(), strict=True)) for one in keys]
+    if counts[0] != counts[1] or not np.array_equal(keys[0].others.sketch, keys[1].others.sketch):
+        lines.append(f"table {name}: the uses of keys that wait for a row differ")
+    unknown = [state.unknown for state in (mine.keys, theirs.keys)]
+    shared = [row for row in unknown[0] if row in unknown[1]]
+    rows = [
+        np.concatenate([[names.index(row) for row in shared], len(names) + places]).astype(np.int64)
+        for names, places in zip(unknown, (at, to), strict=True)
+    ]
+    columns = [column for column in (*mine.slots, *mine.row_slots) if column in (*theirs.slots, *theirs.row_slots)]
+    for column in (WEIGHTS, *columns):
+        count, most = 0, 0.0
+        for start in range(0, len(rows[0]), _AT_ONCE):
+            parts = [part[start : start + _AT_ONCE] for part in rows]
+            x, y = (layers.gather(name, part, [column])[column] for layers, part in zip((a, b), parts, strict=True))
+            x, y = x.reshape(len(x), -1), y.reshape(len(y), -1)
+            differ = (x.view(np.uint32) != y.view(np.uint32)).any(1)
+            if differ.any():
+                with np.errstate(invalid="ignore"):
+                    most = max(most, float(np.abs(x[differ].astype(np.float64) - y[differ]).max()))
+            count += int(differ.sum())
+        if count:
+            lines.append(f"table {name}, {column}: {count:,} of {len(rows[0]):,} rows differ, by at most {most:.3g}")
     return lines
 
 

@@ -3,9 +3,11 @@
 import argparse
 import io
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from urllib.parse import quote
@@ -30,6 +32,7 @@ from hostdev.core.progress import Progress, bar
 
 VOCABULARY = "data/vocabulary.arrow"
 IDS, DENSE = "ids.parquet", "dense.pt"
+KEY, UNKNOWN = "key", "out_of_vocabulary"
 
 
 class Options(NamedTuple):
@@ -111,11 +114,56 @@ def _write_table(out: Path, layers: Layers, table: Table, options: Options, prog
     name = quote(table.name, safe=" ")  # a name may contain a slash
     if options.format == "parquet":
         _write_parquet(out / f"{name}.parquet", layers, table, columns, progress)
+        if table.keys is not None:
+            _write_unknown(out / f"{name}.{UNKNOWN}.parquet", layers, table, columns)
     elif options.format == "npy":
-        for column in columns:
-            _write_npy(out / f"{name}.{column}.npy", layers, table, column, progress)
+        for tensor in _tensors(layers, table, columns, progress):
+            _write_npy(out / f"{name}.{tensor.name}.npy", tensor)
     else:
-        _write_safetensors(out / f"{name}.safetensors", layers, table, columns, options.dtype, progress)
+        tensors = _tensors(layers, table, columns, progress)
+        _write_safetensors(out / f"{name}.safetensors", table, tensors, options.dtype)
+
+
+class _Tensor(NamedTuple):
+    """Values to write: `pieces` yields them in order, float32 or int64 [any, ...]."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[Any]]
+    is_int: bool = False
+
+
+def _tensors(layers: Layers, table: Table, columns: list[str], progress: Progress) -> list[_Tensor]:
+    """Return a table's columns and, for a table by key, its keys and its out-of-vocabulary rows."""
+    keys = table.keys
+    unknown = 0 if keys is None else len(keys.unknown)
+
+    def read(column: str, first: int, last: int | None) -> Iterator[Any]:
+        begin = 0
+        for values in layers.column(table.name, column):
+            stop = len(values) if last is None else max(0, min(len(values), last - begin))
+            part = values[max(0, first - begin) : stop]
+            begin += len(values)
+            yield part
+            progress.update(len(part) if column == WEIGHTS else 0)
+            if last is not None and begin >= last:
+                return
+
+    def width(column: str) -> int:
+        return 1 if column in table.row_slots else table.dim
+
+    found = [
+        _Tensor(column, (table.rows - unknown, width(column)), partial(read, column, unknown, None))
+        for column in columns
+    ]
+    if keys is None:
+        return found
+    of_keys = _Tensor(KEY, (keys.count,), lambda: iter([layers.merged(table.name).columns.keys]), is_int=True)
+    rest = [
+        _Tensor(f"{UNKNOWN}.{column}", (unknown, width(column)), partial(read, column, 0, unknown))
+        for column in columns
+    ]
+    return [of_keys, *found, *rest]
 
 
 def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
@@ -123,56 +171,72 @@ def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str],
 
     `weights` and the optimizer state have a list of D numbers per row; `id` and per-row state have one number. If the
     table has a row for each id of the data set, the columns `column` and `value` follow `id`; they say which value of
-    which column of the data set has the id.
+    which column of the data set has the id. A table by key has the column `key` instead of `id`.
     """
     names = _read_vocabulary(layers)
-    named = names is not None and len(names) == table.rows
+    named = names is not None and len(names) == table.rows and table.keys is None
     writer: pq.ParquetWriter | None = None
     with path.open("wb") as file, ExitStack() as opened:
         for start, stop in layers.ranges(table.name):
             found = layers.columns_of_ids(table.name, start, stop, columns)
             arrays: dict[str, Any] = {"id": np.arange(start, stop)}
+            if table.keys is not None:
+                first = max(0, len(table.keys.unknown) - start)
+                begin = start - len(table.keys.unknown)
+                arrays = {KEY: layers.merged(table.name).columns.keys[begin + first : stop - start + begin]}
+                found = {name: values[first:] for name, values in found.items()}
             if named:
                 arrays["column"], arrays["value"] = _slice_vocabulary(names, start, stop)
-            for name, values in found.items():
-                flat = pa.array(values.ravel())
-                arrays[name] = flat if name in table.row_slots else pa.FixedSizeListArray.from_arrays(flat, table.dim)
-            part = pa.table(arrays)
+            part = pa.table(arrays | _as_arrow(table, found))
             writer = writer or opened.enter_context(pq.ParquetWriter(file, part.schema))
             writer.write_table(part)
             progress.update(stop - start)
 
 
-def _write_npy(path: Path, layers: Layers, table: Table, column: str, progress: Progress) -> None:
-    width = 1 if column in table.row_slots else table.dim
+def _as_arrow(table: Table, found: dict[str, Any]) -> dict[str, Any]:
+    """Return columns, each [n, width], as Arrow arrays."""
+    arrays = {}
+    for name, values in found.items():
+        flat = pa.array(np.ascontiguousarray(values).ravel())
+        arrays[name] = flat if name in table.row_slots else pa.FixedSizeListArray.from_arrays(flat, table.dim)
+    return arrays
+
+
+def _write_unknown(path: Path, layers: Layers, table: Table, columns: list[str]) -> None:
+    """Write the out-of-vocabulary rows of a table by key to a Parquet file with their names."""
+    assert table.keys is not None
+    rows = layers.gather(table.name, np.arange(len(table.keys.unknown)), columns)
+    with path.open("wb") as file:
+        pq.write_table(pa.table({"name": table.keys.unknown} | _as_arrow(table, rows)), file)
+
+
+def _write_npy(path: Path, tensor: _Tensor) -> None:
     with path.open("xb") as file:
-        shape = (table.rows, width)
-        header = {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": shape}
+        dtype = np.dtype("<i8" if tensor.is_int else "<f4")
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
         np.lib.format.write_array_header_1_0(file, header)
-        for values in layers.column(table.name, column):
+        for values in tensor.pieces():
             file.write(np.ascontiguousarray(values).data)
-            progress.update(len(values) if column == WEIGHTS else 0)
 
 
-def _write_safetensors(
-    path: Path, layers: Layers, table: Table, columns: list[str], dtype: str, progress: Progress
-) -> None:
+def _write_safetensors(path: Path, table: Table, tensors: list[_Tensor], dtype: str) -> None:
     """Write columns as tensors to a file in the format of github.com/huggingface/safetensors."""
-    size, kind = (2, "BF16") if dtype == "bfloat16" else (4, "F32")
-    header: dict[str, Any] = {"__metadata__": {"table": table.name, "optimizer": table.optimizer}}
+    about = {"table": table.name, "optimizer": table.optimizer}
+    if table.keys is not None:
+        about[UNKNOWN] = json.dumps(table.keys.unknown)
+    header: dict[str, Any] = {"__metadata__": about}
     end = 0
-    for column in columns:
-        width = 1 if column in table.row_slots else table.dim
-        begin, end = end, end + table.rows * width * size
-        header[column] = {"dtype": kind, "shape": [table.rows, width], "data_offsets": [begin, end]}
+    for tensor in tensors:
+        size, kind = (8, "I64") if tensor.is_int else (2, "BF16") if dtype == "bfloat16" else (4, "F32")
+        begin, end = end, end + math.prod(tensor.shape) * size
+        header[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for column in columns:
-            for values in layers.column(table.name, column):
-                _write_values(file, values, dtype)
-                progress.update(len(values) if column == WEIGHTS else 0)
+        for tensor in tensors:
+            for values in tensor.pieces():
+                _write_values(file, values, "int64" if tensor.is_int else dtype)
 
 
 def _write_values(file: IO[bytes], values: Any, dtype: str) -> None:

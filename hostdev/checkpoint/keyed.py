@@ -52,6 +52,7 @@ def make_state(table: Any, snapshot: Any, number: int) -> KeyState:
         evict=None if table.evict is None else repr(table.evict),
         decay=float(getattr(table.evict, "decay", 1.0)),
         decays=found.decays,
+        waiting_keys=len(found.waiting),
         waiting=f"{folder}/{WAITING}",
         gone=f"{folder}/{GONE}",
         sketch=f"{folder}/{SKETCH}" if len(found.sketch) else None,

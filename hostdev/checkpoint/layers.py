@@ -104,32 +104,47 @@ class Layers:
         return parse_range(path, mapped(path), self.chain[layer].manifest.table(name), file)
 
     def _keyed_rows(self, table: Table, start: int, stop: int, wanted: Sequence[str]) -> RowChunk:
-        """Return merged rows of a table by key, gathered from the newest files that have them."""
+        """Return the merged rows [start, stop) of a table by key."""
         assert table.keys is not None
-        merged, unknown = self.merged(table.name), len(table.keys.unknown)
-        own = np.arange(start, min(stop, unknown))  # out-of-vocabulary rows, which each checkpoint has
-        part = slice(max(start, unknown) - unknown, max(stop, unknown) - unknown)
-        layers = np.concatenate([np.full(len(own), len(self.chain) - 1, np.int32), merged.layers[part]])
-        positions = np.concatenate([own, merged.positions[part]])
-        N, dim = stop - start, table.dim
-        found = {name: np.empty(N if name in table.row_slots else (N, dim), np.float32) for name in wanted}
+        found = self.gather(table.name, np.arange(start, stop), wanted)
+        columns = {name: values for name, values in found.items() if name not in table.row_slots}
+        row_columns = {name: found[name] for name in table.row_slots if name in found}
+        unknown, keys = len(table.keys.unknown), self.merged(table.name).columns
+        keys = keys.at(slice(max(start, unknown) - unknown, max(stop, unknown) - unknown))
+        if start < unknown:
+            newest = self.chain[-1].manifest.table(table.name)
+            files = [file for file in newest.files if file.start < unknown]
+            own = [self._rows_of(len(self.chain) - 1, table, file).keys for file in files]
+            first = join_columns([each for each in own if each is not None])
+            keys = join_columns([first.at(slice(start, min(stop, unknown))), keys])
+        return RowChunk(start, None, columns, row_columns, keys)
+
+    def gather(self, name: str, rows: npt.NDArray[Any], columns: Sequence[str]) -> dict[str, Rows]:
+        """Return merged rows of a table by key by column, from the newest files that have them.
+
+        Args:
+            name: The table.
+            rows: Row numbers [N]: out-of-vocabulary rows are first, followed by the keys of `merged`.
+            columns: Names of columns, which are returned as float32 [N, D], or [N] for per-row state.
+        """
+        table = self.manifest.table(name)
+        assert table.keys is not None
+        merged, unknown = self.merged(name), len(table.keys.unknown)
+        layers, positions = np.full(len(rows), len(self.chain) - 1, np.int32), np.array(rows, np.int64)
+        by_key = np.flatnonzero(positions >= unknown)
+        at = positions[by_key] - unknown
+        layers[by_key], positions[by_key] = merged.layers[at], merged.positions[at]
+        found: dict[str, Rows] = {}
+        for column in columns:
+            found[column] = np.empty(len(rows) if column in table.row_slots else (len(rows), table.dim), np.float32)
         for layer in np.unique(layers).tolist():
-            for file in self.chain[layer].manifest.table(table.name).files:
+            for file in self.chain[layer].manifest.table(name).files:
                 at = np.flatnonzero((layers == layer) & (file.start <= positions) & (positions < file.stop))
                 if len(at):
-                    rows = self._rows_of(layer, table, file)
-                    for name, values in found.items():
-                        values[at] = _column(rows, name)[positions[at] - file.start]
-        keys = merged.columns
-        if len(own):
-            newest = self.chain[-1].manifest.table(table.name)
-            first = self._rows_of(len(self.chain) - 1, table, min(newest.files, key=lambda file: file.start)).keys
-            assert first is not None
-            keys = join_columns([first.at(own), keys.at(part)])
-        else:
-            keys = keys.at(part)
-        columns = {name: values for name, values in found.items() if name not in table.row_slots}
-        return RowChunk(start, None, columns, {name: found[name] for name in table.row_slots if name in found}, keys)
+                    chunk = self._rows_of(layer, table, file)
+                    for column, values in found.items():
+                        values[at] = _column(chunk, column)[positions[at] - file.start]
+        return found
 
 
 def _merged_entry(table: Table) -> Table:

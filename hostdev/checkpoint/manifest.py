@@ -73,6 +73,7 @@ class KeyState:
     evict: str | None
     decay: float  # factor by which uses decay
     decays: int  # how often they have decayed
+    waiting_keys: int  # number of keys that are counted and wait for a row
     waiting: str  # file of the keys that wait for a row
     gone: str  # file of the keys that have lost their row since the parent
     sketch: str | None  # file of the counters of a sketch

@@ -13,6 +13,7 @@ from hostdev.checkpoint.current import open_table
 from hostdev.checkpoint.folder import Chain, newest
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.core.errors import UserError
+from hostdev.core.ids import to_keys
 
 Rows = npt.NDArray[np.float32]
 
@@ -24,7 +25,8 @@ class SavedTable:
 
     Attributes:
         name: The table's name.
-        rows: Number of rows.
+        rows: Number of rows or, for a table by key, of keys.
+        is_by_key: Whether this is a table by key.
         dim: Number of values per row.
         optimizer: The optimizer's name, such as "LazyAdam".
         hyperparameters: The optimizer's hyperparameters by name.
@@ -32,24 +34,33 @@ class SavedTable:
 
     def __init__(self, chain: Chain, name: str) -> None:
         about = chain[-1].manifest.table(name)
-        self._mapped = open_table(chain, name)
+        self._mapped: Any = open_table(chain, name)
+        self.is_by_key = about.keys is not None
         self.name, self.rows, self.dim = name, self._mapped.rows, self._mapped.dim
         self.optimizer, self.hyperparameters = about.optimizer, dict(about.hyperparameters)
 
     def __len__(self) -> int:
         return self.rows
 
-    def lookup(self, ids: npt.ArrayLike) -> Rows:
+    def lookup(self, ids: npt.ArrayLike, *, unknown: str | None = None) -> Rows:
         """Return a copy, float32 [..., dim], of the rows `ids`, integers of any shape [...].
 
+        Args:
+            ids: Row numbers or, for a table by key, keys. A key without a row gets an out-of-vocabulary row.
+            unknown: For a table by key, the name of this row, as in `Feature.unknown`; None for the one without a name.
+
         Raises:
-            UserError: An id is outside 0..rows - 1.
+            UserError: An id is outside 0..rows - 1, or there is no out-of-vocabulary row of this name.
             TypeError: The ids are not integers.
         """
+        options: dict[str, str] = {}
         array = np.asarray(ids)
-        if array.ndim == 1:
-            return self._mapped.lookup(array)
-        return self._mapped.lookup(array.reshape(-1)).reshape(*array.shape, self.dim)
+        if self.is_by_key:
+            array, options = to_keys(ids, f"table {self.name!r}: keys"), {"unknown": unknown or ""}
+        elif unknown is not None:
+            raise UserError(f"table {self.name!r} is not a table by key, and has no out-of-vocabulary rows")
+        found: Rows = self._mapped.lookup(array.reshape(-1), **options)
+        return found if array.ndim == 1 else found.reshape(*array.shape, self.dim)
 
     def __repr__(self) -> str:
         return f"<table {self.name!r}, {self.rows:,} x {self.dim}>"

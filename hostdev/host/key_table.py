@@ -4,34 +4,32 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.admission import Admission, MinCount
+from hostdev.core.admission import Admission
 from hostdev.core.checks import check_rows, require_gradients
 from hostdev.core.errors import UserError
-from hostdev.core.eviction import Eviction, Unused
+from hostdev.core.eviction import Eviction
 from hostdev.core.history import History
 from hostdev.core.ids import checked_positions, to_keys
-from hostdev.core.initializers import Initializer, Normal, initializer
-from hostdev.core.keys import KeyArrays, KeyColumns
-from hostdev.core.memory import TableShape, available_bytes, format_bytes, parse_bytes
+from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.keys import KeyArrays
+from hostdev.core.memory import TableShape, available_bytes, format_bytes
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import initial_seed
-from hostdev.host.changes import Budget, Changes
+from hostdev.host.key_checkpoints import CheckpointedKeys
 from hostdev.host.key_columns import OrderedColumn, columns_in_order
 from hostdev.host.key_index import CommittedKeys, KeyIndex, PlannedKeys
-from hostdev.host.key_snapshot import KeySnapshot, gone_since
+from hostdev.host.key_options import KEY_BYTES, get_capacity, require_initializer, require_policies
 from hostdev.host.storage import Shape, make_storage
-from hostdev.host.table import HostTable
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
-from hostdev.kernels.bits import are_in
 from hostdev.kernels.counter import key64
 from hostdev.kernels.key_directory import EMPTY
 from hostdev.kernels.norm import partial_squares
@@ -42,12 +40,10 @@ Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
-KEY_BYTES = 45  # memory of a key beside its row: its entry in the directory, its last step, its uses, and itself
 _AT_ONCE = 1 << 16  # rows that are filled or read at a time
-_LEAST_CAPACITY = 1 << 20
 
 
-class KeyTable(HostTable):
+class KeyTable(CheckpointedKeys):
     """A `HostTable` whose ids are keys; `HostTable(None, ...)` creates it.
 
     Public methods take keys. Methods that return tasks, and the pipeline, take row numbers, which are private: a key's
@@ -94,14 +90,14 @@ class KeyTable(HostTable):
         require_optimizer(optimizer, name)
         if part is not None:
             raise UserError(f"table {name!r}: a table by key cannot be divided among processes yet; train it in one")
-        _require_policies(name, capacity, admit, evict)
+        require_policies(name, capacity, admit, evict)
         self.dtype, self.slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
         self.name, self.seed, self.optimizer = name, initial_seed(seed), optimizer
         self.part, self.start = None, 0
         self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
-        self._initial = (self.seed, _require_initializer(init, dim, name))
+        self._initial = (self.seed, require_initializer(init, dim, name))
         self.row_bytes = TableShape(dim, optimizer, self.dtype, self.slots_dtype).nbytes(1) + KEY_BYTES
-        self.capacity = self._get_capacity(capacity)
+        self.capacity = get_capacity(name, capacity, self.row_bytes)
         self.admit, self.evict = admit, evict
         self._dim = dim
         self._lock = threading.RLock()  # held while the index is read or changed
@@ -169,46 +165,6 @@ class KeyTable(HostTable):
                 self._unknown[name] = self.index.take_row(int(key[0]))
                 self._fill(np.array([self._unknown[name]], np.int32), self._steps)
             return self._unknown[name]
-
-    def load_rows(self, found: KeyColumns, block: Rows, row_slots: Rows) -> None:
-        """Write rows of a checkpoint: keys [N], all different, with block [N, 1 + S, D] and row_slots [N, R].
-
-        Raises:
-            ValueError: As for `write_rows`.
-            UserError: The table's capacity is too small.
-        """
-        self._check_values(found.keys, block, row_slots, None)
-        with self._rekeying():
-            rows = self._add(*found)
-            self.index.set_uses(rows, found.last, found.uses)
-            run_tasks(self.write_rows_tasks(rows, block, row_slots))
-
-    def load_unknown(self, names: Sequence[str], block: Rows, row_slots: Rows) -> None:
-        """Write the out-of-vocabulary rows of a checkpoint; arguments as for `load_rows`."""
-        rows = np.array([self.unknown_row(name) for name in names], np.int32)
-        self._check_values(rows, block, row_slots, None)
-        with self._rekeying():
-            run_tasks(self.write_rows_tasks(rows, block, row_slots))
-
-    def reseed(self, seed: int) -> None:
-        """Set the seed to that of a checkpoint, since it decides the values of new rows."""
-        with self._rekeying():
-            self.seed, self._initial = seed, (seed, self._initial[1])
-            self.index.reseed(seed)
-
-    def restore_keys(
-        self, step: int, decays: int, waiting: Keys, counts: npt.NDArray[np.int64], sketch: npt.NDArray[np.uint32]
-    ) -> None:
-        """Set what a checkpoint has besides rows; see `KeyIndex.restore`."""
-        with self._rekeying():
-            self.index.restore(step, decays, waiting, counts)
-            if len(sketch):
-                self.index.restore_sketch(sketch)
-
-    def forget(self, keys: Keys) -> None:
-        """Remove keys while a checkpoint is loaded."""
-        with self._rekeying():
-            self.index.release(self.index.erase(keys))
 
     @property
     def unknown_rows(self) -> Mapping[str, int]:
@@ -299,13 +255,6 @@ class KeyTable(HostTable):
             rows = self._add(keys, np.zeros(len(keys), np.uint32), np.zeros(len(keys), np.uint32))
             run_tasks(self.write_rows_tasks(rows, block, row_slots, positions))
         self._after_write(rows)
-
-    def _add(self, keys: Keys, last: npt.NDArray[np.uint32], uses: npt.NDArray[np.uint32]) -> Positions:
-        """Return the rows of distinct keys; those that have none get one, with this last step and uses."""
-        rows = self.index.find(keys)
-        new = np.flatnonzero(rows == EMPTY)
-        rows[new] = self.index.add(keys[new], last[new], uses[new])
-        return rows
 
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
         """Take one step with the gradients of each key, as `HostTable.apply` does, with admission and eviction."""
@@ -449,36 +398,6 @@ class KeyTable(HostTable):
         """Raise TypeError: only address space is reserved for most rows."""
         raise TypeError(f"table {self.name!r} is a table by key, which cannot be copied; save a checkpoint and load it")
 
-    def begin_snapshot(self, budget: Budget, *, everything: bool) -> KeySnapshot:
-        """Begin a snapshot of all rows, or of those written since the last saved one; see `Changes.begin`.
-
-        Rows that are planned ahead may be filled meanwhile, but no step may be taken.
-        """
-        changes = self.note_changes()
-        with self._lock, self._noting:
-            found = self.index.committed()
-            chosen = None if everything else np.flatnonzero(are_in(found.rows, changes.touched))
-            gone = gone_since(self._gone)
-            gone = gone[self.index.find_committed(gone) == EMPTY]
-            unknown = self.unknown_rows
-            own_keys = self.index.keys[list(unknown.values())]
-            snapshot = KeySnapshot(self.storage, budget, unknown, own_keys, found, chosen, gone)
-            changes.begin_with(snapshot)
-            self._gone = []
-            return snapshot
-
-    def end_snapshot(self, snapshot: KeySnapshot, *, saved: bool) -> None:
-        """End a snapshot; if it was not saved, its keys count as changed again."""
-        if not saved:
-            self._gone.append(snapshot.gone)
-        self.note_changes().end(snapshot, saved=saved)
-
-    def note_changes(self, *, anew: bool = False) -> Changes:
-        """See `HostTable.note_changes`."""
-        if anew:
-            self._gone = []
-        return super().note_changes(anew=anew)
-
     @contextmanager
     def _rekeying(self) -> Iterator[None]:
         """Change keys in a `with` block, while no step of an open loop is planned ahead."""
@@ -543,28 +462,6 @@ class KeyTable(HostTable):
         where = 0, index.row_space, False, self.ids
         return Shape(index.row_space, dim, self.optimizer, *where, self.slots_dtype, index.keys)
 
-    def _get_capacity(self, capacity: int | str | None) -> int:
-        """Return the maximum number of keys for the argument `capacity`."""
-        free = available_bytes()
-        if capacity is None:
-            return max(_LEAST_CAPACITY, free // self.row_bytes)
-        rows = parse_bytes(capacity) // self.row_bytes if isinstance(capacity, str) else capacity
-        if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
-            raise TypeError(
-                f"table {self.name!r}: capacity must be a number of rows or a size such as '24GiB', not {capacity!r}"
-            )
-        if rows < 1:
-            raise ValueError(
-                f"table {self.name!r}: capacity {capacity!r} has no room for a row of {self.row_bytes} bytes"
-            )
-        if rows * self.row_bytes > free:
-            raise UserError(
-                f"table {self.name!r} may need {int(rows):,} rows x {self.row_bytes} bytes = "
-                f"{format_bytes(int(rows) * self.row_bytes)}, but {format_bytes(free)} of host memory are free; use a "
-                "smaller capacity or dimension"
-            )
-        return int(rows)
-
     def _require_memory(self, rows: int) -> None:
         needed, free = rows * self.row_bytes, available_bytes()
         if needed > free:
@@ -573,28 +470,3 @@ class KeyTable(HostTable):
                 f"{format_bytes(free)} of host memory are free; all finished steps are kept. Use a smaller capacity "
                 "with evict=, admit fewer keys, or free memory"
             )
-
-
-def _require_policies(name: str, capacity: int | str | None, admit: Any, evict: Any) -> None:
-    """Raise an error unless `admit` and `evict` are policies that do not contradict each other."""
-    if admit is not None and not isinstance(admit, Admission):
-        raise TypeError(f"table {name!r}: admit must be hostdev.MinCount or hostdev.Probability, not {admit!r}")
-    if evict is not None and not isinstance(evict, Eviction):
-        raise TypeError(
-            f"table {name!r}: evict must be hostdev.Unused, LeastRecent, LeastFrequent or SmallestNorm, not {evict!r}"
-        )
-    if evict is not None and not isinstance(evict, Unused) and capacity is None:
-        raise ValueError(f"table {name!r}: evict={evict!r} needs a capacity, down to which keys are evicted")
-    expires = admit.expires if isinstance(admit, MinCount) else None
-    if isinstance(evict, Unused) and expires is not None and expires > evict.steps:
-        raise ValueError(
-            f"table {name!r}: {evict!r} forgets a key sooner than {admit!r} forgets one that has no row yet; expires "
-            "must be at most steps"
-        )
-
-
-def _require_initializer(init: Any, dim: int, name: str) -> Initializer:
-    """Return an initializer whose values are functions of the key."""
-    if hasattr(init, "__array__") or isinstance(init, list | tuple):
-        raise ValueError(f"table {name!r}: init must be Normal, Uniform or Constant, since a table by key has no order")
-    return initializer(init, 0, dim, name)

@@ -1,0 +1,174 @@
+"""Lookups by key in a checkpoint's tables, whose files are mapped into memory.
+
+A file's keys are in the order of their hashes, which are spread evenly. So a key's position is estimated from its hash
+(interpolation search), and found by a binary search nearby; no directory is built when a checkpoint is opened.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.keyed import keys_of, read_others
+from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.checkpoint.ranges import WEIGHTS, mapped, parse_range
+from hostdev.core.errors import UserError
+from hostdev.core.ids import to_keys
+from hostdev.kernels.counter import hashed, mix64
+from hostdev.kernels.jit import address_of, array_at, inline, kernel
+from hostdev.kernels.pool import get_grain, parallel_for
+
+Rows = npt.NDArray[np.float32]
+Keys = npt.NDArray[np.int64]
+
+_FEW = 512  # keys; for up to this many, waking other threads costs more than it saves
+
+
+@inline
+def _find(keys: Any, found: Any, first: Any, last: Any) -> Any:
+    """Return the position of the key with a hash among keys in the order of hashes, or -1.
+
+    `first` and `last` are the hashes of the first and the last key.
+    """
+    n = np.int64(len(keys))
+    if found < first or found > last:
+        return np.int64(-1)
+    share = np.float64(found - first) / max(np.float64(last - first), 1.0)
+    guess = min(max(np.int64(share * np.float64(n - 1)), np.int64(0)), n - 1)
+    low, high, step = guess, guess + 1, np.int64(16)
+    while low > 0 and hashed(0, keys[low]) > found:
+        low = max(low - step, np.int64(0))
+        step *= 2
+    step = np.int64(16)
+    while high < n and hashed(0, keys[high]) <= found:
+        high = min(high + step, n)
+        step *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if hashed(0, keys[middle]) <= found:
+            low = middle
+        else:
+            high = middle
+    return low if hashed(0, keys[low]) == found else np.int64(-1)
+
+
+@kernel
+def _copy(start: Any, stop: Any, keys: Any, layers: Any, files: Any, gone: Any, unknown: Any, out: Any) -> None:
+    """Copy the newest version of the rows of keys[start:stop], or the row `unknown`, to out[start:stop].
+
+    Args:
+        start: The first index.
+        stop: The end of the indices.
+        keys: int64 [N].
+        layers: int64 [L + 1]; the files of the l-th newest checkpoint are files[layers[l] : layers[l + 1]].
+        files: int64 [F, 5]; for each file: the hashes of its first and of its last key, the number of its keys, the
+            addresses of the keys and of their values.
+        gone: int64 [L, 4]; for each checkpoint, the same without values of the keys that are gone since its parent.
+        unknown: float32 [D].
+        out: Output, float32 [N, D].
+    """
+    D = out.shape[1]
+    for i in range(np.uint64(start), np.uint64(stop)):
+        found = hashed(0, keys[i])
+        to = out[i]
+        to[:] = unknown
+        for layer in range(len(layers) - 1):
+            low, high = layers[layer], layers[layer + 1]
+            while high - low > 1:  # find the last file that begins at or before the hash
+                middle = (low + high) // 2
+                if np.uint64(files[middle, 0]) <= found:
+                    low = middle
+                else:
+                    high = middle
+            at = np.int64(-1)
+            if low < high:
+                file = files[low]
+                at = _find(array_at(file[3], file[2], np.int64), found, np.uint64(file[0]), np.uint64(file[1]))
+            if at >= 0:
+                values = array_at(files[low, 4] + at * D * 4, D, np.float32)
+                for j in range(D):
+                    to[j] = values[j]
+                break
+            lost = gone[layer]
+            if lost[2] > 0:
+                dead = array_at(lost[3], lost[2], np.int64)
+                if _find(dead, found, np.uint64(lost[0]), np.uint64(lost[1])) >= 0:
+                    break
+
+
+class MappedKeys:
+    """A column of a table by key, weights or optimizer state, float32 [keys, dim]. Several threads may call `lookup`.
+
+    Args:
+        chain: A full checkpoint and its increments, from `read_chain`.
+        name: The table.
+        column: "weights" or the name of a state column.
+    """
+
+    def __init__(self, chain: Chain, name: str, column: str = WEIGHTS) -> None:
+        about = chain[-1].manifest.table(name)
+        state = keys_of(about)
+        self.name, self.rows, self.unknown = name, state.count, state.unknown
+        self.dim = 1 if column in about.row_slots else about.dim
+        self._held: list[Any] = []  # keeps alive the memory that the addresses point into
+        self._unknown = np.empty((len(state.unknown), self.dim), np.float32)
+        found: list[list[int]] = []
+        gone, layers = [], [0]
+        for checkpoint in reversed(chain):
+            table = checkpoint.manifest.table(name)
+            own = keys_of(table)
+            if table.dim != about.dim:
+                raise BrokenCheckpointError(
+                    f"{checkpoint.path} is broken (table {name!r} differs in shape from {chain[-1].path})"
+                )
+            for file in sorted(table.files, key=lambda file: file.start):
+                path = checkpoint.path / file.file
+                rows = parse_range(path, mapped(path), table, file)
+                assert rows.keys is not None
+                values = rows.row_columns[column] if column in about.row_slots else rows.columns[column]
+                first = max(0, min(len(rows), len(own.unknown) - file.start))
+                if checkpoint is chain[-1]:
+                    self._unknown[file.start : file.start + first] = values[:first].reshape(first, self.dim)
+                if first < len(rows):
+                    found.append([*self._describe(rows.keys.keys[first:]), int(address_of(values[first:]))])
+                    self._held.append(values)
+            layers.append(len(found))
+            gone.append(self._describe(read_others(checkpoint, own).gone))
+        self._files = np.array(found, np.int64).reshape(-1, 5)
+        self._layers, self._gone = np.array(layers, np.int64), np.array(gone, np.int64)
+
+    def _describe(self, keys: Keys) -> list[int]:
+        """Return the hashes of the first and of the last key, the number of keys, and their address."""
+        if not len(keys):
+            return [0, 0, 0, 0]
+        self._held.append(keys)
+        edges = mix64(keys[[0, -1]].view(np.uint64)).view(np.int64)
+        return [int(edges[0]), int(edges[1]), len(keys), int(address_of(keys))]
+
+    def lookup(self, ids: npt.ArrayLike, unknown: str = "") -> Rows:
+        """Return a copy, float32 [N, D], of the rows of keys [N].
+
+        Args:
+            ids: Keys, integers of 64 bits [N].
+            unknown: Name of the out-of-vocabulary row, which is returned for keys without a row.
+
+        Raises:
+            TypeError, ValueError: The keys are not integers, or have a wrong shape.
+            UserError: There is no out-of-vocabulary row of this name.
+        """
+        keys = to_keys(ids, f"table {self.name!r}: keys")
+        if keys.ndim != 1:
+            raise ValueError(f"table {self.name!r}: keys must have the shape [N], not {list(keys.shape)}")
+        if unknown not in self.unknown:
+            raise UserError(
+                f"table {self.name!r} has no out-of-vocabulary row {unknown!r}; it has "
+                f"{', '.join(map(repr, self.unknown))}"
+            )
+        out = np.empty((len(keys), self.dim), np.float32)
+        args = keys, self._layers, self._files, self._gone, self._unknown[self.unknown.index(unknown)], out
+        if len(keys) <= _FEW:
+            _copy(0, len(keys), *args)
+        else:
+            parallel_for(_copy, len(keys), *args, grain=get_grain(4 * self.dim))
+        return out

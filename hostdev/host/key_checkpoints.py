@@ -1,0 +1,122 @@
+"""What checkpoints need of a table by key: snapshots while it is trained, and loading of its keys and rows.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.keys import KeyColumns
+from hostdev.host.changes import Budget, Changes
+from hostdev.host.key_index import KeyIndex
+from hostdev.host.key_snapshot import KeySnapshot, gone_since
+from hostdev.host.table import HostTable
+from hostdev.kernels.bits import are_in
+from hostdev.kernels.key_directory import EMPTY
+from hostdev.kernels.pool import run_tasks
+
+Keys = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.float32]
+Positions = npt.NDArray[np.int32]
+
+
+class CheckpointedKeys(HostTable):
+    """The methods of a table by key that only checkpoints call."""
+
+    index: KeyIndex
+    _lock: threading.RLock  # held while the index is read or changed
+    _noting: threading.Lock  # held while rows are recorded as changed
+    _gone: list[Keys]  # keys that have lost their rows since the last checkpoint
+
+    @property
+    def unknown_rows(self) -> Mapping[str, int]:
+        """The rows for keys without a row, by name, in the order of the names."""
+        raise NotImplementedError
+
+    def unknown_row(self, name: str = "") -> int:
+        """Return the out-of-vocabulary row of this name."""
+        raise NotImplementedError
+
+    def _rekeying(self) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def begin_snapshot(self, budget: Budget, *, everything: bool) -> KeySnapshot:
+        """Begin a snapshot of all rows, or of those written since the last saved one; see `Changes.begin`.
+
+        Rows that are planned ahead may be filled meanwhile, but no step may be taken.
+        """
+        changes = self.note_changes()
+        with self._lock, self._noting:
+            found = self.index.committed()
+            chosen = None if everything else np.flatnonzero(are_in(found.rows, changes.touched))
+            gone = gone_since(self._gone)
+            gone = gone[self.index.find_committed(gone) == EMPTY]
+            unknown = self.unknown_rows
+            own_keys = self.index.keys[list(unknown.values())]
+            snapshot = KeySnapshot(self.storage, budget, unknown, own_keys, found, chosen, gone)
+            changes.begin_with(snapshot)
+            self._gone = []
+            return snapshot
+
+    def end_snapshot(self, snapshot: KeySnapshot, *, saved: bool) -> None:
+        """End a snapshot; if it was not saved, its keys count as changed again."""
+        if not saved:
+            self._gone.append(snapshot.gone)
+        self.note_changes().end(snapshot, saved=saved)
+
+    def note_changes(self, *, anew: bool = False) -> Changes:
+        """See `HostTable.note_changes`."""
+        if anew:
+            self._gone = []
+        return super().note_changes(anew=anew)
+
+    def load_rows(self, found: KeyColumns, block: Rows, row_slots: Rows) -> None:
+        """Write rows of a checkpoint: keys [N], all different, with block [N, 1 + S, D] and row_slots [N, R].
+
+        Raises:
+            ValueError: As for `write_rows`.
+            UserError: The table's capacity is too small.
+        """
+        self._check_values(found.keys, block, row_slots, None)
+        with self._rekeying():
+            rows = self._add(*found)
+            self.index.set_uses(rows, found.last, found.uses)
+            run_tasks(self.write_rows_tasks(rows, block, row_slots))
+
+    def load_unknown(self, names: Sequence[str], block: Rows, row_slots: Rows) -> None:
+        """Write the out-of-vocabulary rows of a checkpoint; arguments as for `load_rows`."""
+        rows = np.array([self.unknown_row(name) for name in names], np.int32)
+        self._check_values(rows, block, row_slots, None)
+        with self._rekeying():
+            run_tasks(self.write_rows_tasks(rows, block, row_slots))
+
+    def reseed(self, seed: int) -> None:
+        """Set the seed to that of a checkpoint, since it decides the values of new rows."""
+        with self._rekeying():
+            self.seed, self._initial = seed, (seed, self._initial[1])
+            self.index.reseed(seed)
+
+    def restore_keys(
+        self, step: int, decays: int, waiting: Keys, counts: npt.NDArray[np.int64], sketch: npt.NDArray[np.uint32]
+    ) -> None:
+        """Set what a checkpoint has besides rows; see `KeyIndex.restore`."""
+        with self._rekeying():
+            self.index.restore(step, decays, waiting, counts)
+            if len(sketch):
+                self.index.restore_sketch(sketch)
+
+    def forget(self, keys: Keys) -> None:
+        """Remove keys while a checkpoint is loaded."""
+        with self._rekeying():
+            self.index.release(self.index.erase(keys))
+
+    def _add(self, keys: Keys, last: npt.NDArray[np.uint32], uses: npt.NDArray[np.uint32]) -> Positions:
+        """Return the rows of distinct keys; those that have none get one, with this last step and uses."""
+        rows = self.index.find(keys)
+        new = np.flatnonzero(rows == EMPTY)
+        rows[new] = self.index.add(keys[new], last[new], uses[new])
+        return rows

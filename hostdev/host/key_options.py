@@ -1,0 +1,60 @@
+"""Checks of the options of a table by key."""
+
+from typing import Any
+
+import numpy as np
+
+from hostdev.core.admission import Admission, MinCount
+from hostdev.core.errors import UserError
+from hostdev.core.eviction import Eviction, Unused
+from hostdev.core.initializers import Initializer, initializer
+from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
+
+KEY_BYTES = 45  # memory of a key beside its row: its entry in the directory, its last step, its uses, and itself
+_LEAST_CAPACITY = 1 << 20
+
+
+def require_policies(name: str, capacity: int | str | None, admit: Any, evict: Any) -> None:
+    """Raise an error unless `admit` and `evict` are policies that do not contradict each other."""
+    if admit is not None and not isinstance(admit, Admission):
+        raise TypeError(f"table {name!r}: admit must be hostdev.MinCount or hostdev.Probability, not {admit!r}")
+    if evict is not None and not isinstance(evict, Eviction):
+        raise TypeError(
+            f"table {name!r}: evict must be hostdev.Unused, LeastRecent, LeastFrequent or SmallestNorm, not {evict!r}"
+        )
+    if evict is not None and not isinstance(evict, Unused) and capacity is None:
+        raise ValueError(f"table {name!r}: evict={evict!r} needs a capacity, down to which keys are evicted")
+    expires = admit.expires if isinstance(admit, MinCount) else None
+    if isinstance(evict, Unused) and expires is not None and expires > evict.steps:
+        raise ValueError(
+            f"table {name!r}: {evict!r} forgets a key sooner than {admit!r} forgets one that has no row yet; expires "
+            "must be at most steps"
+        )
+
+
+def require_initializer(init: Any, dim: int, name: str) -> Initializer:
+    """Return an initializer whose values are functions of the key."""
+    if hasattr(init, "__array__") or isinstance(init, list | tuple):
+        raise ValueError(f"table {name!r}: init must be Normal, Uniform or Constant, since a table by key has no order")
+    return initializer(init, 0, dim, name)
+
+
+def get_capacity(name: str, capacity: int | str | None, row_bytes: int) -> int:
+    """Return a table's maximum number of keys for its argument `capacity`; `row_bytes` is the memory of a key."""
+    free = available_bytes()
+    if capacity is None:
+        return max(_LEAST_CAPACITY, free // row_bytes)
+    rows = parse_bytes(capacity) // row_bytes if isinstance(capacity, str) else capacity
+    if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
+        raise TypeError(
+            f"table {name!r}: capacity must be a number of rows or a size such as '24GiB', not {capacity!r}"
+        )
+    if rows < 1:
+        raise ValueError(f"table {name!r}: capacity {capacity!r} has no room for a row of {row_bytes} bytes")
+    if rows * row_bytes > free:
+        raise UserError(
+            f"table {name!r} may need {int(rows):,} rows x {row_bytes} bytes = "
+            f"{format_bytes(int(rows) * row_bytes)}, but {format_bytes(free)} of host memory are free; use a "
+            "smaller capacity or dimension"
+        )
+    return int(rows)
