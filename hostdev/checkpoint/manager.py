@@ -129,6 +129,7 @@ class CheckpointManager:
                 item.end(False)
             budget.close()
             raise
+        noted = {table.name: table.changes for table in tables if hasattr(table, "note_changes")}
         waits = any(isinstance(item.source, DeviceRows) and item.source.is_live for item in items)
 
         def ended(writer: AsyncWriter) -> None:
@@ -136,10 +137,9 @@ class CheckpointManager:
             self.most_copied = max(self.most_copied, budget.most)
             self.copying_seconds += budget.seconds
             if writer.checkpoint is not None:
-                for table in tables:
-                    if hasattr(table, "note_changes"):
-                        table.changes.since = self._token(writer.checkpoint)
-                        table.changes.digests = writer.range_digests.get(table.name, table.changes.digests)
+                for name, changes in noted.items():  # not of the tables: they may have forgotten their changes since
+                    changes.since = self._token(writer.checkpoint)
+                    changes.digests = writer.range_digests.get(name, changes.digests)
                 written = sum(item.source.count * _row_bytes(item.table) for item in items)
                 self._increments = 0 if parent is None else self._increments + written
                 self.last = writer.checkpoint
@@ -184,6 +184,7 @@ class CheckpointManager:
     def _item(self, number: int, table: Any, budget: Budget, *, full: bool) -> Item:
         about = describe_table(table)
         if is_by_key(table):
+            changes = table.note_changes()
             rows = table.begin_snapshot(budget, everything=full)
             about = replace(about, rows=rows.count, keys=make_state(table, rows, number))
             found, gone = rows.found, rows.gone
@@ -192,7 +193,7 @@ class CheckpointManager:
                 rows,
                 True,
                 rows.end,
-                lambda saved: table.end_snapshot(rows, saved=saved),
+                lambda saved: table.end_snapshot(changes, rows, saved=saved),
                 get_keys=rows.key_columns,
                 files=lambda: _other_keys(found.in_order(), gone).files(),
             )

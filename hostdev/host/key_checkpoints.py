@@ -62,11 +62,14 @@ class CheckpointedKeys(HostTable):
             self._gone = []
             return snapshot
 
-    def end_snapshot(self, snapshot: KeySnapshot, *, saved: bool) -> None:
-        """End a snapshot; if it was not saved, its keys count as changed again."""
-        if not saved:
+    def end_snapshot(self, changes: Changes, snapshot: KeySnapshot, *, saved: bool) -> None:
+        """End a snapshot; if it was not saved, its keys count as changed again.
+
+        `changes` is the tracker that was in use when the snapshot began.
+        """
+        if not saved and changes is self.changes:
             self._gone.append(snapshot.gone)
-        self.note_changes().end(snapshot, saved=saved)
+        changes.end(snapshot, saved=saved)
 
     def note_changes(self, *, anew: bool = False) -> Changes:
         """See `HostTable.note_changes`."""

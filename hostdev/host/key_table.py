@@ -4,7 +4,8 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, requ
 from hostdev.core.tables import initial_seed
 from hostdev.host.key_checkpoints import CheckpointedKeys
 from hostdev.host.key_columns import OrderedColumn, columns_in_order
-from hostdev.host.key_index import CommittedKeys, KeyIndex, PlannedKeys
+from hostdev.host.key_index import CommittedKeys, KeyIndex, PlannedKeys, order_of
 from hostdev.host.key_options import KEY_BYTES, get_capacity, require_initializer, require_policies
 from hostdev.host.storage import Shape, make_storage
 from hostdev.host.writing import Writing
@@ -102,6 +103,8 @@ class KeyTable(CheckpointedKeys):
         self._dim = dim
         self._lock = threading.RLock()  # held while the index is read or changed
         self._noting = threading.Lock()  # held while rows are recorded as changed
+        self._listeners: list[Callable[[Keys, Rows], object]] = []
+        self._evictions: deque[tuple[Keys, Rows]] = deque()  # not reported yet
         self.changes = None
         self.may_train = False
         self._begin()
@@ -203,17 +206,41 @@ class KeyTable(CheckpointedKeys):
             return planned
 
     def commit(self) -> Positions:
-        """Finish the first planned step; return the rows that it evicted, which `release` makes free."""
+        """Finish the first planned step; return the rows that it evicted, which `retire` makes free."""
         with self._lock:
             evicted = self.index.commit()
             if self.changes is not None and len(evicted):
                 self._gone.append(self.index.keys[evicted])
             return evicted
 
-    def release(self, rows: Positions) -> None:
-        """Allow the use of evicted rows that nothing uses any more."""
+    def retire(self, rows: Positions) -> None:
+        """Allow the use of rows that a step has evicted, once nothing uses them any more; note them for `on_evict`."""
+        if len(rows) and self._listeners:
+            rows = rows[order_of(self.index.keys[rows])]
+            self._evictions.append((self.index.keys[rows], np.ascontiguousarray(self._read(rows)[0][:, 0])))
         with self._lock:
             self.index.release(rows)
+
+    def on_evict(self, listener: Callable[[Keys, Rows], object]) -> None:
+        """From now on, call a function with the keys that each step evicts, and with their weights.
+
+        It is called with int64 [E], in the order of `keys`, and float32 [E, D], once for each step that evicts keys and
+        in the order of the steps: in a loop, by the loop's thread some batches later, and at the latest when the loop
+        ends. It may read the table. Erased keys are not reported.
+        """
+        self._listeners.append(listener)
+
+    @property
+    def reports_evictions(self) -> bool:
+        """Whether anybody has called `on_evict`."""
+        return bool(self._listeners)
+
+    def report_evictions(self) -> None:
+        """Call the functions of `on_evict` for evictions that were not reported yet."""
+        while self._evictions:
+            keys, weights = self._evictions.popleft()
+            for listener in self._listeners:
+                listener(keys, weights)
 
     def rollback(self) -> None:
         """Undo all planned steps that are not finished."""
@@ -269,6 +296,7 @@ class KeyTable(CheckpointedKeys):
             self._note_write(rows)
             self.storage.apply(rows, grads, self.begin_step())
         self._after_write(rows)
+        self.report_evictions()
 
     def update(
         self, ids: npt.ArrayLike, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
@@ -298,7 +326,7 @@ class KeyTable(CheckpointedKeys):
         except BaseException:
             self.rollback()
             raise
-        self.release(self.commit())
+        self.retire(self.commit())
 
     @contextmanager
     def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:

@@ -1,5 +1,6 @@
 """Tables by key in the pipeline: which rows a batch's keys have, and when the rows of evicted keys are free again."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class KeyedRows:
     def __init__(self, table: KeyTable, unknown: Sequence[int], cache: EmbeddingCache | None) -> None:
         self.table, self._unknown, self._cache = table, list(unknown), cache
         self.trains = True  # whether batches of a training pass may change keys
-        self._retired: list[Positions] = []  # rows of evicted keys that a cache may still hold
+        self._retired: deque[Positions] = deque()  # by step, rows of evicted keys that a cache may still hold
         self._since = 0  # steps since the last search for those that have left the cache
 
     def assign(
@@ -60,17 +61,25 @@ class KeyedRows:
         """Finish the first planned step, whose update is done."""
         evicted = self.table.commit()
         if self._cache is None:
-            self.table.release(evicted)
+            self.table.retire(evicted)
             return
         if len(evicted):
             self._retired.append(evicted)
         self._since += 1
         if self._retired and self._since >= _CHECKED_EVERY:
             self._since = 0
-            rows = np.concatenate(self._retired)
-            held = self._cache.holds(rows)
-            self._retired = [rows[held]] if held.any() else []
-            self.table.release(rows[~held])
+            self._retire(self._cache)
+
+    def _retire(self, cache: EmbeddingCache) -> None:
+        """Retire rows that have left the cache; if evictions are reported, all rows of a step at once, and in order."""
+        if self.table.reports_evictions:
+            while self._retired and not cache.holds(self._retired[0]).any():
+                self.table.retire(self._retired.popleft())
+            return
+        rows = np.concatenate(self._retired)
+        held = cache.holds(rows)
+        self._retired = deque([rows[held]] if held.any() else [])
+        self.table.retire(rows[~held])
 
     def begin_pass(self) -> None:
         """At the beginning of a training pass, free the cache's slots of rows whose key was evicted or erased."""
@@ -80,6 +89,5 @@ class KeyedRows:
     def end_pass(self) -> None:
         """At the end of a pass, undo the steps that were planned but not taken."""
         self.table.rollback()
-        for rows in self._retired:  # the next pass discards them from the cache
-            self.table.release(rows)
-        self._retired = []
+        while self._retired:  # the next pass discards them from the cache
+            self.table.retire(self._retired.popleft())

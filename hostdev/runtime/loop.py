@@ -69,6 +69,7 @@ class TrainLoop(Loop[Item]):
         self._late: list[RowParameter] = []  # rows of a batch that `submit` finished before the loop continued
         self._keyed = [number for number, group in enumerate(runtime.group_specs) if group.has_keys]
         self._must_replan = False  # whether the batches read ahead must be planned again
+        self._is_suspended = False  # whether the pass has ended meanwhile
         self._clipped = False  # whether the batch's rows were clipped with the parameters
 
     @property
@@ -92,6 +93,8 @@ class TrainLoop(Loop[Item]):
     def _open(self) -> Any:
         self._runtime.loops.begin_training(self)
         self._stack.callback(self._runtime.loops.end_training)
+        for number in self._keyed:
+            self._stack.callback(self._runtime.group_specs[number].tables[0].report_evictions)
         self._wanted: Replay = Replay(self._requests())
         scaling.watch(self.watcher)
         self._stack.enter_context(self._of_pass)
@@ -104,7 +107,7 @@ class TrainLoop(Loop[Item]):
     def _open_pass(self) -> Any:
         """Open a pass over the remaining batches; if an earlier loop's gradients wait, over the first batch alone."""
         requests: Iterator[Request] = self._wanted
-        self._must_replan = False
+        self._must_replan = self._is_suspended = False
         for number in self._keyed:
             keys, table = self._runtime.pipeline.groups[number].keys, self._runtime.group_specs[number].tables[0]
             keys.trains = self._trains(table)
@@ -120,6 +123,8 @@ class TrainLoop(Loop[Item]):
             self._pass = self._open_pass()
         if self._must_replan:
             self._begin_again()
+        for number in self._keyed:
+            self._runtime.group_specs[number].tables[0].report_evictions()
         flight = None
         try:
             flight = super()._take_next()
@@ -151,6 +156,7 @@ class TrainLoop(Loop[Item]):
                 "optimizer's step), or between loops"
             )
         self._of_pass.close()
+        self._is_suspended = True
         self.replan()
 
     def __next__(self) -> Item:
@@ -231,7 +237,7 @@ class TrainLoop(Loop[Item]):
                     late = list(self._batch.all_leaves)
                     self._end_batch()
                     self._late = late
-                if self._pass is not None:
+                if self._pass is not None and not self._is_suspended:
                     self._pass.drain()
                 if self.watcher.first is not None and self._batch.flight is None:
                     self.watcher.first.end()
