@@ -144,3 +144,19 @@ def test_who_waits_for_room_goes_on_when_it_ends():
     writer.join(5)
     assert not writer.is_alive()
     assert sorted(read_all(changes.begin(Budget(9), everything=False), table, 10)) == list(range(100))
+
+
+def test_a_reset_while_a_checkpoint_is_written_is_in_the_next_one(tmp_path):
+    import hostdev
+
+    table = HostTable(100, 4, hostdev.SGD(lr=0.5), name="t")
+    with hostdev.Runtime({"t": table}, device="cpu", depth=0) as runtime:
+        table.apply([1, 2], np.ones((2, 4), np.float32))
+        runtime.save(tmp_path, wait=False)
+        table.reset()
+        table.apply([3], np.ones((1, 4), np.float32))
+        runtime.save(tmp_path)
+    other = HostTable(100, 4, hostdev.SGD(lr=0.5), name="t")
+    with hostdev.Runtime({"t": other}, device="cpu", depth=0) as runtime:
+        runtime.load(tmp_path)
+    np.testing.assert_array_equal(other.weights, table.weights)
