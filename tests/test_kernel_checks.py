@@ -37,6 +37,7 @@ CHECKS = {
         **dict.fromkeys(("_chance", "judge", "score", "worst", "divide", "exchange", "take"), (OWN,)),
     },
     "checkpoint.lookup": {"_copy": (IDS, STORED, COVERED)},
+    "checkpoint.keyed_lookup": {"_copy": (STORED,)},
     "kernels.adagrad": {
         **dict.fromkeys(("_sgd", "_momentum", "_adagrad", "_row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)),
         "mean_square": (OWN,),
@@ -74,6 +75,7 @@ CHECKS = {
     "kernels.key_directory": dict.fromkeys(("_insert", "_erase"), (OWN,)),
     "kernels.key_sketch": {"_add": (OWN,)},
     "kernels.lazy_adam": dict.fromkeys(("_lazy_adam", "_row_wise_adam"), (IDS, POSITIONS, REQUESTED)),
+    "kernels.key_rows": {"_number": (OWN,)},
     "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED)},
     "kernels.pieces": {"_take_lists": (SHARDS,)},
     "kernels.rounding": {

@@ -77,11 +77,16 @@ def make_cache(
     return EmbeddingCache(group.tables, rows, spec.policy, device, spec.window, **options)  # type: ignore[arg-type]
 
 
-def make_group(group: GroupSpec, cache: EmbeddingCache | None, log: OpLog | None) -> Group:
-    """Return a group for the pipeline."""
-    [table, *_] = group.tables
-    keys = KeyedRows(table, group.unknown, cache) if isinstance(table, KeyTable) else None
-    return Group(group.tables, cache, log, keys)  # type: ignore[arg-type]
+def make_groups(
+    groups: list[GroupSpec], specs: list[CacheSpec | None], device: torch.device, ranks: Ranks | None, log: OpLog | None
+) -> list[Group]:
+    """Return the groups for the pipeline, with a cache for each group that has a `CacheSpec`."""
+    found = []
+    for group, spec in zip(groups, specs, strict=True):
+        cache, table = make_cache(group, spec, device, ranks, log), group.tables[0]
+        keys = KeyedRows(table, group.unknown, cache) if isinstance(table, KeyTable) else None
+        found.append(Group(group.tables, cache, log, keys))  # type: ignore[arg-type]
+    return found
 
 
 def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:

@@ -21,7 +21,7 @@ from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline, require_depth
-from hostdev.runtime import alike
+from hostdev.runtime import alike, placement
 from hostdev.runtime.access import Access
 from hostdev.runtime.checkpointed import CheckpointedState
 from hostdev.runtime.features import FeatureTables, Table, require_seeds, resolve
@@ -31,15 +31,6 @@ from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.open_loops import Loops
 from hostdev.runtime.options import B, PredictKwargs, S, Send, TrainKwargs
 from hostdev.runtime.partial import get_ids_of_some, some_features
-from hostdev.runtime.placement import (
-    CacheSize,
-    cache_specs,
-    make_cache,
-    make_group,
-    require_parts,
-    require_place,
-    require_room,
-)
 from hostdev.runtime.read_ahead import require_read_ahead
 from hostdev.runtime.requests import GetIds, Reader
 from hostdev.runtime.rows import Rows, Value
@@ -105,7 +96,7 @@ class Runtime(FrameworkLoaders):
         features: Mapping[str, FeatureTables],
         *,
         device: torch.device | str = "auto",
-        cache: CacheSize | Mapping[str, CacheSize | None] | None = None,
+        cache: placement.CacheSize | Mapping[str, placement.CacheSize | None] | None = None,
         depth: int = 2,
         ranks: Ranks | None = None,
         stacks: Mapping[str, list[str]] | None = None,
@@ -123,20 +114,17 @@ class Runtime(FrameworkLoaders):
         require_depth(depth)
         if dense_exchange not in EXCHANGES:
             raise ValueError(f"dense_exchange must be one of {', '.join(EXCHANGES)}, not {dense_exchange!r}")
-        require_parts(self.group_specs, ranks)
+        placement.require_parts(self.group_specs, ranks)
         require_seeds(self.group_specs, ranks)
         self.device = backend.require(device)
         if self.device.type == "cpu":  # torch's operations and the host's kernels share cores and memory
             limit_spinning()
             keep_freed_memory(one_arena=True)
-        require_place(self.group_specs, self.device)
-        specs = cache_specs(cache, self.group_specs)
-        require_room(self.group_specs, specs, depth, self.device)
+        placement.require_place(self.group_specs, self.device)
+        specs = placement.cache_specs(cache, self.group_specs)
+        placement.require_room(self.group_specs, specs, depth, self.device)
         self.staging = Staging(self.device, log, batches=depth + 2)
-        groups = [
-            make_group(group, make_cache(group, spec, self.device, ranks, log), log)
-            for group, spec in zip(self.group_specs, specs, strict=True)
-        ]
+        groups = placement.make_groups(self.group_specs, specs, self.device, ranks, log)
         if ranks is not None:
             windows = [None if group.cache is None else group.window for group in groups]
             settings = alike.get_settings(

@@ -251,7 +251,7 @@ def test_another_version_is_refused_by_its_number(saved):
     content["version"] = 99
     checksum = json_checksum(content)
     file.write_text(json.dumps({**content, "sha256": checksum}))
-    with pytest.raises(UserError, match="format version 99, .* reads versions 1 and 2"):
+    with pytest.raises(UserError, match="format version 99, .* reads versions 1 to 3"):
         runtime_of().load(path / "step-0000000003")
 
 
