@@ -4,7 +4,7 @@ F columns of kind "id" form one feature without pooling, whose rows are [B, F, D
 mean pooling, and counts as one more field.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +33,17 @@ def bag_feature(column: str) -> str:
     return f"bag:{column}"
 
 
-def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: int = 0) -> dict[str, Feature]:
-    """Return the features that look up a schema's ids in `tables`; the model adds `more` ids per sample to FIELDS."""
+def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: Sequence[str] = ()) -> dict[str, Feature]:
+    """Return the features that look up a schema's ids in `tables`.
+
+    The model puts the ids of the columns `more` before those of the schema in FIELDS. In tables by key, each column of
+    ids has its own out-of-vocabulary row.
+    """
     if not schema.columns:
         raise UserError("the data has no column of ids, so no table is used; preprocess it with --categorical or --bag")
-    features = {FIELDS: Feature(tables)} if schema.ids or more else {}
-    return features | {bag_feature(name): Feature(tables, pooling="mean") for name in schema.bags}
+    names = (*more, *schema.ids)
+    features = {FIELDS: Feature(tables, unknown=names)} if names else {}
+    return features | {bag_feature(name): Feature(tables, pooling="mean", unknown=name) for name in schema.bags}
 
 
 def collect_ids(schema: Schema, batch: Batch) -> dict[str, Ids]:

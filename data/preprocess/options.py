@@ -7,6 +7,7 @@ from typing import Any
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.dense import MODES
 
+RAW = 2**62  # hash buckets of raw ids: so many that values hardly ever share one
 FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "validation_fraction", "rows_per_shard")
 
 
@@ -65,6 +66,12 @@ def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> 
     to.add_argument(
         "--hash-buckets", type=int, metavar="N", help="hash values into N ids instead of using a vocabulary"
     )
+    to.add_argument(
+        "--ids",
+        choices=("vocabulary", "raw"),
+        help="raw: hash values into 62 bits instead of using a vocabulary, for hostdev train --tables dynamic (default "
+        "vocabulary)",
+    )
     to.add_argument("--dense", choices=MODES, help=f"scaling of the numeric columns (default {default.dense})")
     to.add_argument(
         "--test-fraction",
@@ -97,9 +104,16 @@ def add_seed(to: argparse.ArgumentParser, default: int | None) -> None:
 def parse_options(arguments: argparse.Namespace, **defaults: object) -> Options:
     """Build `Options` from parsed flags; `defaults` override the fields' defaults."""
     given = {name: getattr(arguments, name) for name in FLAGS if getattr(arguments, name) is not None}
+    option = "--hash-buckets"
+    if arguments.ids is not None:
+        option = f"--ids {arguments.ids}"
+        if "hash_buckets" in given:
+            raise UserError(f"--hash-buckets has no effect with {option}; leave out one of the two")
+        if arguments.ids == "raw":
+            given["hash_buckets"] = RAW
     if "hash_buckets" in given:
         if "threshold" in given:
-            raise UserError("--threshold has no effect with --hash-buckets; leave out one of the two")
+            raise UserError(f"--threshold has no effect with {option}; leave out one of the two")
         given["threshold"] = None
     if arguments.seed is not None:
         given["seed"] = arguments.seed

@@ -73,9 +73,10 @@ class CurrentTable:
         planes = [WEIGHTS, *about.slots] if history.how.betas is not None else [WEIGHTS]
         self._planes = [_map(chain, name, column) for column in planes]
         self._last = _map(chain, name, LAST)
+        self.is_by_key = self._last.is_by_key
         self.name, self.rows, self.dim = name, self._planes[0].rows, about.dim
 
-    def lookup(self, ids: npt.NDArray[Any], **options: str) -> Rows:
+    def lookup(self, ids: npt.NDArray[Any], **options: Any) -> Rows:
         """Return a copy of the rows `ids`, after applying the steps that each has missed; see `MappedTable.lookup`.
 
         For a table by key, the arguments are those of `MappedKeys.lookup`.

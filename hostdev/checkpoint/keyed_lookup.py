@@ -4,6 +4,7 @@ A file's keys are in the order of their hashes, which are spread evenly. So a ke
 (interpolation search), and found by a binary search nearby; no directory is built when a checkpoint is opened.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,10 @@ def _find(keys: Any, found: Any, first: Any, last: Any) -> Any:
 
 
 @kernel
-def _copy(start: Any, stop: Any, keys: Any, layers: Any, files: Any, gone: Any, unknown: Any, out: Any) -> None:
-    """Copy the newest version of the rows of keys[start:stop], or the row `unknown`, to out[start:stop].
+def _copy(
+    start: Any, stop: Any, keys: Any, layers: Any, files: Any, gone: Any, unknown: Any, turns: Any, out: Any
+) -> None:
+    """Copy the newest version of the rows of keys[start:stop], or an out-of-vocabulary row, to out[start:stop].
 
     Args:
         start: The first index.
@@ -65,14 +68,15 @@ def _copy(start: Any, stop: Any, keys: Any, layers: Any, files: Any, gone: Any, 
         files: int64 [F, 5]; for each file: the hashes of its first and of its last key, the number of its keys, the
             addresses of the keys and of their values.
         gone: int64 [L, 4]; for each checkpoint, the same without values of the keys that are gone since its parent.
-        unknown: float32 [D].
+        unknown: float32 [any, D], the out-of-vocabulary rows.
+        turns: int64 [T], the out-of-vocabulary rows that keys without a row get in turn.
         out: Output, float32 [N, D].
     """
     D = out.shape[1]
     for i in range(np.uint64(start), np.uint64(stop)):
         found = hashed(0, keys[i])
         to = out[i]
-        to[:] = unknown
+        to[:] = unknown[turns[i % np.uint64(len(turns))]]
         for layer in range(len(layers) - 1):
             low, high = layers[layer], layers[layer + 1]
             while high - low > 1:  # find the last file that begins at or before the hash
@@ -105,6 +109,8 @@ class MappedKeys:
         name: The table.
         column: "weights" or the name of a state column.
     """
+
+    is_by_key = True
 
     def __init__(self, chain: Chain, name: str, column: str = WEIGHTS) -> None:
         about = chain[-1].manifest.table(name)
@@ -146,12 +152,13 @@ class MappedKeys:
         edges = mix64(keys[[0, -1]].view(np.uint64)).view(np.int64)
         return [int(edges[0]), int(edges[1]), len(keys), int(address_of(keys))]
 
-    def lookup(self, ids: npt.ArrayLike, unknown: str = "") -> Rows:
+    def lookup(self, ids: npt.ArrayLike, unknown: str | Sequence[str] = "") -> Rows:
         """Return a copy, float32 [N, D], of the rows of keys [N].
 
         Args:
             ids: Keys, integers of 64 bits [N].
-            unknown: Name of the out-of-vocabulary row, which is returned for keys without a row.
+            unknown: Name of the out-of-vocabulary row, which is returned for keys without a row; or names of several,
+                which keys use in turn, as columns of ids [B, k] do.
 
         Raises:
             TypeError, ValueError: The keys are not integers, or have a wrong shape.
@@ -160,13 +167,16 @@ class MappedKeys:
         keys = to_keys(ids, f"table {self.name!r}: keys")
         if keys.ndim != 1:
             raise ValueError(f"table {self.name!r}: keys must have the shape [N], not {list(keys.shape)}")
-        if unknown not in self.unknown:
-            raise UserError(
-                f"table {self.name!r} has no out-of-vocabulary row {unknown!r}; it has "
-                f"{', '.join(map(repr, self.unknown))}"
-            )
+        names = [unknown] if isinstance(unknown, str) else list(unknown)
+        for name in names:
+            if name not in self.unknown:
+                raise UserError(
+                    f"table {self.name!r} has no out-of-vocabulary row {name!r}; it has "
+                    f"{', '.join(map(repr, self.unknown))}"
+                )
         out = np.empty((len(keys), self.dim), np.float32)
-        args = keys, self._layers, self._files, self._gone, self._unknown[self.unknown.index(unknown)], out
+        turns = np.array([self.unknown.index(name) for name in names], np.int64)
+        args = keys, self._layers, self._files, self._gone, self._unknown, turns, out
         if len(keys) <= _FEW:
             _copy(0, len(keys), *args)
         else:

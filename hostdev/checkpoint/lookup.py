@@ -73,6 +73,8 @@ class MappedTable:
         column: "weights" or the name of a state column.
     """
 
+    is_by_key = False
+
     def __init__(self, chain: Chain, name: str, column: str = WEIGHTS) -> None:
         about = chain[-1].manifest.table(name)
         self.name, self.rows = name, about.rows

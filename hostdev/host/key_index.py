@@ -85,6 +85,16 @@ def order_of(keys: Keys) -> npt.NDArray[np.int64]:
     return np.argsort(mix64(keys.view(np.uint64)))
 
 
+class KeyCount(NamedTuple):
+    """The numbers of keys after a step."""
+
+    step: int
+    live: int  # keys with a row
+    waiting: int  # keys that are counted and wait for a row
+    admitted: int  # keys that got a row in this step
+    evicted: int  # keys that lost their row before it
+
+
 @dataclass
 class _Undo:
     """How to undo a step."""
@@ -99,6 +109,7 @@ class _Undo:
     sketched: tuple[Keys, npt.NDArray[Any]] = (_NO_KEYS, _NO_ROWS)  # keys, and the uses that were added
     undecayed: npt.NDArray[np.uint32] | None = None  # all rows' uses, before they decayed
     decays: int = 0  # how often they have decayed
+    counts: KeyCount | None = None  # after the step
 
 
 class KeyIndex:
@@ -233,17 +244,20 @@ class KeyIndex:
         except BaseException:
             self._revert(undo)
             raise
+        undo.counts = KeyCount(step, len(self), self.waiting, len(admitted), len(undo.evicted[0]))
         self._undo.append(undo)
         return PlannedKeys(rows, admitted, *undo.evicted[:2])
 
-    def commit(self) -> Rows:
+    def commit(self) -> tuple[Rows, KeyCount]:
         """Finish the first planned step.
 
-        Return the rows of the keys that it has evicted. They can be used again after a call of `release`.
+        Return the rows of the keys that it has evicted, which can be used again after a call of `release`, and the
+        numbers of keys.
         """
         undo = self._undo.popleft()
         self.step = undo.step
-        return undo.evicted[1]
+        assert undo.counts is not None
+        return undo.evicted[1], undo.counts
 
     def release(self, rows: Rows) -> None:
         """Allow the use of rows whose keys were evicted, and that nothing uses any more."""

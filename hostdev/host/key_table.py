@@ -26,7 +26,7 @@ from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, requ
 from hostdev.core.tables import initial_seed
 from hostdev.host.key_checkpoints import CheckpointedKeys
 from hostdev.host.key_columns import OrderedColumn, columns_in_order
-from hostdev.host.key_index import CommittedKeys, KeyIndex, PlannedKeys, order_of
+from hostdev.host.key_index import CommittedKeys, KeyCount, KeyIndex, PlannedKeys, order_of
 from hostdev.host.key_options import KEY_BYTES, get_capacity, require_initializer, require_policies
 from hostdev.host.storage import Shape, make_storage
 from hostdev.host.writing import Writing
@@ -105,6 +105,7 @@ class KeyTable(CheckpointedKeys):
         self._noting = threading.Lock()  # held while rows are recorded as changed
         self._listeners: list[Callable[[Keys, Rows], object]] = []
         self._evictions: deque[tuple[Keys, Rows]] = deque()  # not reported yet
+        self.key_counts: list[KeyCount] | None = None  # of finished steps, if a list is given
         self.changes = None
         self.may_train = False
         self._begin()
@@ -208,7 +209,9 @@ class KeyTable(CheckpointedKeys):
     def commit(self) -> Positions:
         """Finish the first planned step; return the rows that it evicted, which `retire` makes free."""
         with self._lock:
-            evicted = self.index.commit()
+            evicted, counts = self.index.commit()
+            if self.key_counts is not None:
+                self.key_counts.append(counts)
             if self.changes is not None and len(evicted):
                 self._gone.append(self.index.keys[evicted])
             return evicted

@@ -23,11 +23,11 @@ class KeyedRows:
 
     Args:
         table: The table.
-        unknown: For each of the group's features, its out-of-vocabulary row.
+        unknown: For each of the group's features, its out-of-vocabulary rows, which its keys use in turn.
         cache: The group's cache.
     """
 
-    def __init__(self, table: KeyTable, unknown: Sequence[int], cache: EmbeddingCache | None) -> None:
+    def __init__(self, table: KeyTable, unknown: Sequence[Sequence[int]], cache: EmbeddingCache | None) -> None:
         self.table, self._unknown, self._cache = table, list(unknown), cache
         self.trains = True  # whether batches of a training pass may change keys
         self._retired: deque[Positions] = deque()  # by step, rows of evicted keys that a cache may still hold

@@ -83,7 +83,7 @@ class Predictor:
             raise UserError(f"{self.path} is of a different model: {' '.join(str(error).split())[:300]}") from None
         self.model.to(self._device).eval()
         with reading(self.path):
-            self.tables = {name: open_table(opened.chain, name) for name in self.model.tables}
+            self.tables: dict[str, Any] = {name: open_table(opened.chain, name) for name in self.model.tables}
             self._require_tables()
             if _encodes:
                 self.encoding.prepare()
@@ -97,7 +97,7 @@ class Predictor:
         """Raise UserError unless the tables have the model's shapes."""
         for name, spec in self.model.tables.items():
             table = self.tables[name]
-            if (table.rows, table.dim) != (spec.rows, spec.dim):
+            if not table.is_by_key and (table.rows, table.dim) != (spec.rows, spec.dim):
                 raise UserError(
                     f"{self.path} is of a different model: table {name!r} is {table.rows} x {table.dim} in the "
                     f"checkpoint, not {spec.rows} x {spec.dim}"
@@ -188,12 +188,14 @@ class Predictor:
         looked_up: dict[tuple[str, int], Tensor] = {}  # features may share ids
         for name, feature in self.model.features.items():
             ids = read_ids(name, feature, given[name])
+            unknown = feature.unknown_names
             names = [feature.tables] if feature.is_single else list(feature.tables)
             outputs = []
             for table in names:
                 key = table, id(given[name])
                 if key not in looked_up:
-                    looked_up[key] = torch.from_numpy(self.tables[table].lookup(ids.values))
+                    options = {"unknown": unknown} if self.tables[table].is_by_key else {}
+                    looked_up[key] = torch.from_numpy(self.tables[table].lookup(ids.values, **options))
                 outputs.append(self._values(looked_up[key], feature, ids, self.tables[table].dim).to(self._device))
             yield name, outputs[0] if feature.is_single else tuple(outputs)
 

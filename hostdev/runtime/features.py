@@ -36,7 +36,7 @@ class GroupSpec(NamedTuple):
 
     tables: list[Table]
     features: list[int]  # the numbers of these features, in order
-    unknown: list[int]  # for a table by key, the out-of-vocabulary row of each of these features; otherwise empty
+    unknown: list[list[int]]  # for a table by key, the out-of-vocabulary rows of each feature; otherwise empty
 
     @property
     def has_keys(self) -> bool:
@@ -79,10 +79,11 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
     groups: dict[tuple[Any, ...], GroupSpec] = {}
     for key, table in tables.items():
         same: tuple[Any, ...] = (table.primitive_target, table.total_rows, *users[key])
-        unknown: list[int] = []
+        unknown: list[list[int]] = []
         if isinstance(table, KeyTable):
             given = list(specs.values())
-            same, unknown = (key,), [table.unknown_row(given[number].unknown) for number in users[key]]
+            rows_of = [given[number].unknown_names for number in users[key]]
+            same, unknown = (key,), [[table.unknown_row(one) for one in each] for each in rows_of]
         groups.setdefault(same, GroupSpec([], users[key], unknown)).tables.append(table)
     places = {
         id(table): (number, place)
@@ -162,6 +163,12 @@ def read_ids(name: str, feature: Feature, given: FeatureInput, *, are_keys: bool
     values = _keys(name, bag.values) if are_keys else _integers(name, "ids", bag.values, feature.padding)
     weights = _weights(name, bag.weights, values.shape)
     shape = values.shape
+    columns = len(feature.unknown_names)
+    if are_keys and columns > 1 and (values.ndim != 2 or values.shape[1] != columns):
+        raise ValueError(
+            f"feature {name!r}: it has out-of-vocabulary rows for {columns} columns, so keys must be of shape "
+            f"[B, {columns}], not {list(values.shape)}"
+        )
     if bag.lengths is None and bag.offsets is None:
         if values.ndim not in (1, 2):
             raise ValueError(

@@ -62,7 +62,8 @@ class _Group:
         ids = given[0] if len(given) == 1 else np.concatenate(given)
         if isinstance(keyed := group.tables[0], KeyTable):
             ids = keyed.find_rows(ids)
-            unknown = np.repeat(np.array(group.unknown, np.int32), [len(part) for part in given])
+            pairs = zip(group.unknown, given, strict=True)
+            unknown = np.concatenate([np.resize(np.array(rows, np.int32), len(part)) for rows, part in pairs])
             ids = np.where(ids == EMPTY, unknown, ids)
         self._device, self._features = device, group.features
         self._edges = list(accumulate(map(len, given), initial=0))

@@ -110,9 +110,11 @@ def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: 
             [TableShape(table.dim, table.optimizer, table.dtype, table.slots_dtype) for table in group.tables],
             on_host(group),
             spec,
+            group.has_keys,
         )
         for group, spec in zip(groups, specs, strict=True)
     ]
     beside = room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device))
-    beside.pop("tables", None)
+    for name in ("tables", "directories of keys"):  # they exist, or the table has checked them
+        beside.pop(name, None)
     room.require(beside, room.free_with_counts(beside))

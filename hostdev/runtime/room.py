@@ -12,6 +12,7 @@ from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.planner import MOST_ROWS, planner_bytes
 from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
+from hostdev.host.key_options import KEY_BYTES
 from hostdev.runtime.spec import CacheSpec
 
 _USE_BYTES = 24  # per occurrence of an id: the id, its unique id, and the position of the unique id
@@ -26,6 +27,7 @@ class GroupSize(NamedTuple):
     tables: Sequence[TableShape]
     on_host: bool
     cache: CacheSpec | None = None
+    by_key: bool = False  # a table by key; `rows` is its capacity
 
 
 def kept(
@@ -43,7 +45,15 @@ def kept(
     Raises:
         UserError: A table has too many rows for a cache.
     """
-    names = "tables", "cached rows", "the cache's plan", COUNTS, "last writers of rows", "batches in flight"
+    names = (
+        "tables",
+        "directories of keys",
+        "cached rows",
+        "the cache's plan",
+        COUNTS,
+        "last writers of rows",
+        "batches in flight",
+    )
     parts = dict.fromkeys((*names, "bitmaps of changed rows", "copies for checkpoints"), 0)
     window = passing = 0
     for group in groups:
@@ -51,6 +61,8 @@ def kept(
             continue
         row, whole = row_bytes(group.tables)
         parts["tables"] += sum(table.nbytes(group.rows) for table in group.tables)
+        if group.by_key:
+            parts["directories of keys"] += KEY_BYTES * group.rows * len(group.tables)
         if depth:
             parts["last writers of rows"] += group.rows
         if copies:

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache.options import WINDOW
+from hostdev.core.admission import Admission
+from hostdev.core.eviction import Eviction
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer
@@ -23,8 +25,19 @@ Array: TypeAlias = Union["Tensor", npt.ArrayLike]
 
 
 @dataclass(frozen=True)
+class KeySpec:
+    """The rules of a table by key; see `HostTable`."""
+
+    admit: Admission | None = None
+    evict: Eviction | None = None
+
+
+@dataclass(frozen=True)
 class TableSpec:
-    """A table that a model needs: its size, optimizer, initial values and dtypes."""
+    """A table that a model needs: its size, optimizer, initial values and dtypes.
+
+    With `keys`, it is a table by key, and `rows` is its capacity.
+    """
 
     rows: int
     dim: int
@@ -32,6 +45,7 @@ class TableSpec:
     init: Initializer = Normal(0.01)
     dtype: str = FP32  # of the weights
     slots: str = FP32  # of the optimizer state
+    keys: KeySpec | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", require_table_dtype(self.dtype, "of a model"))
@@ -62,8 +76,8 @@ class Feature:
             sums and means leave it out, and it is never looked up or updated.
         dtype: The dtype of the rows that the model gets, "float32" or "bfloat16", for all tables; or a tuple with one
             dtype for each table. Rows are rounded once, after weights and pooling.
-        unknown: For a table by key: the name of the out-of-vocabulary row, which keys without a row share. Features
-            with the same name share this row.
+        unknown: For a table by key: the name of the out-of-vocabulary row, which keys without a row share; or a tuple
+            with a name for each column of ids [B, k]. Features and columns with the same name share this row.
 
     Raises:
         ValueError: The pooling or dtype is unknown, the padding is not an integer, or there is no table.
@@ -73,11 +87,13 @@ class Feature:
     pooling: str | None = None
     padding: int | None = None
     dtype: str | tuple[str, ...] = "float32"
-    unknown: str = ""
+    unknown: str | tuple[str, ...] = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.unknown, str):
-            raise TypeError(f"unknown must be the name of an out-of-vocabulary row, not {self.unknown!r}")
+        if not self.unknown_names or not all(isinstance(name, str) for name in self.unknown_names):
+            raise TypeError(f"unknown must be the name of an out-of-vocabulary row, or a tuple, not {self.unknown!r}")
+        if len(self.unknown_names) > 1 and self.padding is not None:
+            raise ValueError("unknown names a row for each column of ids, so there can be no padding")
         if self.pooling not in POOLINGS:
             raise ValueError(f'the pooling of a feature must be None, "sum" or "mean", not {self.pooling!r}')
         if any(one not in DTYPES for one in ([self.dtype] if isinstance(self.dtype, str) else self.dtype)):
@@ -86,6 +102,11 @@ class Feature:
             raise ValueError(f"the padding of a feature must be an id, not {self.padding!r}")
         if isinstance(self.tables, Sequence) and not isinstance(self.tables, str) and not self.tables:
             raise ValueError("a feature needs at least one table")
+
+    @property
+    def unknown_names(self) -> tuple[str, ...]:
+        """The names of the out-of-vocabulary rows: one, or one for each column of ids."""
+        return (self.unknown,) if isinstance(self.unknown, str) else tuple(self.unknown)
 
     @property
     def is_single(self) -> bool:

@@ -36,6 +36,7 @@ from hostdev.runtime.room import require
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
 from hostdev.train.initial_vectors import set_initial_vectors
+from hostdev.train.key_options import require_kind, set_keys
 from hostdev.train.staged import inputs_like
 
 _COUNTED_ROWS = 1 << 16  # samples per batch of the counting pass
@@ -49,6 +50,7 @@ def seed_torch(seed: int) -> None:
 
 def model_of(settings: TrainConfig, schema: Schema) -> Model:
     """Return the model that the options select, for data with this schema; raise UserError if an option is wrong."""
+    require_kind(settings, schema)
     optimizer = None
     if settings.table_optimizer is not None:
         optimizer = build_optimizer(settings.table_optimizer, settings.table_lr, settings.table_weight_decay)
@@ -68,6 +70,7 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
         model.tables = {name: replace(spec, slots=settings.table_slots) for name, spec in model.tables.items()}
     if settings.initial_vectors is not None:
         set_initial_vectors(model, settings, schema)
+    set_keys(model, settings)
     return model
 
 
@@ -133,7 +136,8 @@ def groups_of(model: Model) -> list[list[str]]:
     for table, features in group_features(model).items():
         if not features:
             raise UserError(f"the model declares table {table!r}, but no feature looks it up; remove the table")
-        groups.setdefault((model.tables[table].rows, *features), []).append(table)
+        spec = model.tables[table]
+        groups.setdefault((spec.rows if spec.keys is None else table, *features), []).append(table)
     return list(groups.values())
 
 

@@ -16,6 +16,7 @@ from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.parallel.plan_text import parse_plan
+from hostdev.train import key_options
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # reading further ahead does not help
@@ -194,6 +195,17 @@ class TrainConfig:
     cache_window: int | None = _flag(
         f"batches that the policy lookahead knows in advance (default {WINDOW})", kind=int, metavar="N"
     )
+    tables: str = _flag(
+        "vocabulary: a row for each id of the data; dynamic: tables by key, which grow as ids come",
+        default=key_options.TABLES[0],
+        kind=str,
+        choices=key_options.TABLES,
+    )
+    capacity: str | None = _flag(
+        "most keys of --tables dynamic, or their memory, such as 8GiB (default: what is free)", kind=str, metavar="X"
+    )
+    admit_count: int | None = _flag("give a key a row at its N-th use (default: at once)", kind=int, metavar="N")
+    evict_unused: int | None = _flag("remove keys that N steps have not used (default: never)", kind=int, metavar="N")
     initial_vectors: str | None = _flag(
         "files with a vector for each value of a column, with which its embeddings begin, such as item=items.parquet; "
         "separate several by commas",
@@ -317,6 +329,7 @@ class TrainConfig:
         self._check_cache()
         self._check_checkpoints()
         self._check_vectors()
+        key_options.check(self)
 
     def _check_checkpoints(self) -> None:
         minutes = self.checkpoint_minutes

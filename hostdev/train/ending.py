@@ -51,6 +51,8 @@ class Ending:
             return ""
         try:
             curve.draw(run.files.curve, run.progress.wide, run.progress.rows, run.quality)
+            if run.keys is not None:
+                run.keys.draw()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
@@ -117,6 +119,8 @@ class Ending:
             run.files.close()
             raise
         run.timeline.close()
+        if run.keys is not None:
+            run.keys.close()
         content = self._summarise(status, digest)
         run.files.close(content)
         return content
@@ -141,6 +145,7 @@ class Ending:
                 "exact": not run.settings.staleness,
                 **run.timeline.summary(),
             },
+            **({"keys": run.keys.last} if run.keys is not None and run.keys.last else {}),
             **summary.get_caches(run.trainer.caches, ops),
             **summary.get_ranks(run.ranks, run.trainer, run.settings.mesh, self._exchanged),
             **({"checkpoints": run.saver.summary()} if run.saver is not None else {}),

@@ -9,10 +9,12 @@ from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.memory import TableShape, format_bytes
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.advice import unknown_lines
+from hostdev.host.key_table import KeyTable
 from hostdev.kernels.numa import in_words
 from hostdev.train.evaluation import Evaluation
+from hostdev.train.key_log import describe
 from hostdev.train.quality import Point, Quality
-from hostdev.train.rundir import CONFIG, CURVE, EVAL_LOG, LOSS_LOG, OPS_LOG, SUMMARY
+from hostdev.train.rundir import CONFIG, CURVE, EVAL_LOG, KEYS_LOG, KEYS_PICTURE, LOSS_LOG, OPS_LOG, SUMMARY
 
 
 def start_lines(
@@ -67,7 +69,7 @@ def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
         )
         for table in shapes
     )
-    each = [f"{table.name} {_rows(table):,} x {table.dim} ({kind(table)})" for table in shapes]
+    each = [f"{table.name} {_size(table)} x {table.dim} ({kind(table)})" for table in shapes]
     return f"{', '.join(each)}: {format_bytes(size)}"
 
 
@@ -79,9 +81,16 @@ def kind(table: Any) -> str:
 
 
 def _rows(table: Any) -> int:
-    """Return the number of rows of a table over all processes."""
+    """Return the number of rows of a table over all processes; of a table by key, the most rows."""
+    if isinstance(table, KeyTable):
+        return table.capacity
     found: int = getattr(table, "total_rows", table.rows)
     return found
+
+
+def _size(table: Any) -> str:
+    by_key = isinstance(table, KeyTable) or getattr(table, "keys", None) is not None
+    return f"up to {_rows(table):,} keys" if by_key else f"{_rows(table):,}"
 
 
 def _cache_line(cache: EmbeddingCache) -> str:
@@ -154,7 +163,10 @@ def summary_lines(
     """
     lines = ["", _quality(summary), *(_op_table(summary["ops"]) if summary["ops"] else [])]
     ops = [OPS_LOG] if has_ops_log else []
-    files = [LOSS_LOG, EVAL_LOG, *ops, CONFIG, SUMMARY, *([CURVE] if undrawn is None else [])]
+    pictures = [CURVE] if undrawn is None else []
+    if "keys" in summary:
+        ops, pictures = [*ops, KEYS_LOG], [*pictures, KEYS_PICTURE] if pictures else []
+    files = [LOSS_LOG, EVAL_LOG, *ops, CONFIG, SUMMARY, *pictures]
     removed = [name for name in files if not (run_dir / name).exists()]
     files = [name for name in files if name not in removed]
     best = ""
@@ -167,6 +179,7 @@ def summary_lines(
         "",
         *([f"best           {best}"] if best else []),
         f"pipeline       {_pipeline(summary['pipeline'])}",
+        *([f"keys           {describe(summary['keys'])}"] if "keys" in summary else []),
         *([f"cache          {_cache(summary['cache'])}"] if "cache" in summary else []),
         *(f"cache          {name}: {_cache(one)}" for name, one in summary.get("caches", {}).items()),
         *([f"processes      {_ranks(summary['ranks'], summary['steps'])}"] if "ranks" in summary else []),

@@ -60,7 +60,8 @@ def estimate_host_memory(
         specs = [model.tables[name] for name in names]
         start, stop = (0, specs[0].rows) if part is None else range_of(specs[0].rows, *part)
         own = cache if isinstance(cache, CacheSpec | None) else next((cache[n] for n in names if n in cache), None)
-        sizes.append(room.GroupSize(stop - start, [spec.shape for spec in specs], True, own))
+        by_key = specs[0].keys is not None
+        sizes.append(room.GroupSize(stop - start, [spec.shape for spec in specs], True, own, by_key))
     copies = SAVING_BYTES if saves else 0
     return room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device), uses=uses, copies=copies)
 

@@ -36,6 +36,7 @@ from hostdev.train.checkpointing import CheckpointSchedule, Progress
 from hostdev.train.config import TrainConfig
 from hostdev.train.evaluation import Evaluation
 from hostdev.train.interrupt import GracefulStop
+from hostdev.train.key_log import make_key_log
 from hostdev.train.losses import NonFiniteLossError
 from hostdev.train.network import Result
 from hostdev.train.processes import ProcessSession, make_run_dir
@@ -172,6 +173,7 @@ class Run:
             raise
         if settings.resume is not None:
             self.files.restart(self._lines(), self.quality.points)
+        self.keys = make_key_log(self.files.path, self.trainer.tables.values())
         if self.files.ops is not None:
             self.log.write_to(self.files.ops)
         self._has_noted_ops = False
@@ -298,6 +300,8 @@ class Run:
         with self.lock, naming(self.files.path):
             self.progress.add(losses.wide, losses.deep, result.rows)
             self.files.write_losses(epoch, step, losses.wide, losses.deep)
+            if self.keys is not None:
+                self.keys.write()
             self.log.check()
         if self.files.ops is not None and self.files.ops.dropped_bytes and not self._has_noted_ops:
             note(f"the oldest lines of ops.log are removed from now on (--ops-log {self.settings.ops_log})")

@@ -17,9 +17,10 @@ from hostdev.train.evaluation import Evaluation
 from hostdev.train.quality import Point
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
+KEYS_LOG, KEYS_PICTURE = "keys.log", "keys.png"  # of tables by key
 CONFIG, SUMMARY, CURVE = "config.json", "summary.json", "curve.png"
 _RUN = (LOSS_LOG, CONFIG, SUMMARY)  # a folder with any of these holds a run
-_NAMES = (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE)
+_NAMES = (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE, KEYS_LOG, KEYS_PICTURE)
 
 
 class RunDir:

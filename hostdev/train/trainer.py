@@ -34,7 +34,7 @@ from hostdev.parallel.state import DenseState
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.runtime import Runtime
-from hostdev.runtime.spec import CacheSpec, Feature
+from hostdev.runtime.spec import CacheSpec, Feature, TableSpec
 from hostdev.train.evaluation import Evaluation, evaluation_of
 from hostdev.train.frozen import NOTHING_FROZEN, freeze_columns
 from hostdev.train.micro_batches import MicroBatches
@@ -113,11 +113,7 @@ class Trainer:
         for name, spec in model.tables.items():
             shape = (spec.rows, spec.dim, spec.optimizer)
             self.tables[name] = (
-                self.server.add(
-                    HostTable(
-                        *shape, name=name, seed=seed, init=spec.init, part=part, dtype=spec.dtype, slots=spec.slots
-                    )
-                )
+                self.server.add(_make_host_table(name, spec, seed, part))
                 if host_device_mix
                 else DeviceTable(
                     *shape, device, name=name, seed=seed, init=spec.init, dtype=spec.dtype, slots=spec.slots
@@ -290,6 +286,15 @@ def _require_options(model: Model, l2: str, *, cached: bool, micro_batches: int)
             "--l2 table cannot be combined with --micro-batches: each micro-batch would add the L2 term of the whole "
             "table; use --l2 batch"
         )
+
+
+def _make_host_table(name: str, spec: TableSpec, seed: int, part: tuple[int, int] | None) -> HostTable:
+    """Return an embedding table in host memory, by row or by key."""
+    about: Any = {"name": name, "seed": seed, "init": spec.init, "part": part, "dtype": spec.dtype, "slots": spec.slots}
+    if spec.keys is None:
+        return HostTable(spec.rows, spec.dim, spec.optimizer, **about)
+    rules: Any = {"capacity": spec.rows, "admit": spec.keys.admit, "evict": spec.keys.evict}
+    return HostTable(None, spec.dim, spec.optimizer, **about, **rules)
 
 
 def _bind(feature: Feature, tables: Mapping[str, Table], precision: str) -> Feature:

@@ -56,7 +56,7 @@ class WideDeep(Model):
             "wide": TableSpec(schema.rows, 1, FTRL()),
             "deep": TableSpec(schema.rows, dim, optimizer or LazyAdam()),
         }
-        self.features = make_features(schema, TABLES, more=len(schema.dense))
+        self.features = make_features(schema, TABLES, more=schema.dense)
         fields = len(schema.dense) + len(schema.columns)
         self.deep = perceptron([fields * dim, *layers, 1])
         self.bias = nn.Parameter(torch.zeros(1))

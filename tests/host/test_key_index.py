@@ -97,7 +97,7 @@ def test_random_programs(evict, admit, program):
                 before.append((saved, made.evicted_rows.tolist()))
         elif what == "commit":
             while len(before) > value:
-                index.release(index.commit())
+                index.release(index.commit()[0])
                 before.pop(0)
         elif what == "rollback":
             kept = max(0, len(before) - value)
@@ -107,7 +107,7 @@ def test_random_programs(evict, admit, program):
                 del before[kept:]
         else:
             while before:
-                index.release(index.commit())
+                index.release(index.commit()[0])
                 before.pop(0)
             index.release(index.erase(np.array(value, np.int64)))
             for key in value:
@@ -123,7 +123,7 @@ def test_random_programs(evict, admit, program):
 def plan(index, keys, uses, norms=None, *, finish=False):
     found = index.plan(np.asarray(keys), np.asarray(uses, np.int32), norms)
     if finish:
-        index.release(index.commit())
+        index.release(index.commit()[0])
     return found
 
 
@@ -159,7 +159,7 @@ def test_uses_decay_and_come_back():
     assert index.uses(rows).tolist() == [9, 8, 3, 2]
     plan(index, [0], [1])
     for _ in range(2):
-        index.release(index.commit())
+        index.release(index.commit()[0])
     plan(index, [7, 8], [1, 1])
     assert set(index.find(np.array([7, 8])).tolist()) == set(rows[2:].tolist())
 
@@ -172,7 +172,7 @@ def test_rows_that_wait_for_their_release_are_not_used():
         except PlannedAheadError:
             break
     assert len(index) == 1 and index.unfinished == key == index.row_space
-    evicted = [index.commit() for _ in range(index.unfinished)]
+    evicted = [index.commit()[0] for _ in range(index.unfinished)]
     with pytest.raises(UserError, match="capacity"):  # nothing has released them
         plan(index, [key], [1])
     index.release(np.concatenate(evicted))
