@@ -28,6 +28,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.distributed.mesh import Mesh
 from hostdev.distributed.process_group import Ranks
+from hostdev.host.key_table import KeyTable
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import host_threads, set_host_threads
@@ -89,8 +90,17 @@ class Difference(NamedTuple):
         return f"first difference: step {self.step}, {self.tensor}{row}"
 
 
-def modes(threads: int, groups: int = 1) -> Iterator[Mode]:
-    """Yield the modes to compare, for a model with `groups` groups of tables; the first mode is the reference."""
+def modes(threads: int, groups: int = 1, *, by_key: bool = False) -> Iterator[Mode]:
+    """Yield the modes to compare, for a model with `groups` groups of tables; the first mode is the reference.
+
+    Tables by key are on the host, and their caches have no counts.
+    """
+    for mode in _all_modes(threads, groups):
+        if not by_key or (mode.host_device_mix and mode.policy != "static"):
+            yield mode
+
+
+def _all_modes(threads: int, groups: int) -> Iterator[Mode]:
     yield Mode(True, 0, threads)
     if threads > 1:
         yield Mode(True, 0, 1)
@@ -152,7 +162,7 @@ def train(
     """
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
-    local_ids: list[Any] = []  # ids of this rank's rows, by group; None for all rows
+    local_ids: list[Any] = []  # by group, the ids of this rank's rows, or the keys of rows; None if rows are ids
     names: list[list[Any]] = []  # (table, state names) by group; `after_update` must not keep the trainer alive
     seed_torch(settings.seed)
     model = model_of(settings, schema)
@@ -191,7 +201,10 @@ def train(
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
         table = group.tables[0]
-        local_ids.append(None if ranks is None else table.ids(0, table.rows))  # type: ignore[union-attr]
+        if isinstance(table, KeyTable):
+            local_ids.append(table.index.keys)
+        else:
+            local_ids.append(None if ranks is None else table.ids(0, table.rows))  # type: ignore[union-attr]
     with bar(len(batches), str(mode), "step") as progress:
         for number, result in enumerate(trainer.train(batches)):
             record.losses.append(tuple(result.value))
@@ -311,7 +324,8 @@ def verify(
     if settings.l2 == "table":
         report("--l2 table cannot be used with a cache: modes with a cache are skipped\n")
     report(f"{'tables':<14}{'pipeline':<10}{'':<37}state_sha256")
-    ways = list(modes(settings.host_threads or host_threads(), len(groups)))
+    by_key = settings.tables == "dynamic"
+    ways = list(modes(settings.host_threads or host_threads(), len(groups), by_key=by_key))
     reference, *others = [mode for mode in ways if mode.cache is None or settings.l2 != "table"]
     expected = train(settings, reference, batches, found.schema, None)
     report(f"{reference!s}{expected.digest[:16]}  the reference")

@@ -26,6 +26,10 @@ OPTIONS = (
     "batch_size",
     "emb_dim",
     "l2",
+    "tables",
+    "capacity",
+    "admit_count",
+    "evict_unused",
     "initial_vectors",
     "frozen_vectors",
     "precision",
@@ -71,7 +75,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     """Parse the command line, verify, and return the exit code: 1 if a mode differs."""
     arguments = parser(prog).parse_args(argv)
     alone()  # even if a launcher started several processes: verify itself starts the processes to compare
-    settings = config.from_flags(arguments, OPTIONS)
+    settings = config.from_flags(arguments, OPTIONS, host_device_mix=arguments.tables == "dynamic")
     if arguments.steps < 2:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")
     meshes, micro_batches = _meshes(arguments)
@@ -119,6 +123,8 @@ def _meshes(arguments: argparse.Namespace) -> tuple[list[Mesh], int]:
         if arguments.micro_batches is not None:
             raise UserError("--micro-batches has no effect without --processes or --mesh; leave out --micro-batches")
         return [], 1
+    if arguments.tables == "dynamic":
+        raise UserError("--processes and --mesh do not work with --tables dynamic yet; leave them out")
     if arguments.inject_fault:
         what = "--processes" if arguments.processes is not None else "--mesh"
         raise UserError(f"{what} cannot be used with --inject-fault; leave out one of the two")

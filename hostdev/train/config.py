@@ -473,9 +473,9 @@ def add_flags(to: argparse.ArgumentParser, names: Collection[str] | None = None)
         to.add_argument(_option(item.name), default=item.default, **options)
 
 
-def from_flags(arguments: argparse.Namespace, names: Collection[str] | None = None) -> TrainConfig:
-    """Build the configuration from the parsed flags of `add_flags`."""
-    return TrainConfig(**{item.name: getattr(arguments, item.name) for item in _fields(names)})
+def from_flags(arguments: argparse.Namespace, names: Collection[str] | None = None, **more: Any) -> TrainConfig:
+    """Build the configuration from the parsed flags of `add_flags`, and from `more` options."""
+    return TrainConfig(**{item.name: getattr(arguments, item.name) for item in _fields(names)}, **more)
 
 
 def to_flags(settings: TrainConfig) -> list[str]:
