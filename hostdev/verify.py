@@ -23,6 +23,7 @@ from hostdev.core import cli
 from hostdev.core.progress import bar
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
+from hostdev.data.preprocess.options import ids_in_words
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
@@ -315,7 +316,7 @@ def verify(
     model = model_of(settings, found.schema)
     placed = [(mesh, adapt_layout(mesh, layout or Layout(), model, batches[0])) for mesh in meshes]
     groups, dims = groups_of(model), sorted({spec.dim for spec in vector_tables(model).values()})
-    report(f"data     {data}: {steps} steps of {size:,} samples, {found.schema.rows:,} ids")
+    report(f"data     {data}: {steps} steps of {size:,} samples, {ids_in_words(found.schema.rows)}")
     report(f"model    {settings.model}: " + "; ".join(" and ".join(tables) for tables in groups))
     report(
         f"dense    {settings.arithmetic} on {backend.describe(device)}; D = {', '.join(map(str, dims))}, "

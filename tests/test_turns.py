@@ -122,9 +122,9 @@ def test_no_other_stage_runs_then(monkeypatch):
     def noted(module, name):
         original = getattr(module, name)
 
-        def run(*arguments):
+        def run(*arguments, **named):
             found.append((name, in_step.is_set()))
-            return original(*arguments)
+            return original(*arguments, **named)
 
         monkeypatch.setattr(module, name, run)
 

@@ -16,7 +16,7 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
 from hostdev.data.preprocess.files import TableFile
 from hostdev.data.preprocess.flags import THRESHOLD
-from hostdev.data.preprocess.options import FLAGS, Options, parse_options
+from hostdev.data.preprocess.options import ids_in_words, FLAGS, Options, parse_options
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
@@ -37,7 +37,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     more = f", {rows['validation']:,} validation" if "validation" in rows else ""
     lines = [
         f"{out}: {rows['train']:,} training{more} and {rows['test']:,} test rows in "
-        f"{sum(len(manifest.shards(split)) for split in manifest.splits)} shards, {manifest.vocabulary_size:,} ids, "
+        f"{sum(len(manifest.shards(split)) for split in manifest.splits)} shards, {ids_in_words(manifest.vocabulary_size)}, "
         f"{_labels(manifest, 'train')}, {seconds:.1f} s"
     ]
     lines += growth(manifest)

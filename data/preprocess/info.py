@@ -13,6 +13,7 @@ from hostdev.core.memory import available_bytes
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
+from hostdev.data.preprocess.options import RAW
 from hostdev.data.preprocess.stored import DamagedError, Part, each_shard, get_size, read_parts, wrong_values
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Space
@@ -222,6 +223,8 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
     if not schema.spaces:
         return {}
     buckets = schema.spaces[0].size  # the same for all id spaces
+    if buckets >= RAW:
+        return {space.name: _count_raw(folder, found, test, space) for space in schema.spaces}
     size = buckets * count_bytes(found.uses("train"))
     curve_bytes = size + 8 * buckets  # for a curve: sorted counts and their sums
     require_room(folder, buckets, size + curve_bytes)
@@ -254,6 +257,31 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
         for i, space in enumerate(spaces):
             curves[space.name] = make_curve(counts[i * buckets : (i + 1) * buckets])
     return curves
+
+
+def _count_raw(folder: Path, found: Manifest, test: Totals, space: Space) -> Curve:
+    """Count the occurrences of the raw ids of an id space, in memory that grows with the distinct ids."""
+
+    def count(shard: Shard) -> tuple[npt.NDArray[np.int64], Counts]:
+        parts = read_parts(folder, found, shard, known=True)
+        each = [ids for part in parts for _, ids in _iterate_columns(part, found, [space])]
+        return np.unique(np.concatenate(each), return_counts=True)
+
+    known, uses = np.empty(0, np.int64), np.empty(0, np.int64)
+    for ids, counts in each_shard(count, folder, found.train, f"counting ids of {space.name}"):
+        known, inverse = np.unique(np.concatenate([known, ids]), return_inverse=True)
+        uses = np.bincount(inverse, np.concatenate([uses, counts]), len(known)).astype(np.int64)
+
+    def look(shard: Shard) -> npt.NDArray[np.int64]:
+        seen = np.zeros(len(found.schema.columns), np.int64)
+        for part in read_parts(folder, found, shard, known=True):
+            for i, ids in _iterate_columns(part, found, [space]):
+                seen[i] += np.count_nonzero(np.isin(ids, known))
+        return seen
+
+    for seen in each_shard(look, folder, found.test, f"comparing ids of {space.name}"):
+        test.seen += seen
+    return make_curve(uses)
 
 
 def _iterate_columns(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:

@@ -11,6 +11,11 @@ RAW = 2**62  # hash buckets of raw ids: so many that values hardly ever share on
 FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "validation_fraction", "rows_per_shard")
 
 
+def ids_in_words(ids: int) -> str:
+    """Return the number of ids of a data set as text."""
+    return "raw ids" if ids >= RAW else f"{ids:,} ids"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options for the conversion of rows to shards."""
