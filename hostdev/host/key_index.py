@@ -26,6 +26,7 @@ from hostdev.kernels.counter import mix64
 from hostdev.kernels.key_counts import KeyCounts
 from hostdev.kernels.key_directory import EMPTY, MOST_ROWS, KeyDirectory
 from hostdev.kernels.key_sketch import CountMinSketch
+from hostdev.kernels.key_use import restore, split, use
 
 Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int32]
@@ -100,9 +101,8 @@ class _Undo:
     """How to undo a step."""
 
     step: int
-    used: Rows = field(default_factory=lambda: _NO_ROWS)  # rows that the step used
-    last: npt.NDArray[Any] = field(default_factory=lambda: _NO_ROWS)  # their former last steps and uses
-    uses: npt.NDArray[Any] = field(default_factory=lambda: _NO_ROWS)
+    used: Rows = field(default_factory=lambda: _NO_ROWS)  # rows that the step used, or EMPTY
+    before: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # what `use` returned
     new: tuple[Keys, Rows] = (_NO_KEYS, _NO_ROWS)
     evicted: tuple[Keys, Rows, Steps] = (_NO_KEYS, _NO_ROWS, np.zeros(0, np.uint32))  # with their last steps
     waiting: list[tuple[Keys, npt.NDArray[np.int64]]] = field(default_factory=list)  # keys and their former values
@@ -151,8 +151,8 @@ class KeyIndex:
             self._sketch = CountMinSketch(admit.sketch_bytes, seed)
         self.row_space = min(capacity + max(_LEAST_SPARE, min(capacity, _MOST_SPARE)), MOST_ROWS)
         self.keys: Keys = reserved((self.row_space,), np.int64)
-        self._last: Steps = reserved((self.row_space,), np.uint32)
-        self._uses: npt.NDArray[np.uint32] = reserved((self.row_space,), np.uint32)
+        self._packed: npt.NDArray[np.uint64] = reserved((self.row_space,), np.uint64)
+        self._last, self._uses = split(self._packed)  # of each row, uint32 [V]
         self.rows = 0  # rows that have ever been used
         self._require_memory, self._checked_rows = require_memory, 0
         self._free: list[Rows] = []  # rows that can be used again
@@ -239,7 +239,8 @@ class KeyIndex:
                 self._evict(undo, rows[rows != EMPTY], step, norms, most=len(self) - lacking)
             if len(admitted) > sum(map(len, self._free)) + self.row_space - self.rows:
                 raise PlannedAheadError if self._undo else self._full(len(admitted))
-            self._use(undo, rows[rows != EMPTY], uses[rows != EMPTY], step)
+            undo.before = use(rows, uses, step, self._packed)
+            undo.used = rows.copy() if len(admitted) else rows
             rows[admitted] = self._insert(undo, keys[admitted], counts, step)
         except BaseException:
             self._revert(undo)
@@ -276,12 +277,13 @@ class KeyIndex:
 
     def committed(self) -> CommittedKeys:
         """Return copies of all keys, with their rows and uses, after the last finished step, in any order."""
-        keys, last, uses = self.keys[: self.rows].copy(), self._last[: self.rows].copy(), self._uses[: self.rows].copy()
+        keys, packed = self.keys[: self.rows].copy(), self._packed[: self.rows].copy()
+        last, uses = split(packed)
         sketch = np.zeros(0, np.uint32) if self._sketch is None else self._sketch.without([])
         waiting = [self._waiting.entries()]
         for undo in reversed(self._undo):
             last[undo.new[1]] = _DEAD
-            last[undo.used], uses[undo.used] = undo.last, undo.uses
+            restore(undo.used, packed, undo.before)
             waiting += reversed(undo.waiting)
             last[undo.evicted[1]] = undo.evicted[2]
             if undo.undecayed is not None:
@@ -384,11 +386,6 @@ class KeyIndex:
             self._waiting.erase(theirs[0][enough])
         return unknown[enough], totals[enough]
 
-    def _use(self, undo: _Undo, rows: Rows, uses: npt.NDArray[np.int32], step: int) -> None:
-        undo.used, undo.last, undo.uses = rows, self._last[rows], self._uses[rows]
-        self._last[rows] = step
-        self._uses[rows] = np.minimum(undo.uses + uses.astype(np.int64), _MOST)
-
     def _insert(self, undo: _Undo, keys: Keys, uses: npt.NDArray[np.int64], step: int) -> Rows:
         """Give keys rows; return these."""
         rows = self._take_rows(len(keys))
@@ -471,7 +468,7 @@ class KeyIndex:
         self.directory.erase(keys)
         self._last[rows] = _DEAD
         self.release(rows)
-        self._last[undo.used], self._uses[undo.used] = undo.last, undo.uses
+        restore(undo.used, self._packed, undo.before)
         if self._sketch is not None:
             self._sketch.subtract(*undo.sketched)
         for waiting in reversed(undo.waiting):
