@@ -241,7 +241,8 @@ class KeyIndex:
                 raise PlannedAheadError if self._undo else self._full(len(admitted))
             undo.before = use(rows, uses, step, self._packed)
             undo.used = rows.copy() if len(admitted) else rows
-            rows[admitted] = self._insert(undo, keys[admitted], counts, step)
+            if len(admitted):
+                rows[admitted] = self._insert(undo, keys[admitted], counts, step)
         except BaseException:
             self._revert(undo)
             raise
