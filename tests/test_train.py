@@ -108,6 +108,11 @@ def test_the_list_of_flags():
         "--ops-log",
         "--shuffle-window",
         "--start-from",
+        "--order",
+        "--tables",
+        "--capacity",
+        "--admit-count",
+        "--evict-unused",
     }
 
 

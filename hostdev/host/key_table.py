@@ -167,17 +167,14 @@ class KeyTable(CheckpointedKeys):
             if name not in self._unknown:
                 key = np.array([key64(0, "out of vocabulary", name)], np.uint64).view(np.int64)
                 self._unknown[name] = self.index.take_row(int(key[0]))
-                self._fill(np.array([self._unknown[name]], np.int32), self._steps)
+                steps = 0 if self.history is None else self.history.steps
+                self._fill(np.array([self._unknown[name]], np.int32), steps)
             return self._unknown[name]
 
     @property
     def unknown_rows(self) -> Mapping[str, int]:
         """The rows for keys without a row, by name, in the order of the names."""
         return dict(sorted(self._unknown.items()))
-
-    @property
-    def _steps(self) -> int:
-        return 0 if self.history is None else self.history.steps
 
     def are_unused(self, rows: Ids) -> npt.NDArray[np.bool_]:
         """Return which rows [N] no key and no feature uses after the last planned step, bool [N]."""

@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hostdev.cache.options import AUTO, MOST_WINDOW, POLICIES, WINDOW, rows_of
+from hostdev.cache.options import AUTO, POLICIES, WINDOW, rows_of
 from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes, parse_bytes
 from hostdev.core.micro_batches import EXCHANGES
@@ -16,7 +16,8 @@ from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.parallel.plan_text import parse_plan
-from hostdev.train import key_options
+from hostdev.train import config_checks
+from hostdev.train.config_checks import option_name as _option
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # reading further ahead does not help
@@ -197,9 +198,9 @@ class TrainConfig:
     )
     tables: str = _flag(
         "vocabulary: a row for each id of the data; dynamic: tables by key, which grow as ids come",
-        default=key_options.TABLES[0],
+        default=config_checks.TABLES[0],
         kind=str,
-        choices=key_options.TABLES,
+        choices=config_checks.TABLES,
     )
     capacity: str | None = _flag(
         "most keys of --tables dynamic, or their memory, such as 8GiB (default: what is free)", kind=str, metavar="X"
@@ -231,6 +232,12 @@ class TrainConfig:
         default=1,
         kind=int,
         metavar="N",
+    )
+    order: str = _flag(
+        "order of the training samples: shuffled, anew in each epoch; or stored, as in the data, for example in time",
+        default=config_checks.ORDERS[0],
+        kind=str,
+        choices=config_checks.ORDERS,
     )
     max_steps: int | None = _flag("stop after N steps", kind=int, metavar="N")
     run_dir: Path | None = _flag("a new folder for logs and summary (default runs/<time>)", kind=Path, metavar="DIR")
@@ -326,10 +333,11 @@ class TrainConfig:
             raise UserError(
                 f"--ops-log must be at least {format_bytes(LEAST_OPS_LOG)}, or 0 for no ops.log, not {self.ops_log}"
             )
-        self._check_cache()
+        config_checks.check_cache(self)
         self._check_checkpoints()
-        self._check_vectors()
-        key_options.check(self)
+        config_checks.check_vectors(self)
+        config_checks.check_order(self)
+        config_checks.check_keys(self)
 
     def _check_checkpoints(self) -> None:
         minutes = self.checkpoint_minutes
@@ -372,16 +380,6 @@ class TrainConfig:
         """The columns of --frozen-vectors."""
         return () if self.frozen_vectors is None else tuple(self.frozen_vectors.split(","))
 
-    def _check_vectors(self) -> None:
-        files = self.vector_files
-        for name in self.frozen_columns:
-            if name not in files:
-                raise UserError(f"--frozen-vectors {name}: the column has no file; give --initial-vectors {name}=FILE")
-        if self.frozen_columns and self.l2 != "none":
-            raise UserError(f"--l2 {self.l2} would change the rows of --frozen-vectors; leave out one of the two")
-        if self.frozen_columns and self.table_weight_decay:
-            raise UserError("--table-weight-decay would change the rows of --frozen-vectors; leave out one of the two")
-
     @property
     def ops_log_bytes(self) -> int:
         """The maximum size of ops.log in bytes; raises UserError if --ops-log is not a size."""
@@ -394,34 +392,6 @@ class TrainConfig:
     def saves(self) -> bool:
         """Whether the run saves checkpoints."""
         return self.checkpoint_every is not None or self.checkpoint_minutes is not None
-
-    def _check_cache(self) -> None:
-        if self.cache_rows is None:
-            for name in ("cache_policy", "cache_window"):
-                if getattr(self, name) is not None:
-                    raise UserError(f"{_option(name)} has no effect without --cache-rows; leave out {_option(name)}")
-            return
-        if self.cache_rows != AUTO and not rows_of(self.cache_rows, 1 << 30):
-            return
-        if not self.host_device_mix:
-            raise UserError(f"--cache-rows {self.cache_rows} has no effect without --host-device-mix; give both")
-        if self.staleness:
-            raise UserError(
-                "--staleness cannot be combined with --cache-rows, because a stale row would stay in the cache; leave "
-                "out one of the two"
-            )
-        if self.l2 == "table":
-            raise UserError(
-                "--l2 table cannot be combined with --cache-rows: the L2 term reads the whole table on the host, so "
-                "each step would write back all cached rows; leave out one of the two"
-            )
-        if self.cache_window is not None:
-            if self.cache_policy not in (None, "lookahead"):
-                raise UserError(
-                    f"--cache-window has no effect with --cache-policy {self.cache_policy}; leave out --cache-window"
-                )
-            if not 0 <= self.cache_window <= MOST_WINDOW:
-                raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {self.cache_window}")
 
     def require_data(self) -> None:
         """Raise UserError if `data` is not a data set."""
@@ -451,10 +421,6 @@ class TrainConfig:
         """Return the options by name, for config.json."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _fields(names: Collection[str] | None) -> "list[Field[Any]]":

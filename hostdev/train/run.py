@@ -77,6 +77,7 @@ class Run:
         assert settings.batch_size is not None
         self.settings, self.data = settings, found
         self.epochs, self.batch_size = settings.epochs, settings.batch_size
+        self._order_seed = settings.seed if settings.order == "shuffled" else None
         self.train_rows = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
         self.watched = "validation" if found.validation else "test"  # the split that is evaluated after each epoch
         self.test_rows, self.watched_rows = (ShardReader(data, found, split) for split in ("test", self.watched))
@@ -250,7 +251,7 @@ class Run:
         if planned == taken:
             return
         batches = self.train_rows.batches(
-            self.batch_size, seed=self.settings.seed, epoch=epoch, skip=taken, part=self._part
+            self.batch_size, seed=self._order_seed, epoch=epoch, skip=taken, part=self._part
         )
         results = self.trainer.train(itertools.islice(batches, planned - taken))
         title = f"epoch {epoch}/{self.epochs}"

@@ -1,0 +1,139 @@
+"""Tables by key from the command line: raw ids, training, resuming, predictions, and what is refused."""
+
+import json
+
+import numpy as np
+import pyarrow.csv
+import pytest
+
+import hostdev
+from hostdev.commands import advise, predict, preprocess, train, verify
+from hostdev.core import cli
+from hostdev.data import manifest
+from tests.data import events
+
+OPTIONS = ["--host-device-mix", "--tables", "dynamic", "--capacity", "20MiB", "--model", "deepfm", "--emb-dim", 4]
+RULES = ["--admit-count", 2, "--evict-unused", 12, "--batch-size", 250, "--order", "stored", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Return a data set with raw ids of eight days of events, and the file with its last day."""
+    folder = tmp_path_factory.mktemp("events")
+    table = events.make(days=8, rows=1_000)
+    pyarrow.csv.write_csv(table, folder / "events.csv")
+    pyarrow.csv.write_csv(table.slice(7_000), folder / "last.csv")
+    flags = ["--label", "clicked", "--numeric", "hour", "--categorical", "user,item,device"]
+    options = [*flags, "--test-after", "day=6"]
+    for name, ids in (("raw", ["--ids", "raw"]), ("vocabulary", ["--threshold", "0"])):
+        arguments = ["table", folder / "events.csv", "--out", folder / name, *options, *ids]
+        preprocess.main(list(map(str, arguments)))
+    return folder
+
+
+@pytest.fixture
+def run(in_process):
+    def call(module, *arguments):
+        code, out, error = in_process(module, *arguments)
+        assert code == 0, error
+        return out
+
+    return call
+
+
+def digest_of(folder):
+    return json.loads((folder / "summary.json").read_text())["state_sha256"]
+
+
+def test_raw_ids(data):
+    found = manifest.read(data / "raw")
+    assert found.vocabulary is None and found.id_type == "int64"
+    assert cli.run(preprocess.PROG, preprocess.main, ["check", str(data / "raw")]) == 0
+    assert cli.run(preprocess.PROG, preprocess.main, ["info", str(data / "raw"), "--out", str(data / "info.png")]) == 0
+
+
+def test_killed_resumed_and_cached(run, data, tmp_path):
+    every = ["--data", data / "raw", *OPTIONS, *RULES, "--epochs", 2]
+    out = run(train, *every, "--run-dir", "whole")
+    assert "up to" in out and "keys x 4 (LazyAdam)" in out
+    shown = next(line for line in out.splitlines() if line.startswith("keys "))
+    log = np.loadtxt(tmp_path / "whole" / "keys.log", np.int64, delimiter=",", skiprows=1)
+    assert log[:, 0].tolist() == list(range(1, 57))
+    assert (log[:, 1] == log[:, 3] - log[:, 4]).all() and log[-1, 4] > 0
+    assert shown.split(None, 1)[1].startswith(f"{log[-1, 1]:,} have a row, {log[-1, 2]:,} wait for one")
+    assert (tmp_path / "whole" / "keys.png").stat().st_size > 10_000
+    run(train, *every, "--run-dir", "parts", "--checkpoint-every", 5, "--max-steps", 13)
+    more = ["--cache-rows", "2%", "--pipeline-depth", 4, "--capacity", "30MiB"]
+    out = run(train, *every, *more, "--run-dir", "parts", "--checkpoint-every", 5, "--resume")
+    assert digest_of(tmp_path / "parts") == digest_of(tmp_path / "whole")
+    assert (tmp_path / "parts" / "keys.log").read_text() == (tmp_path / "whole" / "keys.log").read_text()
+    out = run(predict, "--checkpoint", "parts", "--data", data / "last.csv", "--out", "scores.parquet")
+    shown = f"AUC {json.loads((tmp_path / 'parts' / 'summary.json').read_text())['auc']:.4f}"
+    assert shown in out
+    predictor = hostdev.Predictor(tmp_path / "parts")
+    columns = {
+        "hour": [5, 5],
+        "user": ["u00001", "nobody"],
+        "item": ["nothing", "i00700"],
+        "device": ["phone", "phone"],
+    }
+    few = predictor(columns)
+    assert np.isfinite(few).all() and few[0] != few[1]
+    table = hostdev.open(tmp_path / "parts")["vectors"]
+    assert len(table) == log[-1, 1]
+
+
+def test_a_run_starts_from_another(run, data, tmp_path):
+    every = ["--data", data / "raw", *OPTIONS, *RULES, "--epochs", 1]
+    run(train, *every, "--run-dir", "first", "--checkpoint-every", 10)
+    out = run(train, *every, "--run-dir", "second", "--start-from", "first/checkpoints")
+    assert "table vectors: " in out
+    assert digest_of(tmp_path / "first") != digest_of(tmp_path / "second")
+
+
+def test_every_mode_and_a_fault(in_process, run, data):
+    every = ["--data", data / "raw", *OPTIONS[1:], *RULES[:4], "--batch-size", 500, "--steps", 10]
+    assert "all modes agree in every bit of every step" in run(verify, *every)
+    code, out, _ = in_process(verify, *every, "--inject-fault")
+    assert code == 1 and "the injected fault was caught in every group of tables" in out
+
+
+def test_ids_of_a_vocabulary_are_keys(run, data, tmp_path):
+    """Without admission and eviction, a table by key learns what the table by row learns from the same first values."""
+    every = ["--data", data / "vocabulary", *OPTIONS, *RULES[4:], "--epochs", 1]
+    run(train, *every, "--run-dir", "key")
+    assert json.loads((tmp_path / "key" / "summary.json").read_text())["keys"]["waiting"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ([], "the data has raw ids (hostdev preprocess --ids raw), which need tables that grow: give --tables dynamic"),
+        (["--admit-count", 2], "--admit-count has no effect without --tables dynamic; leave out --admit-count"),
+        (["--tables", "dynamic"], "--tables dynamic needs --host-device-mix"),
+        ([*OPTIONS, "--spawn", 2], "--tables dynamic does not work with several processes yet"),
+        ([*OPTIONS, "--l2", "table"], "--l2 table"),
+        ([*OPTIONS, "--admit-count", 0], "--admit-count must be from 1 to"),
+        ([*OPTIONS, "--evict-unused", 0], "--evict-unused must be at least 1 step, not 0"),
+        ([*OPTIONS, "--capacity", "much"], "--capacity: a size must be a number of bytes"),
+        ([*OPTIONS, "--capacity", "1"], "capacity"),
+        ([*OPTIONS, "--capacity", "900TiB"], "keys take"),
+        ([*OPTIONS, "--order", "stored", "--shuffle-window", 2], "--shuffle-window has no effect with --order stored"),
+        ([*OPTIONS, "--staleness", 1], "--staleness"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(in_process, data, options, error):
+    code, _, told = in_process(train, "--data", data / "raw", "--device", "cpu", "--batch-size", 250, *options)
+    assert code == 2 and error in told and told.count("\n") == 1, told
+
+
+def test_other_commands_refuse_raw_ids_in_words(in_process, data):
+    code, _, told = in_process(advise, "--data", data / "raw", "--batch-size", 250)
+    assert code == 2 and "raw ids" in told
+    flags = ["--ids", "raw", "--threshold", 3]
+    table = ["table", data / "events.csv", "--out", "x", "--label", "clicked", "--categorical", "user"]
+    code, _, told = in_process(preprocess, *table, *flags)
+    assert code == 2 and "--threshold has no effect with --ids raw" in told
+    code, _, told = in_process(preprocess, *table, "--ids", "raw", "--hash-buckets", 5)
+    assert code == 2 and "--hash-buckets has no effect with --ids raw" in told
