@@ -48,7 +48,7 @@ def ids_of(batch):
 class Program:
     """Two tables, one of them by key, and a linear model."""
 
-    def __init__(self, mode=(0, None), optimizer=hostdev.LazyAdam, seed=3, dtype="fp32", **options):
+    def __init__(self, mode=(0, None), optimizer=hostdev.LazyAdam, seed=3, dtype="fp32", device="cpu", **options):
         depth, cache = mode
         self.keyed = hostdev.HostTable(
             None, DIM, optimizer(lr=0.05), name="keyed", seed=seed, dtype=dtype, **{"capacity": 5_000, **options}
@@ -56,15 +56,15 @@ class Program:
         self.fixed = hostdev.HostTable(30, DIM, optimizer(lr=0.05), name="fixed", seed=seed)
         history = hostdev.Feature(self.keyed, pooling="mean", unknown="history")
         features = {"item": self.keyed, "history": history, "fixed": self.fixed}
-        self.runtime = hostdev.Runtime(features, device="cpu", depth=depth, cache=cache and {"keyed": cache})
+        self.runtime = hostdev.Runtime(features, device=device, depth=depth, cache=cache and {"keyed": cache})
         torch.manual_seed(0)
-        self.model = torch.nn.Linear(3 * DIM, 1)
+        self.model = torch.nn.Linear(3 * DIM, 1).to(device)
         self.dense = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.losses = []
 
     def loss(self, batch, rows):
         outputs = self.model(torch.cat([rows["item"], rows["history"], rows["fixed"]], 1))[:, 0]
-        loss = (outputs - torch.from_numpy(batch["y"])).square().mean()
+        loss = (outputs - torch.from_numpy(batch["y"]).to(outputs.device)).square().mean()
         self.losses.append(loss.item())
         return loss
 
@@ -95,8 +95,8 @@ def run(mode, data, policy, after=None, **options):
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_the_same_bits_in_every_mode(policy):
-    data = batches()
+def test_the_same_bits_in_every_mode(device, policy):
+    data, policy = batches(), {**policy, "device": device}
 
     def evaluate(program, step):
         if step in (4, 19):
@@ -120,8 +120,8 @@ def test_the_same_bits_in_every_mode(policy):
     ],
     ids=str,
 )
-def test_the_same_bits_with_every_storage(options):
-    policy = {**POLICIES["count"], **options}
+def test_the_same_bits_with_every_storage(device, options):
+    policy = {**POLICIES["count"], **options, "device": device}
     data = batches(25)
     assert len({run(mode, data, policy, skipped=(5,)) for mode in MODES}) == 1
 
