@@ -52,32 +52,34 @@ def measure_directory(size: int) -> dict[str, float]:
 def measure_index(size: int) -> dict[str, float]:
     """Return the times of a step's plan, in milliseconds for each batch, and of an eviction of a tenth of the keys."""
     index = KeyIndex("t", size, None, LeastRecent(keep=0.9, every=1_000_000))
-    keys, step = make_keys(size + size // 50), 0
+    keys = make_keys(size + size // 50)
+
+    def finish() -> None:
+        index.release(index.commit()[0])
+
     for start in range(0, size, 1_000_000):
-        step += 1
         part = keys[start : min(size, start + 1_000_000)]
-        index.plan(part, np.ones(len(part), np.int32), step)
-        index.commit(step)
+        index.plan(part, np.ones(len(part), np.int32))
+        finish()
     ms: dict[str, list[float]] = {"known": [], "new": []}
     full = index.nbytes / len(index)
     fresh = keys[size:]
     for number, batch in enumerate(draw_keys(size, 10)):
         for name in ms:
-            step += 1
             some = batch
             if name == "new":
                 some = np.concatenate([batch, fresh[number * len(batch) // 10 :][: len(batch) // 10]])
                 if number == 0:
                     begin = time.perf_counter()
-                    index.plan(some, np.ones(len(some), np.int32), step)
+                    index.plan(some, np.ones(len(some), np.int32))
                     evicted = time.perf_counter() - begin
-                    index.commit(step)
+                    finish()
                     continue
             uses = np.ones(len(some), np.int32)
             begin = time.perf_counter()
-            index.plan(some, uses, step)
+            index.plan(some, uses)
             ms[name].append((time.perf_counter() - begin) * 1e3)
-            index.commit(step)
+            finish()
     return {
         "plan of a batch, ms": statistics.median(ms["known"]),
         "plan of a batch with a tenth more, new keys, ms": statistics.median(ms["new"]),

@@ -63,6 +63,7 @@ BENCHES = {
     "peers": Bench("bench_peers"),
     "bags": Bench("bench_bags"),
     "keys": Bench("bench_keys", trial=("--sizes", "20000", "--rounds", "1", "--no-peers")),
+    "unbounded": Bench("bench_unbounded", trial=("--sizes", "20000", "--rounds", "1", "--large", "30000")),
     "dlrm": Bench("bench_dlrm"),
     "ctr": Bench("bench_ctr"),
     "parallel": Bench("bench_parallel"),

@@ -19,6 +19,7 @@ from hostdev.core import cli, pictures
 from hostdev.core.memory import available_bytes, dense_bytes, format_bytes
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
+from hostdev.data.preprocess.options import RAW
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.bus import Bus, measure
@@ -28,6 +29,7 @@ from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import config
+from hostdev.train.admission_advice import advise_admission
 from hostdev.train.build import groups_of, ids_of, model_of
 from hostdev.train.cache_advice.curves import Curves, Group, Point, flags, gains, recommend, simulate
 from hostdev.train.config import TrainConfig
@@ -124,10 +126,16 @@ def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
 
 
 def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) -> tuple[str, Point] | None:
-    """Simulate one pass over the training samples, print and plot the results, and return the cache to use, if any."""
+    """Simulate one pass over the training samples, print and plot the results, and return the cache to use, if any.
+
+    For data with raw ids, print what each --admit-count keeps instead.
+    """
     pictures.require_new(out)
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
+    if found.schema.rows > RAW:
+        advise_admission(settings, data, found)
+        return None
     reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
     size = settings.batch_size or min(config.REFERENCE_BATCH_SIZE, max(1, reader.rows // 20))
     reader.require(size)

@@ -128,9 +128,22 @@ def test_what_is_refused(in_process, data, options, error):
     assert code == 2 and error in told and told.count("\n") == 1, told
 
 
-def test_other_commands_refuse_raw_ids_in_words(in_process, data):
-    code, _, told = in_process(advise, "--data", data / "raw", "--batch-size", 250)
-    assert code == 2 and "raw ids" in told
+def test_advice_about_admission(run, data):
+    out = run(advise, "--data", data / "raw", "--model", "deepfm", "--emb-dim", 4)
+    table = pyarrow.csv.read_csv(data / "events.csv")
+    counts = [table.slice(0, 7_000)[name].value_counts().to_pylist() for name in ("user", "item", "device")]
+    each = 4 * 3 + 45 + 4 * 4 * 3 + 45
+    assert f"a key takes {each} bytes in all" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line[:1].isdigit()}
+    for n in (1, 2, 10):
+        kept = sum(one["counts"] >= n for column in counts for one in column)
+        assert rows[str(n)][1] == f"{kept:,}"
+    before = sum(min(one["counts"], 2) for column in counts for one in column)
+    assert rows["3"][4] == f"{before / 21_000:.1%}"
+    assert "\nadvice   " in out
+
+
+def test_options_of_raw_ids_that_contradict(in_process, data):
     flags = ["--ids", "raw", "--threshold", 3]
     table = ["table", data / "events.csv", "--out", "x", "--label", "clicked", "--categorical", "user"]
     code, _, told = in_process(preprocess, *table, *flags)
