@@ -9,6 +9,7 @@ import numpy as np
 
 from hostdev import FTRL, SGD, Adagrad, Adam, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
 from hostdev.cache import planner
+from hostdev.host.key_warm_up import warm_up_keys
 from hostdev.host.warm_up import warm_up, warm_up_table
 
 OPTIMIZERS = [LazyAdam(), FTRL(), FTRL(lr_power=-0.3), SGD(), Adagrad(), RowWiseAdagrad(), RowWiseAdam(), Momentum()]
@@ -34,6 +35,7 @@ def compile_others():
         for dtype in ("fp32", "bf16"):
             warm_up(id_dtype, (dtype, "fp32"))
     warm_up("int32", ("bf16", "bf16"))
+    warm_up_keys()
     for dtype in ("fp32", "bf16"):
         compile_updates((dtype, "fp32"), directly=True)
         compile_updates((dtype, "bf16"), directly=False)

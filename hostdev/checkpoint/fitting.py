@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.keyed import is_by_key, require_kind
 from hostdev.checkpoint.loading import load_rows
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import hyperparameters
@@ -58,6 +59,8 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
     taken = {}
     for name in sorted(held.keys() & tables.keys()):
         there, table = held[name], tables[name]
+        if there.keys is not None:
+            require_kind(newest.path, there, table)
         mine = type(table.optimizer).__name__, {**hyperparameters(table.optimizer), "lr": None}
         theirs = there.optimizer, {**there.hyperparameters, "lr": None}
         if there.dim != table.dim:
@@ -69,6 +72,15 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
             saved, own = getattr(there, field), getattr(table, field)
             if saved != own:
                 raise UserError(f"{newest.path}: the {what} of table {name!r} are {saved}, but {own} in the program")
+        if is_by_key(table):
+            rows = there.rows if there.keys is None else there.keys.count
+            if rows > table.capacity:
+                raise UserError(
+                    f"table {name!r} has {rows:,} rows in {newest.path}, but a capacity of only {table.capacity:,} in "
+                    "the program"
+                )
+            taken[name] = rows, rows
+            continue
         if there.rows > table.total_rows:
             raise UserError(
                 f"table {name!r} has {there.rows:,} rows in {newest.path}, but only {table.total_rows:,} in the program"

@@ -135,6 +135,24 @@ def load_keys(chain: Chain, name: str, table: Any, *, check: bool) -> None:
     table.restore_keys(own.step, own.decays, others.waiting, others.counts, others.sketch)
 
 
+def load_ids(layers: Any, name: str, table: Any) -> None:
+    """Load the rows of a table by row into a table by key, whose keys are then the ids.
+
+    Args:
+        layers: The checkpoint's `Layers`.
+        name: The table.
+        table: A `KeyTable`.
+    """
+    about = layers.manifest.table(name)
+    columns = [WEIGHTS, *about.slots, *about.row_slots]
+    for start, stop in layers.ranges(name):
+        found = layers.columns_of_ids(name, start, stop, columns)
+        block = np.stack([found[column] for column in columns[: 1 + len(about.slots)]], axis=1)
+        row_slots = np.concatenate([np.empty((stop - start, 0), np.float32), *(found[c] for c in about.row_slots)], 1)
+        ones = np.ones(stop - start, np.uint32)
+        table.load_rows(KeyColumns(np.arange(start, stop), ones, ones), block, np.ascontiguousarray(row_slots))
+
+
 def bar_over(files: Sequence[RangeFile]) -> Iterator[RangeFile]:
     """Yield files with a progress bar."""
     with bar(sum(file.bytes for file in files), "loading", "B", unit_scale=True) as progress:

@@ -13,7 +13,7 @@ import numpy as np
 
 from hostdev.checkpoint.current import history_of
 from hostdev.checkpoint.folder import Chain, Found, candidates, read_chain
-from hostdev.checkpoint.keyed import is_by_key, load_keys, require_kind
+from hostdev.checkpoint.keyed import is_by_key, load_ids, load_keys, require_kind
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, check_file, mapped, parse_range
@@ -169,7 +169,12 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
             for size in pool.map(lambda each: load(*each), work):
                 progress.update(size)
     for name, table in keyed.items():
-        load_keys(chain, name, table, check=check)
+        if chain[-1].manifest.table(name).keys is not None:
+            load_keys(chain, name, table, check=check)
+            continue
+        if check:
+            verify(chain)
+        load_ids(layers, name, table)
 
 
 class _Memory(threading.local):

@@ -22,6 +22,7 @@ from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
+from hostdev.host.key_warm_up import warm_up_keys
 from hostdev.host.warm_up import warm_up_batches, warm_up_deduplication, warm_up_feature, warm_up_table
 from hostdev.kernels.compiling import run_calls
 from hostdev.kernels.counter import key64
@@ -222,8 +223,10 @@ def warm_up_kernels(
         squares: Whether the loss includes the sum of squares of a table's weights.
         processes: Maximum number of processes that compile, including this one.
     """
-    dtypes = {np.dtype(id_type), *([np.dtype(np.int32)] if cached else [])}  # int32 for slot numbers
     specs = model.tables.values()
+    by_key = any(spec.keys is not None for spec in specs)
+    # int32 for slot numbers, and for row numbers of tables by key
+    dtypes = {np.dtype(id_type), *([np.dtype(np.int32)] if cached or by_key else [])}
     kinds = {(type(spec.optimizer), spec.dim == 1): (spec.optimizer, spec.dim) for spec in specs}
     stored = {(FP32, FP32), *((spec.dtype, spec.slots_dtype) for spec in specs)}  # float32 for cached rows
     features = {}
@@ -237,7 +240,7 @@ def warm_up_kernels(
             features[dim, *how.values()] = partial(warm_up_feature, dim, **how)
     run_calls(
         [
-            *(partial(warm_up_planner, dtype) for dtype in ([np.dtype(id_type)] if cached else [])),
+            *([partial(warm_up_planner, np.dtype(np.int32 if by_key else id_type))] if cached else []),
             *(partial(each, dtype) for dtype in dtypes for each in (warm_up_deduplication, warm_up_batches)),
             *(
                 partial(warm_up_table, dtype, how, optimizer, dim, squares=squares)
@@ -246,6 +249,7 @@ def warm_up_kernels(
                 for how in sorted(stored)
             ),
             *features.values(),
+            *([warm_up_keys] if by_key else []),
         ],
         processes,
     )

@@ -264,3 +264,26 @@ def test_loading_again_takes_no_more_memory(tmp_path):
         program.train(batches(3))
     assert len(set(sizes)) == 1
     assert ids_of(batches(1)[0])["item"].dtype == np.int64
+
+
+@pytest.mark.parametrize("optimizer", [hostdev.LazyAdam, hostdev.Adam, hostdev.RowWiseAdagrad])
+def test_a_table_by_row_becomes_one_by_key(optimizer, tmp_path):
+    by_row = hostdev.HostTable(1_000, 4, optimizer(lr=0.05), name="keyed", seed=3)
+    fixed = hostdev.HostTable(30, 4, optimizer(lr=0.05), name="fixed", seed=3)
+    program = Program(optimizer=optimizer)
+    history = hostdev.Feature(by_row, pooling="mean")
+    program.runtime = hostdev.Runtime({"item": by_row, "history": history, "fixed": fixed}, device="cpu")
+    program.train(batches(10))
+    saved(program, tmp_path)
+    other = Program(optimizer=optimizer, evict=hostdev.Unused(steps=100))
+    other.model.load_state_dict(other.runtime.load(tmp_path, strict=False)["model"])
+    assert len(other.keyed) == 1_000
+    np.testing.assert_array_equal(other.keyed.lookup(np.arange(1_000)), by_row.weights)
+    for one in (program, other):
+        one.losses.clear()
+        one.train(batches()[10:20])
+    assert program.losses == other.losses
+    np.testing.assert_array_equal(other.keyed.lookup(np.arange(1_000)), by_row.weights)
+    small = Program(optimizer=optimizer, capacity=500)
+    with pytest.raises(UserError, match="has 1,000 rows .* but a capacity of only 500"):
+        small.runtime.load(tmp_path, strict=False)
