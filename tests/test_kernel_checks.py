@@ -73,6 +73,7 @@ CHECKS = {
     "kernels.join": {"_join": (OWN,)},
     "kernels.key_counts": {"_add": (OWN,), "_collect": (OWN,)},
     "kernels.key_directory": dict.fromkeys(("_insert", "_erase"), (OWN,)),
+    "kernels.key_order": {"_place": (OWN,)},
     "kernels.key_sketch": {"_add": (OWN,)},
     "kernels.lazy_adam": dict.fromkeys(("_lazy_adam", "_row_wise_adam"), (IDS, POSITIONS, REQUESTED)),
     "kernels.key_rows": {"_number": (OWN,)},

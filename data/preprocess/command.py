@@ -16,7 +16,7 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
 from hostdev.data.preprocess.files import TableFile
 from hostdev.data.preprocess.flags import THRESHOLD
-from hostdev.data.preprocess.options import ids_in_words, FLAGS, Options, parse_options
+from hostdev.data.preprocess.options import FLAGS, Options, ids_in_words, parse_options
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
@@ -35,9 +35,10 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     statistics = manifest.statistics
     rows = statistics["rows"]
     more = f", {rows['validation']:,} validation" if "validation" in rows else ""
+    ids = ids_in_words(manifest.vocabulary_size)
     lines = [
         f"{out}: {rows['train']:,} training{more} and {rows['test']:,} test rows in "
-        f"{sum(len(manifest.shards(split)) for split in manifest.splits)} shards, {ids_in_words(manifest.vocabulary_size)}, "
+        f"{sum(len(manifest.shards(split)) for split in manifest.splits)} shards, {ids}, "
         f"{_labels(manifest, 'train')}, {seconds:.1f} s"
     ]
     lines += growth(manifest)

@@ -14,9 +14,8 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError, KeyState, RangeFi
 from hostdev.checkpoint.ranges import WEIGHTS, check_file, mapped, parse_range
 from hostdev.core.admission import MinCount
 from hostdev.core.errors import UserError, raise_if_transient
-from hostdev.core.keys import KeyArrays, KeyColumns, decayed, join_columns
+from hostdev.core.keys import KeyColumns
 from hostdev.core.progress import bar
-from hostdev.kernels.counter import mix64
 
 Keys = npt.NDArray[np.int64]
 
@@ -42,7 +41,7 @@ def make_state(table: Any, snapshot: Any, number: int) -> KeyState:
     found = snapshot.found
     folder = f"tables/{number}"
     return KeyState(
-        count=len(found.keys),
+        count=table.rows,
         step=found.step,
         capacity=table.capacity,
         init=repr(table.init),
@@ -52,7 +51,7 @@ def make_state(table: Any, snapshot: Any, number: int) -> KeyState:
         evict=None if table.evict is None else repr(table.evict),
         decay=float(getattr(table.evict, "decay", 1.0)),
         decays=found.decays,
-        waiting_keys=len(found.waiting),
+        waiting_keys=found.waiting_count,
         waiting=f"{folder}/{WAITING}",
         gone=f"{folder}/{GONE}",
         sketch=f"{folder}/{SKETCH}" if len(found.sketch) else None,
@@ -212,87 +211,8 @@ def _read_columns(path: Path, columns: dict[str, Any]) -> list[Any]:
     return [column.to_numpy() for column in batch.columns]
 
 
-class MergedKeys(NamedTuple):
-    """The keys of a chain's table by key, in the order of their hashes, and where the newest version of each row is."""
-
-    columns: KeyColumns  # [K]
-    layers: npt.NDArray[np.int32]  # [K], the checkpoint that has the row
-    positions: npt.NDArray[np.int64]  # [K], the row's position in that checkpoint
-    others: OtherKeys  # of the newest checkpoint
-
-
-def merge_keys(chain: Chain, name: str) -> MergedKeys:
-    """Return the merged keys of a chain; raise BrokenCheckpointError if they contradict each other."""
-    state = keys_of(chain[-1].manifest.table(name))
-    merged, decays = _empty(), 0
-    for layer, checkpoint in enumerate(chain):
-        table = checkpoint.manifest.table(name)
-        own = keys_of(table)
-        others = read_others(checkpoint, own)
-        columns = read_key_columns(checkpoint, table)
-        first = len(own.unknown)
-        columns = columns.at(slice(first, None))
-        uses, decays = decayed(merged.columns.uses, own.decay, own.decays - decays), own.decays
-        merged = merged._replace(columns=merged.columns._replace(uses=uses), others=others)
-        merged = _replace(merged, others.gone, columns, layer, np.arange(first, first + len(columns.keys)))
-    if len(merged.layers) != state.count:
-        raise BrokenCheckpointError(
-            f"{chain[-1].path} is broken (table {name!r} has {len(merged.layers):,} keys, not {state.count:,})"
-        )
-    return merged
-
-
 def keys_of(table: Table) -> KeyState:
     """Return the keys' entry of a table by key; raise BrokenCheckpointError for another table."""
     if table.keys is None:
         raise BrokenCheckpointError(f"table {table.name!r} is by key in some checkpoints of a chain, but not in others")
     return table.keys
-
-
-def key_arrays(merged: MergedKeys, state: KeyState) -> KeyArrays:
-    """Return merged keys for a digest."""
-    others = merged.others
-    return KeyArrays(state.step, state.unknown, *merged.columns, others.waiting, others.counts, others.sketch)
-
-
-def read_key_columns(checkpoint: Checkpoint, table: Table) -> KeyColumns:
-    """Return the keys of all of a checkpoint's rows, with the out-of-vocabulary rows first."""
-    found = []
-    for file in sorted(table.files, key=lambda file: file.start):
-        path = checkpoint.path / file.file
-        rows = parse_range(path, mapped(path), table, file)
-        assert rows.keys is not None
-        found.append(rows.keys)
-    columns = join_columns(found)
-    hashes = mix64(columns.keys[len(keys_of(table).unknown) :].view(np.uint64))
-    if (hashes[1:] <= hashes[:-1]).any():
-        raise BrokenCheckpointError(f"{checkpoint.path} is broken (the keys of table {table.name!r} are not in order)")
-    return columns
-
-
-def _empty() -> MergedKeys:
-    none = np.zeros(0, np.int64)
-    columns = KeyColumns(none, none.astype(np.uint32), none.astype(np.uint32))
-    return MergedKeys(columns, none.astype(np.int32), none, OtherKeys(none, none, none, none.astype(np.uint32)))
-
-
-def _replace(
-    merged: MergedKeys, gone: Keys, added: KeyColumns, layer: int, positions: npt.NDArray[np.int64]
-) -> MergedKeys:
-    """Remove keys, and then add keys or replace them; all are in the order of their hashes."""
-    hashes = mix64(merged.columns.keys.view(np.uint64))
-    new = mix64(added.keys.view(np.uint64))
-    kept = np.ones(len(hashes), np.bool_)
-    for removed in (mix64(gone.view(np.uint64)), new):
-        if len(hashes):
-            at = np.minimum(np.searchsorted(hashes, removed), len(hashes) - 1)
-            kept[at[hashes[at] == removed]] = False
-    at = np.searchsorted(hashes[kept], new)
-
-    def join(old: npt.NDArray[Any], values: Any) -> Any:
-        return np.insert(old[kept], at, values)
-
-    old = merged.columns
-    columns = KeyColumns(join(old.keys, added.keys), join(old.last, added.last), join(old.uses, added.uses))
-    layers = join(merged.layers, np.full(len(new), layer, np.int32))
-    return merged._replace(columns=columns, layers=layers, positions=join(merged.positions, positions))

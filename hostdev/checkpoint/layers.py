@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.keyed import merge_keys
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import RangeFile, Table
+from hostdev.checkpoint.merged_keys import merge_keys
 from hostdev.checkpoint.ranges import (
     SPREAD,
     WEIGHTS,

@@ -195,7 +195,7 @@ class CheckpointManager:
                 rows.end,
                 lambda saved: table.end_snapshot(changes, rows, saved=saved),
                 get_keys=rows.key_columns,
-                files=lambda: _other_keys(found.in_order(), gone).files(),
+                files=lambda: _other_keys(found, gone).files(),
             )
         if not hasattr(table, "note_changes"):
             rows = DeviceRows(table, COPIES_BYTES)
@@ -254,7 +254,7 @@ def _shape(table: Table, *, keyed: bool) -> tuple[Any, ...]:
 
 
 def _other_keys(found: Any, gone: Any) -> OtherKeys:
-    return OtherKeys(found.waiting, found.counts, gone, found.sketch)
+    return OtherKeys(found.waiting[0], found.waiting[1], gone, found.sketch)
 
 
 def _row_bytes(table: Table) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hostdev.checkpoint.keyed import key_arrays
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import VERSION, BrokenCheckpointError
+from hostdev.checkpoint.merged_keys import key_arrays
 from hostdev.checkpoint.tree import Tree, from_tree, read_tensors
 from hostdev.core.digest import Column, RangeDigests, StateDigest, pieces_of, ranges_in_order, rows_per_range
 from hostdev.core.digest_version1 import StateDigest1

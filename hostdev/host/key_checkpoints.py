@@ -15,7 +15,6 @@ from hostdev.host.changes import Budget, Changes
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_snapshot import KeySnapshot, gone_since
 from hostdev.host.table import HostTable
-from hostdev.kernels.bits import are_in
 from hostdev.kernels.key_directory import EMPTY
 from hostdev.kernels.pool import run_tasks
 
@@ -52,12 +51,10 @@ class CheckpointedKeys(HostTable):
         changes = self.note_changes()
         with self._lock, self._noting:
             found = self.index.committed()
-            chosen = None if everything else np.flatnonzero(are_in(found.rows, changes.touched))
             gone = gone_since(self._gone)
             gone = gone[self.index.find_committed(gone) == EMPTY]
-            unknown = self.unknown_rows
-            own_keys = self.index.keys[list(unknown.values())]
-            snapshot = KeySnapshot(self.storage, budget, unknown, own_keys, found, chosen, gone)
+            changed = None if everything else changes.touched
+            snapshot = KeySnapshot(self.storage, budget, self.unknown_rows, found, changed, gone)
             changes.begin_with(snapshot)
             self._gone = []
             return snapshot

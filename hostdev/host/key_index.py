@@ -21,10 +21,11 @@ from hostdev.core.admission import Admission, MinCount, Probability
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import Eviction, LeastFrequent, LeastRecent, SmallestNorm, Unused
 from hostdev.core.keys import decayed
+from hostdev.host.committed_keys import CommittedKeys, newest
 from hostdev.kernels.buffers import reserved
-from hostdev.kernels.counter import mix64
 from hostdev.kernels.key_counts import KeyCounts
 from hostdev.kernels.key_directory import EMPTY, MOST_ROWS, KeyDirectory
+from hostdev.kernels.key_order import order_of
 from hostdev.kernels.key_sketch import CountMinSketch
 from hostdev.kernels.key_use import restore, split, use
 
@@ -53,37 +54,6 @@ class PlannedKeys(NamedTuple):
     new: npt.NDArray[np.int64]  # positions of the keys that get a row in this step; its row must be initialized
     evicted: Keys  # keys that lost their rows before this step, in an order that depends on row numbers
     evicted_rows: Rows  # their rows, which keep their values until the step is committed
-
-
-class CommittedKeys(NamedTuple):
-    """The keys of a table after its last finished step."""
-
-    step: int  # number of finished steps
-    decays: int  # how often the uses have decayed
-    keys: Keys  # int64 [K]
-    rows: Rows  # int32 [K]
-    last: Steps  # uint32 [K], the last step that used each key
-    uses: npt.NDArray[np.uint32]  # [K], those before the key had a row included
-    waiting: Keys  # int64 [W], keys without a row whose uses are counted exactly
-    counts: npt.NDArray[np.int64]  # [W], the last step << 24 | the uses of each
-    sketch: npt.NDArray[np.uint32]  # counts of a sketch, or empty
-
-    def in_order(self) -> "CommittedKeys":
-        """Return the same with both kinds of keys in the order of their hashes, which is that of all results."""
-        by_row, by_count = order_of(self.keys), order_of(self.waiting)
-        return self._replace(
-            keys=self.keys[by_row],
-            rows=self.rows[by_row],
-            last=self.last[by_row],
-            uses=self.uses[by_row],
-            waiting=self.waiting[by_count],
-            counts=self.counts[by_count],
-        )
-
-
-def order_of(keys: Keys) -> npt.NDArray[np.int64]:
-    """Return the positions of keys [N] in the order of their hashes, int64 [N]."""
-    return np.argsort(mix64(keys.view(np.uint64)))
 
 
 class KeyCount(NamedTuple):
@@ -121,8 +91,8 @@ class KeyIndex:
         admit: When a key gets a row, or None for at once.
         evict: When a key loses its row, or None for never.
         seed: Seed of `Probability`.
-        require_memory: Called with a number of rows that are about to be used for the first time; raises UserError if
-            there is no memory for them.
+        require_memory: Called with a number of rows that are about to be used for the first time, and the number of
+            keys; raises UserError if there is no memory for the rows.
 
     Attributes:
         keys: int64 [V], the key of each row; rows without a key have an undefined one.
@@ -137,7 +107,7 @@ class KeyIndex:
         evict: Eviction | None = None,
         *,
         seed: int = 0,
-        require_memory: Callable[[int], None] = lambda rows: None,
+        require_memory: Callable[[int, int], None] = lambda rows, keys: None,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"table {name!r}: the capacity must be at least 1 row, not {capacity}")
@@ -276,11 +246,16 @@ class KeyIndex:
         while len(self._undo) > kept:
             self._revert(self._undo.pop())
 
+    @property
+    def committed_size(self) -> int:
+        """Number of keys that have a row after the last finished step."""
+        return len(self) + sum(len(undo.evicted[0]) - len(undo.new[0]) for undo in self._undo)
+
     def committed(self) -> CommittedKeys:
-        """Return copies of all keys, with their rows and uses, after the last finished step, in any order."""
+        """Return copies of all keys, with their rows and uses, after the last finished step."""
         keys, packed = self.keys[: self.rows].copy(), self._packed[: self.rows].copy()
         last, uses = split(packed)
-        sketch = np.zeros(0, np.uint32) if self._sketch is None else self._sketch.without([])
+        sketch = np.zeros(0, np.uint32)
         waiting = [self._waiting.entries()]
         for undo in reversed(self._undo):
             last[undo.new[1]] = _DEAD
@@ -291,9 +266,10 @@ class KeyIndex:
                 uses[: len(undo.undecayed)] = undo.undecayed
         if self._sketch is not None:
             sketch = self._sketch.without([undo.sketched for undo in self._undo])
-        live = np.flatnonzero(last != _DEAD).astype(np.int32)
         decays = self.decays - sum(undo.decays for undo in self._undo)
-        return CommittedKeys(self.step, decays, keys[live], live, last[live], uses[live], *_merge(waiting), sketch)
+        changed, values = newest([(_NO_KEYS, _NO_KEYS), *waiting[1:]])
+        count = len(self._waiting) + int((values != EMPTY).sum() - (self._waiting.find_values(changed) != EMPTY).sum())
+        return CommittedKeys(self.step, decays, keys, packed, waiting, count, sketch)
 
     def erase(self, keys: Keys) -> Rows:
         """Forget keys, with their uses; return the rows of those that had one; `release` allows their use.
@@ -400,7 +376,7 @@ class KeyIndex:
         first_used = max(0, n - sum(map(len, self._free)))
         if self.rows + first_used > self._checked_rows:
             step = max(first_used, _CHECKED_ROWS)
-            self._require_memory(step)
+            self._require_memory(step, len(self))
             self._checked_rows = self.rows + step
         taken, missing = [_NO_ROWS], n
         while missing and self._free:
@@ -460,7 +436,7 @@ class KeyIndex:
             return rows
         limit = np.partition(scores, count)[count]
         below, equal = rows[scores < limit], rows[scores == limit]
-        order = np.argsort(mix64(self.keys[equal].view(np.uint64)))
+        order = order_of(self.keys[equal])
         return np.concatenate([below, equal[order[: count - len(below)]]])
 
     def _revert(self, undo: _Undo) -> None:
@@ -480,12 +456,3 @@ class KeyIndex:
         if undo.undecayed is not None:
             self._uses[: len(undo.undecayed)] = undo.undecayed
             self.decays -= undo.decays
-
-
-def _merge(parts: list[tuple[Keys, npt.NDArray[np.int64]]]) -> tuple[Keys, npt.NDArray[np.int64]]:
-    """Join keys with values, of which later ones replace earlier ones; leave out EMPTY values."""
-    keys = np.concatenate([keys for keys, _ in parts])[::-1]
-    values = np.concatenate([values for _, values in parts])[::-1]
-    keys, first = np.unique(keys, return_index=True)
-    known = values[first] != EMPTY
-    return keys[known], values[first][known]

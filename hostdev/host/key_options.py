@@ -58,3 +58,14 @@ def get_capacity(name: str, capacity: int | str | None, row_bytes: int) -> int:
             "smaller capacity or dimension"
         )
     return int(rows)
+
+
+def require_row_memory(name: str, row_bytes: int, rows: int, keys: int) -> None:
+    """Raise UserError unless there is memory for `rows` more rows of a table that has `keys` keys."""
+    needed, free = rows * row_bytes, available_bytes()
+    if needed > free:
+        raise UserError(
+            f"table {name!r} has {keys:,} keys and needs memory for more, but only {format_bytes(free)} of host memory "
+            "are free; all finished steps are kept. Use a smaller capacity with evict=, admit fewer keys, or free "
+            "memory"
+        )

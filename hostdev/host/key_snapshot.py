@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from hostdev.core.keys import KeyColumns
 from hostdev.host.changes import Budget, Snapshot
-from hostdev.host.key_index import CommittedKeys, order_of
+from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.storage import Storage
-from hostdev.kernels.bits import empty_bits, mark
+from hostdev.kernels.bits import Bits, empty_bits, mark
+from hostdev.kernels.key_order import order_of, sorted_rows
+from hostdev.kernels.key_use import split
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
@@ -29,9 +31,8 @@ class KeySnapshot(Snapshot):
         storage: The table's memory.
         budget: As for `Snapshot`.
         unknown: The out-of-vocabulary rows by name, in the order of the names.
-        unknown_keys: int64 [U], the keys that stand for them.
-        found: The table's keys, in any order.
-        chosen: Positions among `found.keys` of the keys whose rows the snapshot has, or None for all.
+        found: The table's keys.
+        changed: The rows that the snapshot has if their keys have a row, or None for all.
         gone: int64 [G], keys that have lost their rows since the last snapshot.
     """
 
@@ -40,53 +41,48 @@ class KeySnapshot(Snapshot):
         storage: Storage,
         budget: Budget,
         unknown: Mapping[str, int],
-        unknown_keys: Keys,
         found: CommittedKeys,
-        chosen: npt.NDArray[np.int64] | None,
+        changed: Bits | None,
         gone: Keys,
     ) -> None:
         self.found, self.gone, self.names = found, gone, list(unknown)
         self._own = np.array(list(unknown.values()), np.int32)
-        self._own_keys, self._chosen = unknown_keys, chosen
+        live = found.live if changed is None else found.live & changed[: len(found.live)]
+        self._live: Bits | None = live
         wanted = empty_bits(storage.shape[0])
+        wanted[: len(live)] = live
         mark(self._own, wanted)
-        mark(found.rows if chosen is None else found.rows[chosen], wanted)
         super().__init__(storage, wanted, budget)
         self._rows = self.count
         self._bucket = -(-self.count // 32)
 
     @cached_property
-    def _order(self) -> tuple[npt.NDArray[np.int32], KeyColumns]:
-        """The row of each position, and the keys; sorted by the thread that writes, as that takes time."""
-        found, chosen = self.found, slice(None) if self._chosen is None else self._chosen
-        keys = found.keys[chosen]
-        order = order_of(keys)
-        none = np.zeros(len(self._own), np.uint32)
-        columns = KeyColumns(
-            np.concatenate([self._own_keys, keys[order]]),
-            np.concatenate([none, found.last[chosen][order]]),
-            np.concatenate([none, found.uses[chosen][order]]),
-        )
-        return np.concatenate([self._own, found.rows[chosen][order]]), columns
+    def _order(self) -> npt.NDArray[np.int32]:
+        """The row of each position; sorted by the thread that writes, as that takes time."""
+        live, self._live = self._live, None
+        assert live is not None
+        return np.concatenate([self._own, sorted_rows(self.found.by_row, live)])
 
     @cached_property
     def _positions(self) -> npt.NDArray[np.int32]:
         """The position of each row; undefined for other rows."""
-        rows = self._order[0]
+        rows = self._order
         found = np.empty(int(rows.max(initial=0)) + 1, np.int32)
         found[rows] = np.arange(len(rows), dtype=np.int32)
         return found
 
     def key_columns(self, first: int, last: int) -> KeyColumns:
         """Return the keys at the positions [first, last)."""
-        return self._order[1].at(slice(first, last))
+        rows = self._order[first:last]
+        used, uses = split(self.found.packed)
+        return KeyColumns(self.found.by_row[rows], used[rows], uses[rows])
 
     def rows_between(self, first: int, last: int) -> Ids:
         """Return the positions [first, last), int64."""
         return np.arange(first, last)
 
     def _rows_at(self, positions: Ids) -> Ids:
-        return self._order[0][positions]
+        return self._order[positions]
 
     def _positions_of(self, rows: Ids) -> Ids:
         return self._positions[rows]
@@ -94,7 +90,7 @@ class KeySnapshot(Snapshot):
     def end(self) -> None:
         """See `Snapshot.end`."""
         super().end()
-        self.found, self._chosen = self.found._replace(keys=self.found.keys[:0]), None
+        self.found.forget_rows()
 
 
 def gone_since(keys: Sequence[Keys]) -> Keys:

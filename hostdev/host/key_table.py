@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,19 +21,21 @@ from hostdev.core.history import History
 from hostdev.core.ids import checked_positions, to_keys
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.keys import KeyArrays
-from hostdev.core.memory import TableShape, available_bytes, format_bytes
+from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import initial_seed
+from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.key_checkpoints import CheckpointedKeys
 from hostdev.host.key_columns import OrderedColumn, columns_in_order
-from hostdev.host.key_index import CommittedKeys, KeyCount, KeyIndex, PlannedKeys, order_of
-from hostdev.host.key_options import KEY_BYTES, get_capacity, require_initializer, require_policies
+from hostdev.host.key_index import KeyCount, KeyIndex, PlannedKeys
+from hostdev.host.key_options import KEY_BYTES, get_capacity, require_initializer, require_policies, require_row_memory
 from hostdev.host.storage import Shape, make_storage
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.counter import key64
 from hostdev.kernels.key_directory import EMPTY
+from hostdev.kernels.key_order import order_of
 from hostdev.kernels.norm import partial_squares
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.unique import count_occurrences, unique
@@ -113,8 +116,9 @@ class KeyTable(CheckpointedKeys):
     def _begin(self) -> None:
         """Begin without keys, in new memory."""
         seed = self._initial[0]
+        require_memory = partial(require_row_memory, self.name, self.row_bytes)
         self.index = KeyIndex(
-            self.name, self.capacity, self.admit, self.evict, seed=seed, require_memory=self._require_memory
+            self.name, self.capacity, self.admit, self.evict, seed=seed, require_memory=require_memory
         )
         self._rows = self.total_rows = self.index.row_space
         self._key_shape = self._shape(self._dim)
@@ -129,7 +133,7 @@ class KeyTable(CheckpointedKeys):
     def rows(self) -> int:
         """Number of keys that have a row."""
         with self._lock:
-            return len(self.index.committed().keys) if self.index.unfinished else len(self.index)
+            return self.index.committed_size
 
     def __len__(self) -> int:
         """Return the number of keys that have a row."""
@@ -149,17 +153,16 @@ class KeyTable(CheckpointedKeys):
 
     def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the keys of the rows [start, stop)."""
-        return self.index.keys[start:stop]
+        return _between(self.index.keys, start, stop)
 
     def row_ids(self, ids: Ids) -> Ids:
         """Return the keys of rows, which take the place of their ids."""
         return self.index.keys[ids]
 
     def committed(self) -> CommittedKeys:
-        """Return the table's keys after its last finished step, with their rows, in the order of `keys`."""
+        """Return the table's keys after its last finished step, with their rows."""
         with self._lock:
-            found = self.index.committed()
-        return found.in_order()
+            return self.index.committed()
 
     def unknown_row(self, name: str = "") -> int:
         """Return the row that features with the out-of-vocabulary row `name` use for keys without a row."""
@@ -403,7 +406,7 @@ class KeyTable(CheckpointedKeys):
         """Return the keys for a digest."""
         self._before_read()
         found = self.committed()
-        arrays = found.keys, found.last, found.uses, found.waiting, found.counts, found.sketch
+        arrays = found.keys, found.last, found.uses, *found.waiting, found.sketch
         return KeyArrays(found.step, list(self.unknown_rows), *arrays)
 
     def stored_columns(self) -> Mapping[str, OrderedColumn]:
@@ -481,20 +484,14 @@ class KeyTable(CheckpointedKeys):
             block, _ = self._read(rows[start : start + _AT_ONCE])
             part = found[start : start + _AT_ONCE]
             for column in range(block.shape[2]):
-                weights = block[:, 0, column].astype(np.float64)
-                part += weights * weights
+                part += np.square(block[:, 0, column].astype(np.float64))
         return found
 
     def _shape(self, dim: int) -> Shape:
         index = self.index
-        where = 0, index.row_space, False, self.ids
+        where = 0, index.row_space, False, partial(_between, index.keys)  # no cycle, which would hold the memory
         return Shape(index.row_space, dim, self.optimizer, *where, self.slots_dtype, index.keys)
 
-    def _require_memory(self, rows: int) -> None:
-        needed, free = rows * self.row_bytes, available_bytes()
-        if needed > free:
-            raise UserError(
-                f"table {self.name!r} has {len(self.index):,} keys and needs memory for more, but only "
-                f"{format_bytes(free)} of host memory are free; all finished steps are kept. Use a smaller capacity "
-                "with evict=, admit fewer keys, or free memory"
-            )
+
+def _between(keys: Keys, start: int, stop: int) -> Keys:
+    return keys[start:stop]

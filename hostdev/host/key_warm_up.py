@@ -23,6 +23,7 @@ def warm_up_keys() -> None:
         table.plan(many, np.ones(len(many), np.int32), may_read=True)
         table.find_rows(many)
         table.rollback()
+        _ = table.keys
         table.erase(many[:3])
         _, inverse = unique(many)
         number_rows(np.full(len(many), -1, np.int32), inverse, [many], [[0]])

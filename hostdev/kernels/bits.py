@@ -31,6 +31,14 @@ def full_bits(rows: int) -> Bits:
     return bits
 
 
+def bits_of(rows: npt.NDArray[np.bool_]) -> Bits:
+    """Return the set of the rows of a table [V] for which `rows` is true."""
+    packed = np.packbits(rows, bitorder="little")
+    found = np.zeros(-(-len(rows) // 64) * 8, np.uint8)
+    found[: len(packed)] = packed
+    return found.view("<u8").astype(np.uint64, copy=False)
+
+
 def count_bits(bits: Bits) -> int:
     """Return the number of rows in a set."""
     return int(np.bitwise_count(bits).sum(dtype=np.int64))
@@ -89,13 +97,6 @@ def take(ids, bits, out):
         out[count] = ids[i]  # if the set does not have this id, the next id overwrites it
         count += one if found else np.uint64(0)
     return np.int64(count)
-
-
-def are_in(ids: npt.NDArray[Any], bits: Bits) -> npt.NDArray[np.bool_]:
-    """Return which of the rows `ids`, int32 or int64 [N], are in a set, bool [N]."""
-    words = bits[ids >> 6] >> (ids & 63).astype(np.uint64)
-    found: npt.NDArray[np.bool_] = (words & np.uint64(1)).astype(np.bool_)
-    return found
 
 
 @kernel

@@ -16,7 +16,9 @@ from hostdev.host.key_options import KEY_BYTES
 from hostdev.runtime.spec import CacheSpec
 
 _USE_BYTES = 24  # per occurrence of an id: the id, its unique id, and the position of the unique id
+_SAVED_KEY_BYTES = 25  # per row of a table by key while a checkpoint is saved: copies of the keys, and their order
 COUNTS = "counts of uses"  # `CacheSpec.counts`, which the program has already allocated
+_SAVED_KEY_BYTES = 25  # of a table by key while a checkpoint is saved: copies of the keys, and their order
 _MARKS = 3  # bitmaps of rows while a checkpoint is saved: rows to save, not yet read, and written since
 
 
@@ -54,7 +56,7 @@ def kept(
         "last writers of rows",
         "batches in flight",
     )
-    parts = dict.fromkeys((*names, "bitmaps of changed rows", "copies for checkpoints"), 0)
+    parts = dict.fromkeys((*names, "bitmaps of changed rows", "copies for checkpoints", "copies of keys"), 0)
     window = passing = 0
     for group in groups:
         if not group.on_host:
@@ -67,6 +69,7 @@ def kept(
             parts["last writers of rows"] += group.rows
         if copies:
             parts["bitmaps of changed rows"] += _MARKS * len(group.tables) * -(-group.rows // 8)
+            parts["copies of keys"] += _SAVED_KEY_BYTES * group.rows * len(group.tables) * group.by_key
         if group.cache is not None:
             if group.rows > MOST_ROWS:
                 raise UserError(

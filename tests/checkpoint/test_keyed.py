@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import hostdev
+from hostdev.checkpoint import merged_keys
 from hostdev.commands.checkpoint import main
 from hostdev.errors import UserError
 from tests.runtime.test_keyed_tables import MODES, POLICIES, Program, batches, ids_of
@@ -99,7 +100,7 @@ def test_erased_keys_are_in_no_later_file(mode, tmp_path):
     data[1]["item"][1] = WAITING
     program = Program(mode, admit=hostdev.MinCount(2))
     program.train(data[:3])
-    assert program.keyed.index.committed().waiting.tolist().count(WAITING) == 1
+    assert program.keyed.index.committed().waiting[0].tolist().count(WAITING) == 1
     saved(program, tmp_path / "before")
     assert files_with(tmp_path / "before", KEY) and files_with(tmp_path / "before", WAITING)
     program.train(data[3:5], lambda step: step == 0 and program.keyed.erase([KEY, WAITING, 10**15]))
@@ -118,7 +119,9 @@ def test_erased_keys_are_in_no_later_file(mode, tmp_path):
     program.runtime.close()
 
 
-def test_evicted_keys_are_gone_for_readers(tmp_path):
+@pytest.mark.parametrize("at_once", [0, 1 << 16])
+def test_evicted_keys_are_gone_for_readers(at_once, tmp_path, monkeypatch):
+    monkeypatch.setattr(merged_keys, "_AT_ONCE", at_once)
     """As reported of recsys-examples (#454, #450) and TorchEasyRec (#638): deletions never reached serving."""
     program = with_many_keys(evict=hostdev.LeastRecent(keep=1.0, every=1), capacity=3_100)
     everything = np.concatenate([np.arange(-5, 900), np.arange(9_000, 13_010)])

@@ -53,7 +53,7 @@ def check(index, naive):
 
 
 def check_committed(index, naive):
-    found = index.committed().in_order()
+    found = index.committed()
     assert found.keys.tolist() == sorted(naive.rows, key=hash_of)
     pairs = zip(found.last.tolist(), found.uses.tolist(), strict=True)
     assert list(pairs) == [naive.rows[key] for key in found.keys.tolist()]
@@ -61,7 +61,8 @@ def check_committed(index, naive):
     np.testing.assert_array_equal(index.find_committed(found.keys), found.rows)
     keys = np.arange(-3, 30)
     assert (index.find_committed(keys) == EMPTY).sum() == len(keys) - len(naive.rows)
-    waiting = {key: (value >> 24, value & 0xFFFFFF) for key, value in zip(found.waiting, found.counts, strict=True)}
+    assert len(found.waiting[0]) == found.waiting_count
+    waiting = {key: (value >> 24, value & 0xFFFFFF) for key, value in zip(*found.waiting, strict=True)}
     assert waiting.items() >= naive.waiting.items()  # expired keys are erased later
 
 

@@ -1,6 +1,8 @@
 """Tables by key in runtimes: the same bits in every mode, what is refused, and reports of users of other tools."""
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -420,3 +422,16 @@ def test_uses_that_are_refused():
         next(loop)
         with pytest.raises(ValueError, match="a loop over `predict` is open"):
             program.keyed.erase([1])
+
+
+@pytest.mark.parametrize("cache", [None, 50])
+def test_memory_is_freed_with_the_last_reference(cache):
+    program = Program((2, cache), **POLICIES["count"]).train(batches(4))
+    held = weakref.ref(program.keyed), weakref.ref(program.keyed.index), weakref.ref(program.keyed.storage)
+    program.runtime.close()
+    gc.disable()
+    try:
+        program.__dict__.clear()
+        assert [one() for one in held] == [None] * 3
+    finally:
+        gc.enable()
