@@ -35,7 +35,7 @@ class Layers:
         tables = [_merged_entry(table) for table in chain[-1].manifest.tables]
         self.manifest = replace(chain[-1].manifest, tables=tables)
         self.merged = lru_cache(maxsize=None)(partial(merge_keys, chain))  # called with the name of a table by key
-        self._parsed = lru_cache(maxsize=None)(self._parse)
+        self._parsed = lru_cache(maxsize=None)(partial(_parse, chain))
         self._mapped = lru_cache(maxsize=None)(partial(MappedTable, chain))
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
@@ -99,10 +99,6 @@ class Layers:
         found: RowChunk = self._parsed(layer, table.name, file)
         return found
 
-    def _parse(self, layer: int, name: str, file: RangeFile) -> RowChunk:
-        path: Path = self.chain[layer].path / file.file
-        return parse_range(path, mapped(path), self.chain[layer].manifest.table(name), file)
-
     def _keyed_rows(self, table: Table, start: int, stop: int, wanted: Sequence[str]) -> RowChunk:
         """Return the merged rows [start, stop) of a table by key."""
         assert table.keys is not None
@@ -145,6 +141,11 @@ class Layers:
                     for column, values in found.items():
                         values[at] = _column(chunk, column)[positions[at] - file.start]
         return found
+
+
+def _parse(chain: Chain, layer: int, name: str, file: RangeFile) -> RowChunk:
+    path: Path = chain[layer].path / file.file
+    return parse_range(path, mapped(path), chain[layer].manifest.table(name), file)
 
 
 def _merged_entry(table: Table) -> Table:

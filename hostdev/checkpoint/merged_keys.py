@@ -13,6 +13,7 @@ from hostdev.checkpoint.keyed import OtherKeys, keys_of, read_others
 from hostdev.checkpoint.manifest import BrokenCheckpointError, KeyState, Table
 from hostdev.checkpoint.ranges import mapped, parse_range
 from hostdev.core.keys import KeyArrays, KeyColumns, decayed, join_columns
+from hostdev.kernels.buffers import reserved
 from hostdev.kernels.counter import mix64
 
 _PART_BITS = 8
@@ -60,8 +61,8 @@ def merge_keys(chain: Chain, name: str) -> MergedKeys:
     """Return the merged keys of a chain; raise BrokenCheckpointError if they contradict each other."""
     layers = [_read_layer(checkpoint, checkpoint.manifest.table(name)) for checkpoint in chain]
     count = layers[-1].state.count
-    columns = KeyColumns(np.empty(count, np.int64), np.empty(count, np.uint32), np.empty(count, np.uint32))
-    found = MergedKeys(columns, np.empty(count, np.int32), np.empty(count, np.int32), layers[-1].others)
+    columns = KeyColumns(*(reserved((count,), dtype) for dtype in (np.int64, np.uint32, np.uint32)))
+    found = MergedKeys(columns, reserved((count,), np.int32), reserved((count,), np.int32), layers[-1].others)
     few = sum(int(layer.ends[-1]) for layer in layers) <= _AT_ONCE
     first = 0
     for begin, end in [(0, 1 << _PART_BITS)] if few else [(part, part + 1) for part in range(1 << _PART_BITS)]:

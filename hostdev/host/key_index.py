@@ -22,7 +22,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.eviction import Eviction, LeastFrequent, LeastRecent, SmallestNorm, Unused
 from hostdev.core.keys import decayed
 from hostdev.host.committed_keys import CommittedKeys, newest
-from hostdev.kernels.buffers import reserved
+from hostdev.kernels.buffers import copied, reserved
 from hostdev.kernels.key_counts import KeyCounts
 from hostdev.kernels.key_directory import EMPTY, MOST_ROWS, KeyDirectory
 from hostdev.kernels.key_order import order_of
@@ -253,7 +253,7 @@ class KeyIndex:
 
     def committed(self) -> CommittedKeys:
         """Return copies of all keys, with their rows and uses, after the last finished step."""
-        keys, packed = self.keys[: self.rows].copy(), self._packed[: self.rows].copy()
+        keys, packed = copied(self.keys[: self.rows]), copied(self._packed[: self.rows])
         last, uses = split(packed)
         sketch = np.zeros(0, np.uint32)
         waiting = [self._waiting.entries()]

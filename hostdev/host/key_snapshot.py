@@ -16,6 +16,7 @@ from hostdev.host.changes import Budget, Snapshot
 from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.storage import Storage
 from hostdev.kernels.bits import Bits, empty_bits, mark
+from hostdev.kernels.buffers import reserved
 from hostdev.kernels.key_order import order_of, sorted_rows
 from hostdev.kernels.key_use import split
 
@@ -61,13 +62,13 @@ class KeySnapshot(Snapshot):
         """The row of each position; sorted by the thread that writes, as that takes time."""
         live, self._live = self._live, None
         assert live is not None
-        return np.concatenate([self._own, sorted_rows(self.found.by_row, live)])
+        return sorted_rows(self.found.by_row, live, self._own)
 
     @cached_property
     def _positions(self) -> npt.NDArray[np.int32]:
         """The position of each row; undefined for other rows."""
         rows = self._order
-        found = np.empty(int(rows.max(initial=0)) + 1, np.int32)
+        found: npt.NDArray[np.int32] = reserved((int(rows.max(initial=0)) + 1,), np.int32)
         found[rows] = np.arange(len(rows), dtype=np.int32)
         return found
 

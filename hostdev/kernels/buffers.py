@@ -54,6 +54,13 @@ def reserved(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
+def copied(values: npt.NDArray[Any]) -> Any:
+    """Return a copy whose memory the system gets back as soon as it is freed; the allocator would keep it."""
+    found = reserved(values.shape, values.dtype)
+    found[...] = values
+    return found
+
+
 def scratch(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
     """Return an uninitialized array in this thread's scratch memory, beginning on a cache line.
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels.buffers import aligned_empty, reserved
 from hostdev.kernels.counter import hashed
 from hostdev.kernels.jit import address_of, array_at, ask_to_read, inline, kernel
 from hostdev.kernels.pool import Task, parallel_for, run_tasks, tasks_over
@@ -29,6 +29,7 @@ MOST_ROWS = 2**31 - 1
 EMPTY = -1
 FULL = 0.7  # at most this share of a part's slots is used
 GROWTH = 1.25  # so at least FULL / GROWTH of a large part's slots is used
+_LARGE_SLAB = 1 << 16  # slots
 _SLAB = 8  # parts that lie in one slab of memory, which fits huge pages if they are large
 _LEAST = 16  # slots of the smallest part
 _SPARE, _SPARE_A_BIT = 8, 4  # slots behind a part's last one, and more for each bit of its size; the last stays empty
@@ -259,7 +260,7 @@ class KeyDirectory:
         slots = size + spare if spare else _slots_of(size)
         with self._lock:
             if len(self._slab) - self._taken < slots:
-                self._slab = aligned_empty((_SLAB * slots + _SLAB * slots // 64, 2), np.int64)  # the next are larger
+                self._slab = _new_slab(_SLAB * slots + _SLAB * slots // 64)  # the next are larger
                 self._taken = 0
             memory = self._slab[self._taken : self._taken + slots]
             self._slabs[part], self._taken = self._slab, self._taken + slots
@@ -285,6 +286,11 @@ class KeyDirectory:
         except BaseException:  # no memory
             self._memory[part], self._parts[part], self._slabs[part] = old, held, slab
             raise
+
+
+def _new_slab(slots: int) -> Any:
+    """Return memory for slots, which the system gets back once it is freed if it is large."""
+    return (aligned_empty if slots < _LARGE_SLAB else reserved)((slots, 2), np.int64)
 
 
 def _slots_of(size: int) -> int:

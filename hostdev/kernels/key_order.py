@@ -4,12 +4,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.bits import Bits, count_bits
+from hostdev.kernels.buffers import reserved
 from hostdev.kernels.counter import hashed, mix64
 from hostdev.kernels.jit import kernel
 
 Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int32]
 
+_NO_ROWS = np.zeros(0, np.int32)
 _PART_BITS = 8  # a part's hashes and their order, which need 16 bytes a row, are in memory one part at a time
 
 
@@ -38,19 +40,22 @@ def _place(keys, bits, nexts, order):
             row += one
 
 
-def sorted_rows(keys: Keys, bits: Bits) -> Rows:
-    """Return the rows of a set in the order of the hashes of their keys.
+def sorted_rows(keys: Keys, bits: Bits, first: Rows = _NO_ROWS) -> Rows:
+    """Return the rows of a set in the order of the hashes of their keys, after other rows.
 
     Args:
         keys: int64 [V], the key of each row.
         bits: The set, of rows below V.
+        first: int32 [F], the rows that come first.
 
     Returns:
-        int32 [K].
+        int32 [F + K].
     """
-    order = np.empty(count_bits(bits), np.int32)
+    found: Rows = reserved((len(first) + count_bits(bits),), np.int32)
+    found[: len(first)] = first
+    order = found[len(first) :]
     if not len(order):
-        return order
+        return found
     ends = np.zeros(1 << _PART_BITS, np.int64)
     _place(keys, bits, ends, order[:0])
     np.cumsum(ends, out=ends)
@@ -59,7 +64,7 @@ def sorted_rows(keys: Keys, bits: Bits) -> Rows:
     for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
         part = order[begin:end]
         part[:] = part[order_of(keys[part])]
-    return order
+    return found
 
 
 def order_of(keys: Keys) -> npt.NDArray[np.int64]:
