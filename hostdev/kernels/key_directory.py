@@ -2,9 +2,9 @@
 
 Keys are divided into PARTS parts by the highest bits of their hash. Each part is a hash table with linear probing, in
 memory of its own, that grows alone; parts begin with different sizes, so that they do not grow in the same batch.
-A part has `size` slots at which a search can begin, in the order of hashes, and a few spare slots behind them, so that
-a search never wraps around. When a part grows, its entries nearly keep their order, so memory is read and written
-sequentially.
+A part has `size` slots at which a search can begin, in the order of the hashes' lowest bits, and a few spare slots
+behind them, so that a search never wraps around. When a part grows, its entries nearly keep their order, so memory is
+read and written sequentially.
 
 An entry is two int64: the key, and its row, or EMPTY. Shapes: N keys, K keys in the directory.
 """
@@ -41,11 +41,12 @@ _ADDRESS, _SIZE, SLOTS, COUNT = range(4)  # columns of `parts`
 @inline
 def find_begin(parts, key):
     """Return a key's part, and the address of the entry at which its search begins."""
-    # The part is the hash's highest 8 bits. The next 32 bits choose the slot (Lemire, "Fast random integer generation
-    # in an interval", 2019): the larger the bits, the higher the slot.
+    # The part is the hash's highest 8 bits. The lowest 32 bits choose the slot (Lemire, "Fast random integer generation
+    # in an interval", 2019): the larger the bits, the higher the slot. The bits are other ones than those that order
+    # saved keys, since loading would otherwise fill a part from its beginning on, with ever longer searches.
     found = hashed(0, key)
     part = found >> np.uint64(56)
-    bits = (found >> np.uint64(24)) & np.uint64(0xFFFFFFFF)
+    bits = found & np.uint64(0xFFFFFFFF)
     slot = (bits * np.uint64(parts[part, np.uint64(_SIZE)])) >> np.uint64(32)
     return part, parts[part, np.uint64(_ADDRESS)] + np.int64(slot << np.uint64(4))
 

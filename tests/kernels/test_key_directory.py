@@ -68,8 +68,7 @@ def test_many_keys(expected):
 
 def test_keys_that_all_begin_at_one_slot():
     """Keys that do not fit at a part's end get more spare slots; the part itself does not grow without bounds."""
-    highest = np.uint64(0x07FFFFFFFF) << np.uint64(24)
-    hashes = highest | np.arange(300, dtype=np.uint64)
+    hashes = np.uint64(0x07000000FFFFFFFF) | np.arange(300, dtype=np.uint64) << np.uint64(32)
     keys = unmix64(hashes).view(np.int64)
     assert (parts_of(keys) == 7).all()
     directory, rows = KeyDirectory(), np.arange(300, dtype=np.int32)
@@ -79,6 +78,19 @@ def test_keys_that_all_begin_at_one_slot():
     assert directory.nbytes < 1 << 20
     np.testing.assert_array_equal(directory.erase(keys[::2]), rows[::2])
     np.testing.assert_array_equal(directory.find(keys), np.where(rows % 2, rows, EMPTY))
+
+
+def test_searches_stay_short_for_keys_in_the_order_of_their_hashes():
+    """Checkpoints, `keys` and `weights` of a table have this order; a part of them may fill a part of the directory."""
+    keys = np.random.default_rng(3).integers(0, 2**63, 200_000)
+    keys = keys[np.argsort(mix64(keys.view(np.uint64)))]
+    directory, longest = KeyDirectory(), 0
+    for start in range(0, len(keys), 500):
+        directory.insert(keys[start : start + 500], np.arange(start, start + 500, dtype=np.int32))
+        for part in np.unique(parts_of(keys[start : start + 500])).tolist():
+            empty = np.flatnonzero(directory._memory[part][:, 1] == EMPTY)
+            longest = max(longest, int(np.diff(empty, prepend=-1).max()))
+    assert longest < 100  # entries in a row
 
 
 def test_every_part_is_the_hashs_highest_byte():
