@@ -9,6 +9,7 @@ read and written sequentially.
 An entry is two int64: the key, and its row, or EMPTY. Shapes: N keys, K keys in the directory.
 """
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -192,7 +193,7 @@ class KeyDirectory:
     def __init__(self, expected: int = 0) -> None:
         self._parts = np.zeros((PARTS, 4), np.int64)
         self._memory: list[Any] = [None] * PARTS
-        sizes = [int(max(_LEAST, expected / PARTS / FULL) * GROWTH ** (part / PARTS)) + 1 for part in range(PARTS)]
+        sizes = [_size_of(part, expected / PARTS / FULL) for part in range(PARTS)]
         self._slabs: list[Any] = [aligned_empty((sum(map(_slots_of, sizes)), 2), np.int64)] * PARTS  # of each part
         self._slab, self._taken, self._lock = self._slabs[0], 0, threading.Lock()
         for part, size in enumerate(sizes):
@@ -271,9 +272,8 @@ class KeyDirectory:
         self._parts[part, SLOTS] = slots
 
     def _grow(self, parts: Sequence[int], wanted: npt.NDArray[np.float64]) -> None:
-        """Grow parts by GROWTH, or to the size that is wanted; `wanted` is float64 [PARTS]."""
-        sizes = {part: int(max(self._parts[part, _SIZE] * GROWTH, wanted[part])) + 1 for part in parts}
-        run_tasks([(self._grow_part, part, size, (0,)) for part, size in sizes.items()])
+        """Grow parts to at least the size that is wanted; `wanted` is float64 [PARTS]."""
+        run_tasks([(self._grow_part, part, _size_of(part, wanted[part]), (0,)) for part in parts])
 
     def _grow_part(self, part: int, size: int, spare: int) -> None:
         old, slots, held = self._memory[part], int(self._parts[part, SLOTS]), self._parts[part].copy()
@@ -287,6 +287,17 @@ class KeyDirectory:
         except BaseException:  # no memory
             self._memory[part], self._parts[part], self._slabs[part] = old, held, slab
             raise
+
+
+def _size_of(part: int, wanted: float) -> int:
+    """Return the least size that a part may have and that is at least `wanted`.
+
+    A part's sizes are a power of GROWTH apart. Those of all parts are spread evenly, however many keys come at once, so
+    that few parts grow in a batch, and those that lie in one slab grow one after another.
+    """
+    least = _LEAST * GROWTH ** (part / PARTS)
+    steps = max(0, math.ceil(math.log(max(float(wanted), 1.0) / least, GROWTH)))
+    return int(least * GROWTH**steps) + 1
 
 
 def _new_slab(slots: int) -> Any:

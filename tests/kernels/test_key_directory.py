@@ -55,7 +55,7 @@ def test_many_keys(expected):
     counts = np.bincount(parts_of(keys), minlength=PARTS)
     share = counts / directory._parts[:, _SIZE]
     assert share.max() <= FULL and share.min() >= 0.97 * FULL / GROWTH
-    assert directory.nbytes / len(keys) < 31
+    assert directory.nbytes / len(keys) < 32
     gone = rng.permutation(len(keys))[:100_000]
     np.testing.assert_array_equal(directory.erase(keys[gone]), rows[gone])
     rows[gone] = EMPTY
@@ -78,6 +78,14 @@ def test_keys_that_all_begin_at_one_slot():
     assert directory.nbytes < 1 << 20
     np.testing.assert_array_equal(directory.erase(keys[::2]), rows[::2])
     np.testing.assert_array_equal(directory.find(keys), np.where(rows % 2, rows, EMPTY))
+
+
+def test_parts_that_are_full_at_once_do_not_grow_at_once():
+    rng, directory = np.random.default_rng(6), KeyDirectory()
+    directory.insert(rng.integers(0, 2**63, 300_000), np.arange(300_000, dtype=np.int32))
+    sizes = np.sort(directory._parts[:, _SIZE])
+    assert sizes[-1] > 1.2 * sizes[0]
+    assert (sizes[1:] / sizes[:-1]).max() < 1.05
 
 
 def test_searches_stay_short_for_keys_in_the_order_of_their_hashes():
