@@ -1,6 +1,6 @@
 """Claim: Criteo text becomes shards at 0.4 times the rate of pyarrow's parser, 0.6 times with hashed values.
 
-The claim of 0.4 is with a vocabulary. Raw ids should be written at 1.5 times the vocabulary's rate, since none is needed.
+The claim of 0.4 is with a vocabulary. Raw ids should reach 1.5 times the vocabulary's rate, since none is needed.
 The text is that of --criteo, or synthetic, repeated to --size. The peer is pyarrow.csv.read_csv into typed columns of
 integers and text, which are not used any further. Both use the same number of threads. Whole calls are timed in turn,
 with the text in the page cache; hostdev writes, hashes and names its shards.
