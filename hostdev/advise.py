@@ -19,7 +19,7 @@ from hostdev.core import cli, pictures
 from hostdev.core.memory import available_bytes, dense_bytes, format_bytes
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
-from hostdev.data.preprocess.options import RAW
+from hostdev.data.preprocess.options import is_raw
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.bus import Bus, measure
@@ -133,7 +133,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     pictures.require_new(out)
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
-    if found.schema.rows > RAW:
+    if is_raw(found.schema.rows):
         advise_admission(settings, data, found)
         return None
     reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)

@@ -150,3 +150,13 @@ def test_options_of_raw_ids_that_contradict(in_process, data):
     assert code == 2 and "--threshold has no effect with --ids raw" in told
     code, _, told = in_process(preprocess, *table, "--ids", "raw", "--hash-buckets", 5)
     assert code == 2 and "--hash-buckets has no effect with --ids raw" in told
+
+
+@pytest.mark.parametrize("numeric", [[], ["--numeric", "hour"]], ids=["without numbers", "with numbers"])
+def test_raw_ids_are_known_whatever_columns_there_are(in_process, run, data, tmp_path, numeric):
+    table = ["table", data / "events.csv", "--label", "clicked", "--categorical", "user", *numeric]
+    assert "raw ids" in run(preprocess, *table, "--ids", "raw", "--out", tmp_path / "raw")
+    assert "admit-count" in run(advise, "--data", tmp_path / "raw", "--model", "deepfm", "--out", tmp_path / "a.png")
+    options = ["--model", "deepfm", "--device", "cpu", "--batch-size", 250]
+    code, _, told = in_process(train, "--data", tmp_path / "raw", *options)
+    assert code == 2 and "give --tables dynamic" in told

@@ -12,6 +12,8 @@ from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.kernels.pool import host_threads
 from hostdev.kernels.unique import tally
 
+Counted = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # distinct ids, and how often each occurs
+
 
 def count_bytes(uses: int) -> int:
     """Return the size in bytes of a counter of up to `uses` occurrences: 4 or 8."""
@@ -25,6 +27,13 @@ def require_room(folder: Path, ids: int, needed: int) -> None:
             f"{folder}: counting its {ids:,} ids needs {needed} bytes ({format_bytes(needed)}) of memory, but {free} "
             f"({format_bytes(free)}) are free; use a machine with more memory"
         )
+
+
+def add_counts(*parts: Counted) -> Counted:
+    """Return the distinct ids of all parts, ascending, and how often each occurs in all; both int64 [K]."""
+    ids, inverse = np.unique(np.concatenate([ids for ids, _ in parts]), return_inverse=True)
+    total = np.bincount(inverse, np.concatenate([counts for _, counts in parts]), len(ids))
+    return ids, total.astype(np.int64)
 
 
 class Counter:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from hostdev.core.memory import available_bytes
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
-from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
-from hostdev.data.preprocess.options import RAW
+from hostdev.data.preprocess.counting import Counter, add_counts, count_bytes, require_room
+from hostdev.data.preprocess.options import is_raw
 from hostdev.data.preprocess.stored import DamagedError, Part, each_shard, get_size, read_parts, wrong_values
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Space
@@ -223,7 +223,7 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
     if not schema.spaces:
         return {}
     buckets = schema.spaces[0].size  # the same for all id spaces
-    if buckets >= RAW:
+    if is_raw(buckets):
         return {space.name: _count_raw(folder, found, test, space) for space in schema.spaces}
     size = buckets * count_bytes(found.uses("train"))
     curve_bytes = size + 8 * buckets  # for a curve: sorted counts and their sums
@@ -269,8 +269,7 @@ def _count_raw(folder: Path, found: Manifest, test: Totals, space: Space) -> Cur
 
     known, uses = np.empty(0, np.int64), np.empty(0, np.int64)
     for ids, counts in each_shard(count, folder, found.train, f"counting ids of {space.name}"):
-        known, inverse = np.unique(np.concatenate([known, ids]), return_inverse=True)
-        uses = np.bincount(inverse, np.concatenate([uses, counts]), len(known)).astype(np.int64)
+        known, uses = add_counts((known, uses), (ids, counts))
 
     def look(shard: Shard) -> npt.NDArray[np.int64]:
         seen = np.zeros(len(found.schema.columns), np.int64)

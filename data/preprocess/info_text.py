@@ -6,7 +6,7 @@ from hostdev.core.memory import format_bytes
 from hostdev.core.progress import counted
 from hostdev.data.preprocess.earlier_vocabulary import growth
 from hostdev.data.preprocess.info import TOPS, Curve, Information, shortened
-from hostdev.data.preprocess.options import RAW, ids_in_words
+from hostdev.data.preprocess.options import ids_in_words, is_raw
 from hostdev.data.schema import Column
 
 _MOST_NAME = 24  # characters of a column's name
@@ -17,7 +17,7 @@ _Group = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, cel
 def format_lines(info: Information) -> Iterator[str]:
     """Yield the lines of a data set's summary."""
     found = info.found
-    ids = ids_in_words(found.schema.rows) + ", hashed" * (info.hashed and found.schema.rows < RAW)
+    ids = ids_in_words(found.schema.rows) + ", hashed" * (info.hashed and not is_raw(found.schema.rows))
     yield (
         f"data     {info.folder}: {counted(len(found.schema.dense), 'numeric column')}, "
         f"{counted(len(found.schema.columns), 'column')} with ids, {ids}"

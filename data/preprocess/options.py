@@ -11,9 +11,14 @@ RAW = 2**62  # hash buckets of raw ids: so many that values hardly ever share on
 FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "validation_fraction", "rows_per_shard")
 
 
+def is_raw(ids: int) -> bool:
+    """Return whether a data set with this number of ids, or of hash buckets, has raw ids."""
+    return ids >= RAW
+
+
 def ids_in_words(ids: int) -> str:
     """Return the number of ids of a data set as text."""
-    return "raw ids" if ids >= RAW else f"{ids:,} ids"
+    return "raw ids" if is_raw(ids) else f"{ids:,} ids"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,11 @@ import numpy.typing as npt
 
 from hostdev.checkpoint import best, folder
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.keyed import keys_of
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import VERSION, Table
 from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.writer import AsyncWriter, Content, Item
 from hostdev.core.errors import UserError
-from hostdev.core.keys import KeyColumns, join_columns
 
 Rows = npt.NDArray[np.float32]
 
@@ -30,17 +29,6 @@ class _MergedRows:
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Return all rows in [first, last)."""
         return np.arange(first, last)
-
-    def key_columns(self, first: int, last: int) -> KeyColumns:
-        """For a table by key, return the keys of the rows [first, last)."""
-        unknown = len(keys_of(self._layers.manifest.table(self._name)).unknown)
-        merged = self._layers.merged(self._name).columns
-        rest = merged.at(slice(max(first, unknown) - unknown, max(last, unknown) - unknown))
-        if first >= unknown:
-            return rest
-        own = self._layers.rows(self._name, first, min(last, unknown)).keys
-        assert own is not None
-        return join_columns([own, rest])
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
         """See `writer.Source`."""
@@ -101,7 +89,9 @@ def merged_item(layers: Layers, table: Table) -> Item:
     if table.keys is None:
         return item
     others = layers.merged(table.name).others
-    return item._replace(get_keys=rows.key_columns, files=others._replace(gone=others.gone[:0]).files)
+    return item._replace(
+        get_keys=partial(layers.key_columns, table.name), files=others._replace(gone=others.gone[:0]).files
+    )
 
 
 def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:

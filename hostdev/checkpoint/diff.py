@@ -55,12 +55,10 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
         count, first, most = 0, -1, 0.0
         begin = 0
         for x, y in _zip_rows(a.column(mine.name, column), b.column(mine.name, column)):
-            rows = np.flatnonzero((x.view(np.uint32) != y.view(np.uint32)).any(1))
+            rows, by = _unequal(x, y)
             if len(rows):
                 first = begin + int(rows[0]) if first < 0 else first
-                with np.errstate(invalid="ignore"):
-                    most = max(most, float(np.abs(x[rows].astype(np.float64) - y[rows]).max()))
-            count, begin = count + len(rows), begin + len(x)
+            count, begin, most = count + len(rows), begin + len(x), max(most, by)
         if count:
             lines.append(
                 f"table {mine.name}, {column}: {count:,} of {mine.rows:,} rows differ (first row {first}), "
@@ -101,15 +99,20 @@ def _compare_keys(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]
         for start in range(0, len(rows[0]), _AT_ONCE):
             parts = [part[start : start + _AT_ONCE] for part in rows]
             x, y = (layers.gather(name, part, [column])[column] for layers, part in zip((a, b), parts, strict=True))
-            x, y = x.reshape(len(x), -1), y.reshape(len(y), -1)
-            differ = (x.view(np.uint32) != y.view(np.uint32)).any(1)
-            if differ.any():
-                with np.errstate(invalid="ignore"):
-                    most = max(most, float(np.abs(x[differ].astype(np.float64) - y[differ]).max()))
-            count += int(differ.sum())
+            differ, by = _unequal(x.reshape(len(x), -1), y.reshape(len(y), -1))
+            count, most = count + len(differ), max(most, by)
         if count:
             lines.append(f"table {name}, {column}: {count:,} of {len(rows[0]):,} rows differ, by at most {most:.3g}")
     return lines
+
+
+def _unequal(x: Rows, y: Rows) -> tuple[npt.NDArray[np.int64], float]:
+    """Return the numbers of the rows [n, D] whose bits differ, and the largest difference; 0.0 without any."""
+    rows = np.flatnonzero((x.view(np.uint32) != y.view(np.uint32)).any(1))
+    if not len(rows):
+        return rows, 0.0
+    with np.errstate(invalid="ignore"):
+        return rows, float(np.abs(x[rows].astype(np.float64) - y[rows]).max())
 
 
 def _zip_rows(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tuple[Rows, Rows]]:

@@ -22,7 +22,7 @@ from hostdev.checkpoint.ranges import (
     require_covered,
     rows_per_file,
 )
-from hostdev.core.keys import join_columns
+from hostdev.core.keys import KeyColumns, join_columns
 
 Rows = npt.NDArray[np.float32]
 
@@ -105,15 +105,20 @@ class Layers:
         found = self.gather(table.name, np.arange(start, stop), wanted)
         columns = {name: values for name, values in found.items() if name not in table.row_slots}
         row_columns = {name: found[name] for name in table.row_slots if name in found}
-        unknown, keys = len(table.keys.unknown), self.merged(table.name).columns
-        keys = keys.at(slice(max(start, unknown) - unknown, max(stop, unknown) - unknown))
-        if start < unknown:
-            newest = self.chain[-1].manifest.table(table.name)
-            files = [file for file in newest.files if file.start < unknown]
-            own = [self._rows_of(len(self.chain) - 1, table, file).keys for file in files]
-            first = join_columns([each for each in own if each is not None])
-            keys = join_columns([first.at(slice(start, min(stop, unknown))), keys])
-        return RowChunk(start, None, columns, row_columns, keys)
+        return RowChunk(start, None, columns, row_columns, self.key_columns(table.name, start, stop))
+
+    def key_columns(self, name: str, start: int, stop: int) -> KeyColumns:
+        """Return the keys of the merged rows [start, stop) of a table by key; see `gather` for their order."""
+        table = self.manifest.table(name)
+        assert table.keys is not None
+        unknown = len(table.keys.unknown)
+        keys = self.merged(name).columns.at(slice(max(start, unknown) - unknown, max(stop, unknown) - unknown))
+        if start >= unknown:
+            return keys
+        files = [file for file in self.chain[-1].manifest.table(name).files if file.start < unknown]
+        own = [self._rows_of(len(self.chain) - 1, table, file).keys for file in files]
+        first = join_columns([each for each in own if each is not None])
+        return join_columns([first.at(slice(start, min(stop, unknown))), keys])
 
     def gather(self, name: str, rows: npt.NDArray[Any], columns: Sequence[str]) -> dict[str, Rows]:
         """Return merged rows of a table by key by column, from the newest files that have them.

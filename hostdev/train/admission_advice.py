@@ -12,6 +12,7 @@ from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
+from hostdev.data.preprocess.counting import add_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.host.key_options import KEY_BYTES
@@ -75,9 +76,7 @@ def measure(data: Path, found: Manifest) -> list[ColumnUses]:
         for name in columns:
             keys, counts = np.empty(0, np.int64), np.empty(0, np.int64)
             for ids in read(readers[0], name):
-                more, uses = np.unique(ids, return_counts=True)
-                keys, inverse = np.unique(np.concatenate([keys, more]), return_inverse=True)
-                counts = np.bincount(inverse, np.concatenate([counts, uses]), len(keys)).astype(np.int64)
+                keys, counts = add_counts((keys, counts), np.unique(ids, return_counts=True))
             test = np.concatenate([np.empty(0, np.int64), *read(readers[1], name)])
             result.append(count_column(name, keys, counts, test))
     return result

@@ -7,7 +7,7 @@ from hostdev.core.admission import MinCount
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import Unused
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
-from hostdev.data.preprocess.options import RAW
+from hostdev.data.preprocess.options import is_raw
 from hostdev.data.schema import Schema
 from hostdev.host.key_options import KEY_BYTES
 from hostdev.models.model import Model
@@ -20,7 +20,7 @@ _MOST_ROWS = 1 << 29
 
 def require_kind(settings: Any, schema: Schema) -> None:
     """Raise UserError if the data has raw ids, which only tables by key have room for."""
-    if schema.rows > RAW and settings.tables != "dynamic":
+    if is_raw(schema.rows) and settings.tables != "dynamic":
         raise UserError(
             "the data has raw ids (hostdev preprocess --ids raw), which need tables that grow: give --tables dynamic"
         )
