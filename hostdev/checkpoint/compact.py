@@ -89,9 +89,8 @@ def merged_item(layers: Layers, table: Table) -> Item:
     if table.keys is None:
         return item
     others = layers.merged(table.name).others
-    return item._replace(
-        get_keys=partial(layers.key_columns, table.name), files=others._replace(gone=others.gone[:0]).files
-    )
+    others = others._replace(gone=others.gone[:0])
+    return item._replace(get_keys=partial(layers.key_columns, table.name), files=lambda channel: others.files())
 
 
 def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:

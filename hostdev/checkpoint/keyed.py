@@ -36,22 +36,30 @@ class OtherKeys(NamedTuple):
         return found | ({SKETCH: _to_bytes(counter=self.sketch)} if len(self.sketch) else {})
 
 
-def make_state(table: Any, snapshot: Any, number: int) -> KeyState:
-    """Return the manifest's entry for the keys of a `KeyTable`, the `number`-th table of a checkpoint."""
+def make_state(table: Any, snapshot: Any, number: int, live: int, waiting: int) -> KeyState:
+    """Return the manifest's entry for the keys of a `KeyTable`.
+
+    Args:
+        table: The table, or one rank's part of it.
+        snapshot: Its snapshot.
+        number: The table is the `number`-th of the checkpoint.
+        live: Number of keys that have a row, over all ranks.
+        waiting: Number of keys that are counted and wait for a row.
+    """
     found = snapshot.found
     folder = f"tables/{number}"
     return KeyState(
-        count=table.rows,
+        count=live,
         step=found.step,
         capacity=table.capacity,
         init=repr(table.init),
-        unknown=list(snapshot.names),
+        unknown=list(snapshot.names),  # on the first rank, which writes the manifest
         admit=None if table.admit is None else repr(table.admit),
         counting=counting_of(table.admit),
         evict=None if table.evict is None else repr(table.evict),
         decay=float(getattr(table.evict, "decay", 1.0)),
         decays=found.decays,
-        waiting_keys=found.waiting_count,
+        waiting_keys=waiting,
         waiting=f"{folder}/{WAITING}",
         gone=f"{folder}/{GONE}",
         sketch=f"{folder}/{SKETCH}" if len(found.sketch) else None,
@@ -102,7 +110,7 @@ def counting_of(admit: Any) -> str:
     """Return how an admission policy counts the uses of keys that have no row."""
     if not isinstance(admit, MinCount):
         return "not at all"
-    return "exactly" if admit.sketch is None else f"in a sketch of {admit.sketch_bytes:,} bytes"
+    return "exactly" if admit.sketch is None else f"in a sketch of {admit.sketch_bytes:,} bytes, by parts"
 
 
 def load_keys(chain: Chain, name: str, table: Any, *, check: bool) -> None:

@@ -186,7 +186,10 @@ class CheckpointManager:
         if is_by_key(table):
             changes = table.note_changes()
             rows = table.begin_snapshot(budget, everything=full)
-            about = replace(about, rows=rows.count, keys=make_state(table, rows, number))
+            mine = [rows.count, table.rows, rows.found.waiting_count]
+            counts = [mine] if self._ranks is None else self._ranks.control.share(mine)
+            saved_rows, live, waiting = map(sum, zip(*counts, strict=True))
+            about = replace(about, rows=saved_rows, keys=make_state(table, rows, number, live, waiting))
             found, gone = rows.found, rows.gone
             return Item(
                 about,
@@ -194,8 +197,10 @@ class CheckpointManager:
                 True,
                 rows.end,
                 lambda saved: table.end_snapshot(changes, rows, saved=saved),
+                sum(count for count, *_ in counts[: 0 if self._ranks is None else self._ranks.rank]),
+                rows.count,
                 get_keys=rows.key_columns,
-                files=lambda: _other_keys(found, gone).files(),
+                files=lambda channel: _other_files(found, gone, channel),
             )
         if not hasattr(table, "note_changes"):
             rows = DeviceRows(table, COPIES_BYTES)
@@ -253,8 +258,10 @@ def _shape(table: Table, *, keyed: bool) -> tuple[Any, ...]:
     return table.name, keyed or table.rows, table.order
 
 
-def _other_keys(found: Any, gone: Any) -> OtherKeys:
-    return OtherKeys(found.waiting[0], found.waiting[1], gone, found.sketch)
+def _other_files(found: Any, gone: Any, channel: Any) -> dict[str, bytes]:
+    """Return the files of keys that have no row in a checkpoint; of all ranks, on the first one."""
+    others = OtherKeys(found.waiting[0], found.waiting[1], gone, found.sketch)
+    return (others if channel is None else OtherKeys(*map(channel.gather_first, others))).files()
 
 
 def _row_bytes(table: Table) -> int:

@@ -85,6 +85,9 @@ class Channel(Protocol):
     def share(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank."""
 
+    def gather_first(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the arrays of all ranks on the first rank, joined by rank; an empty one on others."""
+
 
 class Item(NamedTuple):
     """A table to save, or this process's part of a table; `end(saved)` is called when writing has ended."""
@@ -98,7 +101,9 @@ class Item(NamedTuple):
     rows: int | None = None  # rows of the part, or None for all rows of the table
     cuts: Sequence[int] = ()  # rows at which a file must begin
     get_keys: Callable[[int, int], KeyColumns] | None = None  # of a table by key, the keys of the rows [first, last)
-    files: Callable[[], dict[str, bytes]] = dict  # returns other files by name, below the table's folder
+    # With the channel between the processes, or None: returns other files by name, below the table's folder. All
+    # processes call it, and the first one writes the files.
+    files: Callable[["Channel | None"], dict[str, bytes]] = lambda channel: {}
 
 
 class Content(NamedTuple):
@@ -211,7 +216,8 @@ class AsyncWriter:
             if self._channel is None:
                 name = folder.new_name(self._path, self._step)
                 partial = folder.begin(self._path, name)
-                self.checkpoint = folder.commit(partial, name, self._write(partial, self._write_tables(partial)))
+                tables, files = self._write_tables(partial), [item.files(None) for item in self._items]
+                self.checkpoint = folder.commit(partial, name, self._write(partial, tables, files))
             else:
                 self.checkpoint = self._save_together(self._channel)
         except BaseException as error:
@@ -256,8 +262,10 @@ class AsyncWriter:
                 for number, item in enumerate(self._items)
             ]
 
+            files = [item.files(channel) for item in self._items]
+
             def commit() -> str:
-                return folder.commit(partial, name, self._write(partial, tables)).manifest.to_text()
+                return folder.commit(partial, name, self._write(partial, tables, files)).manifest.to_text()
 
             _agree(channel, commit if channel.rank == 0 else None)
         except BaseException:
@@ -267,10 +275,10 @@ class AsyncWriter:
         path = self._path / name
         return Checkpoint(path, read_manifest(path))
 
-    def _write(self, partial: Path, tables: list[Table]) -> Manifest:
+    def _write(self, partial: Path, tables: list[Table], files: Sequence[dict[str, bytes]]) -> Manifest:
         others = []
-        for number, item in enumerate(self._items):
-            others += [_write(partial, f"tables/{number}/{name}", [data]) for name, data in item.files().items()]
+        for number, each in enumerate(files):
+            others += [_write(partial, f"tables/{number}/{name}", [data]) for name, data in each.items()]
         if self._content.tensors:
             others.append(_write(partial, DENSE, [tensors_as_bytes(self._content.tensors)]))
         for name, source in self._content.others.items() if self._parent is None else ():
@@ -451,6 +459,6 @@ def describe_table(table: Any) -> Table:
         dtype=table.dtype,
         slots_dtype=table.slots_dtype,
         seed=table.seed if is_rounded or is_by_key(table) else None,
-        order="ids" if getattr(table, "part", None) is None else SPREAD,
+        order="ids" if getattr(table, "part", None) is None or is_by_key(table) else SPREAD,
         history=None if table.history is None else table.history.packed(),
     )

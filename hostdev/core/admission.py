@@ -9,6 +9,7 @@ from hostdev.core.memory import parse_bytes
 from hostdev.kernels.counter import key64, uniform
 
 MOST_USES = (1 << 24) - 1
+LEAST_SKETCH = 1 << 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class MinCount:
             raise ValueError(f"a sketch needs a size such as '64MiB', not {self.sketch!r}")
         if self.sketch is not None and self.expires is not None:
             raise ValueError("a sketch cannot forget single keys; leave out sketch or expires")
-        if self.sketch is not None and self.sketch_bytes < 1 << 10:
-            raise ValueError(f"a sketch needs at least 1 KiB, not {self.sketch!r}")
+        if self.sketch is not None and self.sketch_bytes < LEAST_SKETCH:
+            raise ValueError(f"a sketch needs at least 64 KiB, not {self.sketch!r}")
 
     @property
     def sketch_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Keys of a table by key, as they are saved and as they enter digests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,10 @@ class KeyArrays(NamedTuple):
     waiting: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     sketch: npt.NDArray[np.uint32]
+
+    def map(self, change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> "KeyArrays":
+        """Return these values with each array changed, in order."""
+        return KeyArrays(self.step, self.unknown, *map(change, self[2:]))  # type: ignore[arg-type]
 
 
 def decayed(uses: npt.NDArray[np.uint32], factor: float, times: int = 1) -> npt.NDArray[np.uint32]:

@@ -125,6 +125,18 @@ class Channel(LocalChannel):
         flat = torch.from_numpy(np.tile(values, self.ranks))
         return np.split(self.all_to_all(flat, [len(values)] * self.ranks, lengths).numpy(), np.cumsum(lengths)[:-1])
 
+    def gather_first(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the arrays of all ranks on the first rank, one rank after the other; an empty array on other ranks.
+
+        `values` is of one dimension, and has the same dtype on all ranks.
+        """
+        counts = [int(count) for count in np.concatenate(self.gather(np.array([len(values)])))]
+        give = [len(values) if rank == 0 else 0 for rank in range(self.ranks)]
+        take = counts if self.rank == 0 else [0] * self.ranks
+        flat = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8))
+        found: npt.NDArray[Any] = self.all_to_all(flat, give, take, row=values.itemsize).numpy().view(values.dtype)
+        return found
+
     def share(self, value: Any) -> list[Any]:
         """Return the values that the ranks passed, by rank. A value is sent as JSON."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -14,21 +14,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.distributed.agreement import format_ranks
 from hostdev.distributed.buffers import Mask, count_values, find_positions, make_views
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.gradients import Parts, SelectedRows, give_gradients
+from hostdev.distributed.key_exchange import END, KeyExchange, require_all
 from hostdev.distributed.process_group import Ranks
 from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks
-from hostdev.kernels.shards import partition, range_of
+from hostdev.kernels.shards import partition, partition_by_owner, range_of
 
 Ids = npt.NDArray[Any]
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int32]
-_END = -1  # sent in place of the number of ids if there is no further batch
+
+
+class OwnedRows(NamedTuple):
+    """Distinct rows of a table by key."""
+
+    owners: Positions  # int32 [U], the rank that has each row
+    rows: Positions  # int32 [U], the row's number on this rank
 
 
 class Asked(NamedTuple):
@@ -69,12 +75,21 @@ class Exchange:
         ranks: The ranks of this run.
         rows: For each group, the number of rows of each of its tables, over all ranks.
         dims: For each group, D of each of its tables.
+        keyed: For each group, whether it is a table by key; its `rows` are the most rows of this rank.
     """
 
-    def __init__(self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]], keyed: Sequence[bool] = ()
+    ) -> None:
         self.ranks, self._rows, self._dims = ranks, list(rows), [list(each) for each in dims]
-        self._here = [stop - start for start, stop in (range_of(each, *ranks.part()) for each in rows)]  # own rows
+        by_key = list(keyed) or [False] * len(rows)
+        ends = [
+            (0, each) if has_keys else range_of(each, *ranks.part())
+            for each, has_keys in zip(rows, by_key, strict=True)
+        ]
+        self._here = [stop - start for start, stop in ends]  # own rows
         self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
+        self.keys = KeyExchange(self._ids, by_key.count(True)) if any(by_key) else None
         self.least_bytes = 0  # lower bound of the bytes sent: each id, row and gradient once
         self._counting = threading.Lock()  # guards `least_bytes`: several threads exchange
         self._dtype = np.dtype(np.int32 if max(rows) < 2**31 else np.int64)
@@ -89,16 +104,21 @@ class Exchange:
         """Bytes sent to other hosts so far; a part of `sent_bytes`."""
         return sum(channel.network_bytes for channel in self._channels)
 
-    def ids(self, groups: Sequence[Ids]) -> list[tuple[Ids, Asked]]:
+    def ids(self, groups: Sequence[Ids | OwnedRows]) -> list[tuple[Ids, Asked]]:
         """Request rows from their owners; return, by group, the distinct rows requested from this rank and an `Asked`.
 
         Args:
-            groups: Unique ids [U] of each group.
+            groups: Unique ids [U] of each group; the rows of a table by key.
         """
-        found = [partition(ids, rows, self.ranks.size) for ids, rows in zip(groups, self._rows, strict=True)]
+        found = [
+            partition_by_owner(*ids, self.ranks.size)
+            if isinstance(ids, OwnedRows)
+            else partition(ids, rows, self.ranks.size)
+            for ids, rows in zip(groups, self._rows, strict=True)
+        ]
         counts = np.stack([counts for _, _, counts in found], axis=1)  # [W, G]
         wanted = self._ids.exchange_counts(counts)
-        self._require_all(wanted)
+        require_all(wanted)
         ends = [np.concatenate([[0], np.cumsum(counts)]) for _, _, counts in found]
         parts = [
             local[end[rank] : end[rank + 1]]
@@ -138,23 +158,11 @@ class Exchange:
 
     def end(self) -> None:
         """Announce that this rank has no further batch."""
-        counts = np.full((self.ranks.size, len(self._rows)), _END, np.int64)
-        self._require_all(self._ids.exchange_counts(counts), ended=True)
-
-    def _require_all(self, wanted: npt.NDArray[np.int64], *, ended: bool = False) -> None:
-        """Raise ValueError if only some ranks have more batches, or a rank requests a negative number of rows."""
-        have_ended = wanted[:, 0] == _END
-        if (wanted < _END).any():
-            rank = int(np.flatnonzero((wanted < _END).any(1))[0])
-            raise ValueError(f"rank {rank} requests a negative number of rows: {wanted[rank].min()}")
-        if have_ended.all() if ended else not have_ended.any():
+        if self.keys is not None:
+            self.keys.end()
             return
-        done, going = np.flatnonzero(have_ended).tolist(), np.flatnonzero(~have_ended).tolist()
-        raise ValueError(
-            f"{format_ranks(done)} {'has' if len(done) == 1 else 'have'} no more batches, but {format_ranks(going)} "
-            f"{'has' if len(going) == 1 else 'have'}; all ranks must take the same number of steps, with empty batches "
-            "once their samples run out"
-        )
+        counts = np.full((self.ranks.size, len(self._rows)), END, np.int64)
+        require_all(self._ids.exchange_counts(counts), ended=True)
 
     def early_rows(
         self,

@@ -1,4 +1,4 @@
-"""Gathers a table's rows from all ranks on rank 0, in the order of their ids."""
+"""Gathers rows and arrays from all ranks on rank 0."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,3 +35,27 @@ def gather_in_order(channel: Channel, rows: npt.NDArray[Any], total: int) -> Ite
         take = counts.tolist() if channel.rank == 0 else [0] * W
         received = channel.all_to_all(torch.from_numpy(mine).view(-1), give, take, row=width).numpy().reshape(-1, width)
         yield received[places] if channel.rank == 0 else mine
+
+
+def gather_by_rank(channel: Channel, rows: Any) -> Iterator[npt.NDArray[Any]]:
+    """Yield the rows of all ranks on rank 0, one rank after the other, in chunks; the other ranks must also iterate.
+
+    Args:
+        channel: Connects all ranks.
+        rows: This rank's rows [any, D]; slices of it are float32.
+    """
+    width = rows.shape[1]
+    step = max(1, _PIECE_BYTES // (4 * width))
+    for rank, count in enumerate(channel.share(len(rows))):
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            mine = np.ascontiguousarray(rows[first:last] if rank == channel.rank else rows[:0])
+            if rank == 0:
+                if channel.rank == 0:
+                    yield mine
+                continue
+            give = [len(mine) if other == 0 else 0 for other in range(channel.ranks)]
+            take = [last - first if channel.rank == 0 and other == rank else 0 for other in range(channel.ranks)]
+            received = channel.all_to_all(torch.from_numpy(mine).view(-1), give, take, row=width)
+            if channel.rank == 0:
+                yield received.numpy().reshape(-1, width)

@@ -4,7 +4,7 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -13,9 +13,10 @@ import numpy.typing as npt
 from hostdev.core.keys import KeyColumns
 from hostdev.host.changes import Budget, Changes
 from hostdev.host.key_index import KeyIndex
+from hostdev.host.key_reads import KeyedReads
 from hostdev.host.key_snapshot import KeySnapshot, gone_since
-from hostdev.host.table import HostTable
 from hostdev.kernels.key_directory import EMPTY
+from hostdev.kernels.key_parts import owners_of
 from hostdev.kernels.pool import run_tasks
 
 Keys = npt.NDArray[np.int64]
@@ -23,7 +24,7 @@ Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
 
-class CheckpointedKeys(HostTable):
+class CheckpointedKeys(KeyedReads):
     """The methods of a table by key that only checkpoints call."""
 
     index: KeyIndex
@@ -32,9 +33,17 @@ class CheckpointedKeys(HostTable):
     _gone: list[Keys]  # keys that have lost their rows since the last checkpoint
 
     @property
-    def unknown_rows(self) -> Mapping[str, int]:
-        """The rows for keys without a row, by name, in the order of the names."""
-        raise NotImplementedError
+    def is_first(self) -> bool:
+        """Whether this process has the out-of-vocabulary rows."""
+        return self.part is None or self.part[0] == 0
+
+    def owns(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Return which keys, int64 [N], this rank owns, bool [N]; they depend on the number of ranks only."""
+        if self.part is None:
+            return np.ones(len(keys), np.bool_)
+        rank, ranks = self.part
+        found: npt.NDArray[np.bool_] = owners_of(keys, ranks) == rank
+        return found
 
     def unknown_row(self, name: str = "") -> int:
         """Return the out-of-vocabulary row of this name."""
@@ -77,18 +86,24 @@ class CheckpointedKeys(HostTable):
     def load_rows(self, found: KeyColumns, block: Rows, row_slots: Rows) -> None:
         """Write rows of a checkpoint: keys [N], all different, with block [N, 1 + S, D] and row_slots [N, R].
 
+        Keys of other ranks are left out.
+
         Raises:
             ValueError: As for `write_rows`.
             UserError: The table's capacity is too small.
         """
         self._check_values(found.keys, block, row_slots, None)
+        if not (mine := self.owns(found.keys)).all():
+            found, block, row_slots = found.at(mine), block[mine], row_slots[mine]
         with self._rekeying():
             rows = self._add(*found)
             self.index.set_uses(rows, found.last, found.uses)
             run_tasks(self.write_rows_tasks(rows, block, row_slots))
 
     def load_unknown(self, names: Sequence[str], block: Rows, row_slots: Rows) -> None:
-        """Write the out-of-vocabulary rows of a checkpoint; arguments as for `load_rows`."""
+        """Write the out-of-vocabulary rows of a checkpoint, if this rank has them; arguments as for `load_rows`."""
+        if not self.is_first:
+            return
         rows = np.array([self.unknown_row(name) for name in names], np.int32)
         self._check_values(rows, block, row_slots, None)
         with self._rekeying():
@@ -103,9 +118,10 @@ class CheckpointedKeys(HostTable):
     def restore_keys(
         self, step: int, decays: int, waiting: Keys, counts: npt.NDArray[np.int64], sketch: npt.NDArray[np.uint32]
     ) -> None:
-        """Set what a checkpoint has besides rows; see `KeyIndex.restore`."""
+        """Set what a checkpoint has besides rows; see `KeyIndex.restore`. Keys of other ranks are left out."""
+        mine = self.owns(waiting)
         with self._rekeying():
-            self.index.restore(step, decays, waiting, counts)
+            self.index.restore(step, decays, waiting[mine], counts[mine])
             if len(sketch):
                 self.index.restore_sketch(sketch)
 

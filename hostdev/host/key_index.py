@@ -22,10 +22,12 @@ from hostdev.core.errors import UserError
 from hostdev.core.eviction import Eviction, LeastFrequent, LeastRecent, SmallestNorm, Unused
 from hostdev.core.keys import decayed
 from hostdev.host.committed_keys import CommittedKeys, newest
+from hostdev.host.key_eviction import Total, choose_least
+from hostdev.host.key_options import MOST_KEYS
 from hostdev.kernels.buffers import copied, reserved
 from hostdev.kernels.key_counts import KeyCounts
 from hostdev.kernels.key_directory import EMPTY, MOST_ROWS, KeyDirectory
-from hostdev.kernels.key_order import order_of
+from hostdev.kernels.key_parts import first_part
 from hostdev.kernels.key_sketch import CountMinSketch
 from hostdev.kernels.key_use import restore, split, use
 
@@ -37,7 +39,6 @@ Norms = Callable[[Rows], npt.NDArray[np.float64]]
 _NO_KEYS = np.zeros(0, np.int64)
 _NO_ROWS = np.zeros(0, np.int32)
 _DEAD = 0  # in `_last`: the row has no key
-_MOST_ROWS = MOST_ROWS // 2  # keys with a row
 _LEAST_SPARE, _MOST_SPARE = 1 << 16, 1 << 24  # rows that keep an evicted key's values until its step is finished
 _CHECKED_ROWS = 1 << 16  # the memory is checked each time that this many rows are used for the first time
 _MOST = 2**32 - 1  # uses
@@ -91,6 +92,8 @@ class KeyIndex:
         admit: When a key gets a row, or None for at once.
         evict: When a key loses its row, or None for never.
         seed: Seed of `Probability`.
+        part: (rank, ranks) if the keys of all ranks are one table, whose capacity this is; this rank has those of its
+            parts (see `kernels.key_parts`). None for the whole table.
         require_memory: Called with a number of rows that are about to be used for the first time, and the number of
             keys; raises UserError if there is no memory for the rows.
 
@@ -107,18 +110,21 @@ class KeyIndex:
         evict: Eviction | None = None,
         *,
         seed: int = 0,
+        part: tuple[int, int] | None = None,
         require_memory: Callable[[int, int], None] = lambda rows, keys: None,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"table {name!r}: the capacity must be at least 1 row, not {capacity}")
-        if capacity > _MOST_ROWS:
-            raise ValueError(f"table {name!r}: the capacity must be at most {_MOST_ROWS:,} rows, not {capacity:,}")
+        if capacity > MOST_KEYS:
+            raise ValueError(f"table {name!r}: the capacity must be at most {MOST_KEYS:,} rows, not {capacity:,}")
         self.name, self.capacity, self.admit, self.evict, self.seed = name, capacity, admit, evict, seed
         self.directory = KeyDirectory()
         self._waiting = KeyCounts()
         self._sketch: CountMinSketch | None = None
         if isinstance(admit, MinCount) and admit.sketch is not None:
-            self._sketch = CountMinSketch(admit.sketch_bytes, seed)
+            rank, ranks = part or (0, 1)
+            ends = first_part(rank, ranks), first_part(rank + 1, ranks)
+            self._sketch = CountMinSketch(admit.sketch_bytes, seed, *ends)
         self.row_space = min(capacity + max(_LEAST_SPARE, min(capacity, _MOST_SPARE)), MOST_ROWS)
         self.keys: Keys = reserved((self.row_space,), np.int64)
         self._packed: npt.NDArray[np.uint64] = reserved((self.row_space,), np.uint64)
@@ -183,32 +189,41 @@ class KeyIndex:
         self.keys[row] = key
         return row
 
-    def plan(self, keys: Keys, uses: npt.NDArray[np.int32], norms: Norms | None = None) -> PlannedKeys:
+    def plan(
+        self, keys: Keys, uses: npt.NDArray[np.int32], norms: Norms | None = None, total: Total | None = None
+    ) -> PlannedKeys:
         """Apply the next step to the keys: evict, count, admit.
 
         Args:
             keys: int64 [U], distinct.
             uses: int32 [U], how often the step uses each key.
             norms: Returns the norms of rows, float64, after all earlier steps; None if these are not finished.
+            total: Returns sums over the ranks, all of which plan this step; None for the whole table.
 
         Raises:
-            UserError: The table has no memory for the new keys; nothing has changed.
+            UserError: The table has no memory for the new keys; nothing has changed. Raised on all ranks, like
+                PlannedAheadError.
             PlannedAheadError: Earlier steps must be finished first; nothing has changed.
         """
         step = self.step + len(self._undo) + 1
         undo = _Undo(step)
         try:
             if self.evict is not None and step % self.evict.every == 0:
-                self._evict(undo, _NO_ROWS, step, norms)
+                self._evict(undo, _NO_ROWS, step, norms, total)
             rows = self.directory.find(keys)
             admitted, counts = self._admit(undo, keys, uses, rows, step)
-            lacking = len(self) + len(admitted) - self.capacity
-            if lacking > 0:
+            has_rows = len(admitted) <= sum(map(len, self._free)) + self.row_space - self.rows
+            why = self._find_lack(len(admitted)) if has_rows else None
+            counted = np.array([len(self), len(admitted), not has_rows, why is not None], np.int64)
+            live, new, without_rows, without_memory = (counted if total is None else total(counted)).tolist()
+            if live + new > self.capacity:
                 if self.evict is None or isinstance(self.evict, Unused):
-                    raise self._full(len(admitted))
-                self._evict(undo, rows[rows != EMPTY], step, norms, most=len(self) - lacking)
-            if len(admitted) > sum(map(len, self._free)) + self.row_space - self.rows:
-                raise PlannedAheadError if self._undo else self._full(len(admitted))
+                    raise self._full(live, new)
+                self._evict(undo, rows[rows != EMPTY], step, norms, total, most=self.capacity - new)
+            if without_rows:
+                raise PlannedAheadError if self._undo else self._full(live, new)
+            if without_memory:
+                raise why or UserError(f"table {self.name!r}: another rank has no memory for its new keys")
             undo.before = use(rows, uses, step, self._packed)
             undo.used = rows.copy() if len(admitted) else rows
             if len(admitted):
@@ -320,7 +335,8 @@ class KeyIndex:
         """
         assert not self._undo
         if len(self) + len(keys) > self.capacity:
-            raise self._full(len(keys))
+            raise self._full(len(self), len(keys))
+        self._require_memory_for(len(keys))
         rows = self._take_rows(len(keys))
         self.directory.insert(keys, rows)
         self.keys[rows], self._last[rows], self._uses[rows] = keys, np.maximum(last, 1), uses
@@ -332,9 +348,9 @@ class KeyIndex:
             f"{needed:,} known keys and its new ones; raise capacity, or use smaller batches"
         )
 
-    def _full(self, new: int) -> UserError:
+    def _full(self, live: int, new: int) -> UserError:
         return UserError(
-            f"table {self.name!r} has {len(self):,} keys, and this batch brings {new:,} new ones, but its capacity is "
+            f"table {self.name!r} has {live:,} keys, and this batch brings {new:,} new ones, but its capacity is "
             f"{self.capacity:,} rows; raise capacity, or give evict="
         )
 
@@ -373,11 +389,6 @@ class KeyIndex:
 
     def _take_rows(self, n: int) -> Rows:
         """Return n rows without keys, first those that were used before."""
-        first_used = max(0, n - sum(map(len, self._free)))
-        if self.rows + first_used > self._checked_rows:
-            step = max(first_used, _CHECKED_ROWS)
-            self._require_memory(step, len(self))
-            self._checked_rows = self.rows + step
         taken, missing = [_NO_ROWS], n
         while missing and self._free:
             some = self._free.pop()
@@ -389,10 +400,35 @@ class KeyIndex:
         first, self.rows = self.rows, self.rows + n - len(used)
         return np.concatenate([used, np.arange(first, self.rows, dtype=np.int32)])
 
-    def _evict(self, undo: _Undo, kept: Rows, step: int, norms: Norms | None, *, most: int | None = None) -> None:
+    def _require_memory_for(self, new: int) -> None:
+        """Raise UserError unless there is memory for n more rows."""
+        first_used = max(0, new - sum(map(len, self._free)))
+        if self.rows + first_used > self._checked_rows:
+            step = max(first_used, _CHECKED_ROWS)
+            self._require_memory(step, len(self))
+            self._checked_rows = self.rows + step
+
+    def _find_lack(self, new: int) -> UserError | None:
+        """Return the error that `_require_memory_for` raises, or None."""
+        try:
+            self._require_memory_for(new)
+        except UserError as error:
+            return error
+        return None
+
+    def _evict(
+        self,
+        undo: _Undo,
+        kept: Rows,
+        step: int,
+        norms: Norms | None,
+        total: Total | None,
+        *,
+        most: int | None = None,
+    ) -> None:
         """Evict keys, but not those of the rows `kept`.
 
-        If `most` is given, at most `most` keys remain, and UserError is raised if that is not possible.
+        If `most` is given, at most `most` keys remain on all ranks, and UserError is raised if that is not possible.
         """
         live, evict = self.live_rows(), self.evict
         if isinstance(evict, Unused):
@@ -400,13 +436,15 @@ class KeyIndex:
         else:
             assert evict is not None
             target = int(evict.keep * self.capacity)
-            excess = len(live) - (target if most is None else min(target, most))
+            counted = np.array([len(live), len(kept)], np.int64)
+            have, needed = (counted if total is None else total(counted)).tolist()
+            excess = have - (target if most is None else min(target, most))
             if excess <= 0:
                 return
+            if most is not None and needed > most:
+                raise self._too_small(needed)
             others = np.setdiff1d(live, kept, assume_unique=True) if len(kept) else live
-            if most is not None and len(live) - len(others) > most:
-                raise self._too_small(len(kept))
-            chosen = self._find_least(others, min(excess, len(others)), norms)
+            chosen = others[choose_least(*self._scores(others, norms), min(excess, have - needed), total)]
         keys, rows, last = undo.evicted
         erased = self.keys[chosen]
         undo.evicted = (
@@ -423,8 +461,8 @@ class KeyIndex:
             uses[:] = decayed(uses, evict.decay)
             self.decays, undo.decays = self.decays + 1, undo.decays + 1
 
-    def _find_least(self, rows: Rows, count: int, norms: Norms | None) -> Rows:
-        """Return the `count` rows with the smallest scores; hashes of the keys order rows with equal scores."""
+    def _scores(self, rows: Rows, norms: Norms | None) -> tuple[npt.NDArray[Any], Keys]:
+        """Return the scores and the keys of rows: of the keys with the smallest scores, some are evicted."""
         if isinstance(self.evict, SmallestNorm):
             if norms is None:
                 raise PlannedAheadError
@@ -432,12 +470,7 @@ class KeyIndex:
             scores: npt.NDArray[Any] = np.where(np.isnan(found), np.inf, found)
         else:
             scores = (self._last if isinstance(self.evict, LeastRecent) else self._uses)[rows]
-        if count == len(rows):
-            return rows
-        limit = np.partition(scores, count)[count]
-        below, equal = rows[scores < limit], rows[scores == limit]
-        order = order_of(self.keys[equal])
-        return np.concatenate([below, equal[order[: count - len(below)]]])
+        return scores, self.keys[rows]
 
     def _revert(self, undo: _Undo) -> None:
         """Undo a step's changes, the last one first."""

@@ -9,9 +9,11 @@ from hostdev.core.errors import UserError
 from hostdev.core.eviction import Eviction, Unused
 from hostdev.core.initializers import Initializer, initializer
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
+from hostdev.kernels.key_directory import MOST_ROWS
 
 KEY_BYTES = 45  # memory of a key beside its row: its entry in the directory, its last step, its uses, and itself
 _LEAST_CAPACITY = 1 << 20
+MOST_KEYS = MOST_ROWS // 2  # with a row
 
 
 def require_policies(name: str, capacity: int | str | None, admit: Any, evict: Any) -> None:
@@ -39,11 +41,14 @@ def require_initializer(init: Any, dim: int, name: str) -> Initializer:
     return initializer(init, 0, dim, name)
 
 
-def get_capacity(name: str, capacity: int | str | None, row_bytes: int) -> int:
-    """Return a table's maximum number of keys for its argument `capacity`; `row_bytes` is the memory of a key."""
-    free = available_bytes()
+def get_capacity(name: str, capacity: int | str | None, row_bytes: int, ranks: int) -> int:
+    """Return a table's maximum number of keys for its argument `capacity`.
+
+    `row_bytes` is the memory of a key; each of the ranks has about the same number of keys.
+    """
+    free = available_bytes() * ranks
     if capacity is None:
-        return max(_LEAST_CAPACITY, free // row_bytes)
+        return min(MOST_KEYS, max(_LEAST_CAPACITY, free // row_bytes))
     rows = parse_bytes(capacity) // row_bytes if isinstance(capacity, str) else capacity
     if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
         raise TypeError(

@@ -4,7 +4,6 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,23 +19,21 @@ from hostdev.core.eviction import Eviction
 from hostdev.core.history import History
 from hostdev.core.ids import checked_positions, to_keys
 from hostdev.core.initializers import Initializer, Normal
-from hostdev.core.keys import KeyArrays
 from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import initial_seed
 from hostdev.host.committed_keys import CommittedKeys
+from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.key_checkpoints import CheckpointedKeys
-from hostdev.host.key_columns import OrderedColumn, columns_in_order
+from hostdev.host.key_eviction import Total
 from hostdev.host.key_index import KeyCount, KeyIndex, PlannedKeys
 from hostdev.host.key_options import KEY_BYTES, get_capacity, require_initializer, require_policies, require_row_memory
 from hostdev.host.storage import Shape, make_storage
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.counter import key64
-from hostdev.kernels.key_directory import EMPTY
-from hostdev.kernels.key_order import order_of
-from hostdev.kernels.norm import partial_squares
+from hostdev.kernels.key_directory import EMPTY, PARTS
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.unique import count_occurrences, unique
 
@@ -60,11 +57,12 @@ class KeyTable(CheckpointedKeys):
         name: See `dim`.
         seed: See `dim`; it also seeds `Probability`.
         init: The initial weights: Normal, Uniform or Constant.
-        part: None.
+        part: None for a table with all keys; or (rank, ranks), at most 256 ranks, for the keys that a rank owns, see
+            `owns`. Methods then take and return this rank's keys only.
         dtype: See `dim`.
         slots: See `dim`.
         capacity: Maximum number of keys with a row, or the memory for all keys, such as "24GiB"; None for what the free
-            memory allows.
+            memory allows. With `part`, this is the capacity of all ranks together.
         admit: When a key gets a row; None for at once.
         evict: When a key loses its row; None for never.
 
@@ -92,33 +90,43 @@ class KeyTable(CheckpointedKeys):
         if dim < 1:
             raise ValueError(f"table {name!r} needs at least one column, not {dim}")
         require_optimizer(optimizer, name)
-        if part is not None:
-            raise UserError(f"table {name!r}: a table by key cannot be divided among processes yet; train it in one")
+        if part is not None and not 0 <= part[0] < part[1] <= PARTS:
+            raise UserError(f"table {name!r}: a table by key has {PARTS} parts, so part {part} does not exist")
         require_policies(name, capacity, admit, evict)
         self.dtype, self.slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
         self.name, self.seed, self.optimizer = name, initial_seed(seed), optimizer
-        self.part, self.start = None, 0
+        self.part, self.start = part, 0
         self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
         self._initial = (self.seed, require_initializer(init, dim, name))
         self.row_bytes = TableShape(dim, optimizer, self.dtype, self.slots_dtype).nbytes(1) + KEY_BYTES
-        self.capacity = get_capacity(name, capacity, self.row_bytes)
+        self.capacity = get_capacity(name, capacity, self.row_bytes, 1 if part is None else part[1])
+        self.has_default_capacity = capacity is None
         self.admit, self.evict = admit, evict
         self._dim = dim
         self._lock = threading.RLock()  # held while the index is read or changed
         self._noting = threading.Lock()  # held while rows are recorded as changed
-        self._listeners: list[Callable[[Keys, Rows], object]] = []
-        self._evictions: deque[tuple[Keys, Rows]] = deque()  # not reported yet
+        self._reports = EvictionReports()
         self.key_counts: list[KeyCount] | None = None  # of finished steps, if a list is given
         self.changes = None
-        self.may_train = False
+        self.may_train = part is not None
         self._begin()
+
+    def limit(self, capacity: int) -> None:
+        """Lower the capacity to that of other ranks."""
+        self.capacity = self.index.capacity = min(self.capacity, capacity)
 
     def _begin(self) -> None:
         """Begin without keys, in new memory."""
         seed = self._initial[0]
         require_memory = partial(require_row_memory, self.name, self.row_bytes)
         self.index = KeyIndex(
-            self.name, self.capacity, self.admit, self.evict, seed=seed, require_memory=require_memory
+            self.name,
+            self.capacity,
+            self.admit,
+            self.evict,
+            seed=seed,
+            part=self.part,
+            require_memory=require_memory,
         )
         self._rows = self.total_rows = self.index.row_space
         self._key_shape = self._shape(self._dim)
@@ -165,7 +173,12 @@ class KeyTable(CheckpointedKeys):
             return self.index.committed()
 
     def unknown_row(self, name: str = "") -> int:
-        """Return the row that features with the out-of-vocabulary row `name` use for keys without a row."""
+        """Return the row that features with the out-of-vocabulary row `name` use for keys without a row.
+
+        The first rank has these rows; others return EMPTY.
+        """
+        if not self.is_first:
+            return EMPTY
         with self._lock:
             if name not in self._unknown:
                 key = np.array([key64(0, "out of vocabulary", name)], np.uint64).view(np.int64)
@@ -190,7 +203,9 @@ class KeyTable(CheckpointedKeys):
         with self._lock:
             return self.index.find_committed(keys)
 
-    def plan(self, keys: Keys, uses: npt.NDArray[np.int32], *, may_read: bool) -> PlannedKeys:
+    def plan(
+        self, keys: Keys, uses: npt.NDArray[np.int32], *, may_read: bool, total: Total | None = None
+    ) -> PlannedKeys:
         """Plan the next step, see `KeyIndex.plan`, and initialize the rows of new keys.
 
         `may_read` is whether all earlier steps are finished, with all rows on the host.
@@ -198,7 +213,7 @@ class KeyTable(CheckpointedKeys):
         with self._lock:
             if not self.index.unfinished and self.history is not None:
                 self._first_step = self.history.steps - self.index.step
-            planned = self.index.plan(keys, uses, self._norms if may_read else None)
+            planned = self.index.plan(keys, uses, self._norms if may_read else None, total)
             try:
                 self._fill(planned.rows[planned.new], self._first_step + self.index.step + self.index.unfinished - 1)
             except BaseException:
@@ -218,9 +233,8 @@ class KeyTable(CheckpointedKeys):
 
     def retire(self, rows: Positions) -> None:
         """Allow the use of rows that a step has evicted, once nothing uses them any more; note them for `on_evict`."""
-        if len(rows) and self._listeners:
-            rows = rows[order_of(self.index.keys[rows])]
-            self._evictions.append((self.index.keys[rows], np.ascontiguousarray(self._read(rows)[0][:, 0])))
+        if self._reports:
+            self._reports.add(self.index.keys[rows], lambda at: np.ascontiguousarray(self._read(rows[at])[0][:, 0]))
         with self._lock:
             self.index.release(rows)
 
@@ -229,21 +243,18 @@ class KeyTable(CheckpointedKeys):
 
         It is called with int64 [E], in the order of `keys`, and float32 [E, D], once for each step that evicts keys and
         in the order of the steps: in a loop, by the loop's thread some batches later, and at the latest when the loop
-        ends. It may read the table. Erased keys are not reported.
+        ends. It may read the table. Erased keys are not reported. Each rank reports its own keys.
         """
-        self._listeners.append(listener)
+        self._reports.listeners.append(listener)
 
     @property
     def reports_evictions(self) -> bool:
         """Whether anybody has called `on_evict`."""
-        return bool(self._listeners)
+        return bool(self._reports)
 
     def report_evictions(self) -> None:
         """Call the functions of `on_evict` for evictions that were not reported yet."""
-        while self._evictions:
-            keys, weights = self._evictions.popleft()
-            for listener in self._listeners:
-                listener(keys, weights)
+        self._reports.send()
 
     def rollback(self) -> None:
         """Undo all planned steps that are not finished."""
@@ -253,15 +264,17 @@ class KeyTable(CheckpointedKeys):
     def erase(self, ids: npt.ArrayLike) -> None:
         """Forget keys with their rows, optimizer state, and counts of uses; keys that are unknown have no effect.
 
+        With other ranks, call this on all of them with the same keys; each forgets its own.
+
         Args:
             ids: Keys, integers of 64 bits [N], duplicates allowed.
 
         Raises:
             TypeError, ValueError: The keys are not integers, or a loop over the table has a batch without its step.
         """
-        keys = self._require_keys(ids)
+        keys = self._require_keys(ids, own=False)
         with self._rekeying():
-            rows = self.index.erase(keys)
+            rows = self.index.erase(keys[self.owns(keys)])
             _, planes, D = self.storage.shape
             for start in range(0, len(rows), _AT_ONCE):
                 part = rows[start : start + _AT_ONCE]
@@ -289,6 +302,8 @@ class KeyTable(CheckpointedKeys):
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
         """Take one step with the gradients of each key, as `HostTable.apply` does, with admission and eviction."""
         self._require_alone()
+        if self.part is not None:
+            raise UserError(f"table {self.name!r}: its keys are divided among ranks, which a Runtime must train")
         keys, grads = self._require_keys(ids), np.ascontiguousarray(grads)
         check_rows("grads", grads, (len(keys), self.dim), self.name)
         require_gradients(self.name, keys, grads, self.optimizer.largest_gradient, summed=False)
@@ -368,57 +383,6 @@ class KeyTable(CheckpointedKeys):
             self._step = 0
         self._after_write(None)
 
-    @property
-    def weights(self) -> Rows:
-        """A copy of the weights, float32 [K, D], in the order of `keys`."""
-        self._before_read()
-        self._require_copies("weights", 1)
-        return self._in_order("weights")
-
-    @property
-    def slots(self) -> Mapping[str, Rows]:
-        """Copies of the optimizer state by name, each float32 [K, D], or [K, 1], in the order of `keys`."""
-        self._before_read()
-        self._require_copies("slots", len(self.optimizer.slots))
-        return {name: self._in_order(name) for name in (*self.optimizer.slots, *self.optimizer.row_slots)}
-
-    @property
-    def row_slots(self) -> Rows:
-        """A copy of the per-row state, float32 [K, R], in the order of `keys`."""
-        self._before_read()
-        return self.storage.row_slots[self.committed().rows]
-
-    @property
-    def block(self) -> NoReturn:
-        """Raise TypeError: rows are in no order that has a meaning."""
-        raise TypeError(f"table {self.name!r} is a table by key, whose rows have no order; use read_rows(keys, ...)")
-
-    def _in_order(self, name: str) -> Rows:
-        found = columns_in_order(self, self.committed().rows, after_all_steps=True)[name]
-        return np.ascontiguousarray(found[:])
-
-    def columns(self) -> dict[str, Any]:  # Any: see `HostTable.columns`
-        """Return stored weights and optimizer state as `HostTable.columns` does, in the order of `keys`."""
-        self._before_read()
-        return dict(columns_in_order(self, self.committed().rows))
-
-    def key_arrays(self) -> KeyArrays:
-        """Return the keys for a digest."""
-        self._before_read()
-        found = self.committed()
-        arrays = found.keys, found.last, found.uses, *found.waiting, found.sketch
-        return KeyArrays(found.step, list(self.unknown_rows), *arrays)
-
-    def stored_columns(self) -> Mapping[str, OrderedColumn]:
-        """Return stored weights and optimizer state: the out-of-vocabulary rows by name, then the rows of `keys`."""
-        self._before_read()
-        rows = np.array(list(self.unknown_rows.values()), np.int32)
-        return columns_in_order(self, np.concatenate([rows, self.committed().rows]))
-
-    def partial_squares(self) -> npt.NDArray[np.float64]:
-        """Return the sums of squares of the weights, in the order of `keys`."""
-        return partial_squares(np.ascontiguousarray(self.weights)[:, None])
-
     def adopt(self, history: History, *, whole: bool) -> None:
         """See `HostTable.adopt`."""
         del whole  # all rows of a table by key are loaded
@@ -449,13 +413,23 @@ class KeyTable(CheckpointedKeys):
         keys = self._require_keys(ids)
         self._before_read()
         rows = self.find_rows(keys)
+        if not self.is_first and (rows == EMPTY).any():
+            raise UserError(
+                f"table {self.name!r}: key {keys[rows == EMPTY][0]} has no row, and rank {self.part} does not have the "
+                "row of such keys; use lookup() of the runtime"
+            )
         rows[rows == EMPTY] = self.unknown_row()
         return rows
 
-    def _require_keys(self, ids: npt.ArrayLike) -> Keys:
+    def _require_keys(self, ids: npt.ArrayLike, *, own: bool = True) -> Keys:
         keys = to_keys(ids, f"table {self.name!r}: keys")
         if keys.ndim != 1:
             raise ValueError(f"table {self.name!r}: keys must have the shape [N], not {list(keys.shape)}")
+        if own and not (mine := self.owns(keys)).all():
+            raise UserError(
+                f"table {self.name!r}: key {keys[~mine][0]} belongs to another rank; select keys by the table's "
+                "owns(), or use lookup() of the runtime"
+            )
         return keys
 
     def _fill(self, rows: Positions, step: int) -> None:

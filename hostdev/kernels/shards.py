@@ -144,6 +144,22 @@ def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray
     dtype = ids.dtype if most <= np.iinfo(ids.dtype).max else np.dtype(np.int64)
     owners, local, counts = np.empty(len(ids), np.int32), np.empty(len(ids), dtype), np.zeros(ranks, np.int64)
     _locate(ids, get_multiplier(rows), rows, ranks, owners, local, counts)
-    places, out = np.empty(len(ids), np.int32), np.empty_like(local)
+    return (*_sorted(owners, local, counts), counts)
+
+
+def partition_by_owner(owners: Places, local: Ids, ranks: int) -> tuple[Ids, Places, npt.NDArray[np.int64]]:
+    """Sort row numbers within ranks by the rank, and return what `partition` returns.
+
+    Args:
+        owners: int32 [U], the rank that holds each row.
+        local: Row numbers within these ranks [U].
+        ranks: W, the number of ranks.
+    """
+    counts = np.bincount(owners, minlength=ranks)
+    return (*_sorted(owners, local, counts), counts)
+
+
+def _sorted(owners: Places, local: Ids, counts: npt.NDArray[np.int64]) -> tuple[Ids, Places]:
+    places, out = np.empty(len(local), np.int32), np.empty_like(local)
     _sort(owners, local, np.cumsum(counts) - counts, places, out)
-    return out, places, counts
+    return out, places

@@ -1,4 +1,7 @@
-"""Tables by key in the pipeline: which rows a batch's keys have, and when the rows of evicted keys are free again."""
+"""Tables by key in the pipeline: which rows a batch's keys have, and when the rows of evicted keys are free again.
+
+With other ranks, a key's owner plans it and has its row: see `assign_on_ranks`.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache.cache import EmbeddingCache
+from hostdev.distributed.exchange import OwnedRows
+from hostdev.distributed.key_exchange import Answer, KeyExchange
+from hostdev.host.key_eviction import Total
 from hostdev.host.key_table import KeyTable
 from hostdev.kernels.key_rows import number_rows
 from hostdev.kernels.unique import count_occurrences
@@ -23,12 +29,13 @@ class KeyedRows:
 
     Args:
         table: The table.
-        unknown: For each of the group's features, its out-of-vocabulary rows, which its keys use in turn.
+        unknown: For each of the group's features, the names of its out-of-vocabulary rows, which its keys use in turn.
         cache: The group's cache.
     """
 
-    def __init__(self, table: KeyTable, unknown: Sequence[Sequence[int]], cache: EmbeddingCache | None) -> None:
+    def __init__(self, table: KeyTable, unknown: Sequence[Sequence[str]], cache: EmbeddingCache | None) -> None:
         self.table, self._unknown, self._cache = table, list(unknown), cache
+        self._names = list(dict.fromkeys(name for names in unknown for name in names))
         self.trains = True  # whether batches of a training pass may change keys
         self._retired: deque[Positions] = deque()  # by step, rows of evicted keys that a cache may still hold
         self._since = 0  # steps since the last search for those that have left the cache
@@ -49,13 +56,45 @@ class KeyedRows:
             The rows, int32 [any], and whether a step was planned, which is to be finished by `finish_step`.
         """
         plans = update and self.trains
-        if plans:
-            uses = count_occurrences(inverse, len(keys))
-            rows = self.table.plan(keys, uses, may_read=is_first).rows
-        else:
-            rows = self.table.find_rows(keys)
-        unknown = self._unknown * (len(features) // len(self._unknown))
-        return number_rows(rows, inverse, features, unknown), plans
+        uses = count_occurrences(inverse, len(keys)) if plans else None
+        rows = self.find(keys, uses, is_first=is_first)
+        return number_rows(rows, inverse, features, self._repeat(self.unknown_rows(), features)), plans
+
+    def find(
+        self, keys: Ids, uses: npt.NDArray[np.int32] | None, *, is_first: bool, total: Total | None = None
+    ) -> Positions:
+        """Return the rows of distinct keys, int32 [U], or a negative number; plan a step if there are `uses` [U]."""
+        if uses is None:
+            return self.table.find_rows(keys)
+        return self.table.plan(keys, uses, may_read=is_first, total=total).rows
+
+    def unknown_rows(self) -> Positions:
+        """Return the out-of-vocabulary rows, int32 [any], in the order of their first use by a feature."""
+        return np.array([self.table.unknown_row(name) for name in self._names], np.int32)
+
+    def number(
+        self, keys: int, inverse: Positions, features: Sequence[Ids], answer: Answer, owners: Positions
+    ) -> OwnedRows:
+        """Return the distinct rows of this rank's keys, in order of first occurrence; renumber `inverse` accordingly.
+
+        Args:
+            keys: U, the number of unique keys.
+            inverse: As for `assign`.
+            features: As for `assign`.
+            answer: The answer of the keys' owners.
+            owners: int32 [U], these owners.
+        """
+        places = np.where(answer.rows >= 0, np.arange(keys, dtype=np.int32), np.int32(-1))
+        unknown = np.arange(keys, keys + len(answer.unknown), dtype=np.int32)
+        found = number_rows(places, inverse, features, self._repeat(unknown, features))
+        owners = np.concatenate([owners, np.zeros(len(unknown), np.int32)])
+        return OwnedRows(owners[found], np.concatenate([answer.rows, answer.unknown])[found])
+
+    def _repeat(self, rows: Positions, features: Sequence[Ids]) -> list[list[int]]:
+        """Return for each of `features` its out-of-vocabulary rows; `rows` has them in the order of `unknown_rows`."""
+        by_name = dict(zip(self._names, rows.tolist(), strict=True))
+        each = [[by_name[name] for name in names] for names in self._unknown]
+        return each * (len(features) // len(each))
 
     def finish_step(self) -> None:
         """Finish the first planned step, whose update is done."""
@@ -91,3 +130,40 @@ class KeyedRows:
         self.table.rollback()
         while self._retired:  # the next pass discards them from the cache
             self.table.retire(self._retired.popleft())
+
+
+def assign_on_ranks(
+    exchange: KeyExchange,
+    tables: Sequence[KeyedRows],
+    found: Sequence[tuple[Ids, Positions]],
+    features: Sequence[Sequence[Ids]],
+    *,
+    update: bool,
+    is_first: bool,
+) -> list[tuple[OwnedRows, bool]]:
+    """Return for each table what `KeyedRows.assign` does, but rows of their owners.
+
+    Each rank asks the owners for its keys. The owners plan the keys of all ranks as one step, and answer with the rows.
+
+    Args:
+        exchange: Connects the ranks.
+        tables: The tables by key.
+        found: For each, the unique keys of this rank's batch, and its `inverse`, which changes.
+        features: For each, its features' keys.
+        update: As for `KeyedRows.assign`.
+        is_first: As for `KeyedRows.assign`.
+    """
+    counted = [(keys, count_occurrences(inverse, len(keys))) for keys, inverse in found]
+    asked = exchange.ask(counted)
+    plans = [update and each.trains for each in tables]
+    rows = [
+        each.find(one.keys, one.uses if plan else None, is_first=is_first, total=exchange.total)
+        for each, one, plan in zip(tables, asked, plans, strict=True)
+    ]
+    answers = exchange.answer(asked, rows, [each.unknown_rows() for each in tables])
+    return [
+        (each.number(len(keys), inverse, ids, answer, one.owners), plan)
+        for each, (keys, inverse), ids, answer, one, plan in zip(
+            tables, found, features, answers, asked, plans, strict=True
+        )
+    ]

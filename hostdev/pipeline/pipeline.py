@@ -69,7 +69,8 @@ class Pipeline:
                 [each[0].total_rows for each in tables],
                 [[table.fetched_width for table in each] for each in tables],
             )
-            exchanges = {update: Exchange(ranks, *shapes) for update in (True, False)}
+            by_key = [group.keys is not None for group in groups]
+            exchanges = {update: Exchange(ranks, *shapes, by_key) for update in (True, False)}
         self._context = Context(
             groups, offsets, staging, claims, self.timeline, log, exchanges, hooks or PipelineHooks(), depth
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hostdev.distributed.agreement import UnlikeError, shown
+from hostdev.host.key_table import KeyTable
 from hostdev.host.table import HostTable
 from hostdev.runtime.features import FeatureBinding, GroupSpec, Table
 from hostdev.runtime.stacks import Stack
@@ -87,7 +88,7 @@ MARKS = 4
 
 def _get_table(table: Table) -> dict[str, Any]:
     return {
-        "the number of rows": table.total_rows,
+        **_get_size(table),
         "dim": table.dim,
         "the optimizer": repr(table.optimizer),
         "the seed": table.seed,
@@ -98,7 +99,15 @@ def _get_table(table: Table) -> dict[str, Any]:
     }
 
 
+def _get_size(table: Table) -> dict[str, Any]:
+    if isinstance(table, KeyTable):
+        rules = {"capacity": table.capacity, "admit": repr(table.admit), "evict": repr(table.evict)}
+        return {**rules, "the number of the keys' steps": table.index.step}
+    return {"the number of rows": table.total_rows}
+
+
 def _describe_feature(one: FeatureBinding, groups: Sequence[GroupSpec]) -> str:
     tables = ", ".join(groups[group].tables[place].name for group, place in one.tables)
     feature = one.feature
-    return f"tables {tables}, pooling {feature.pooling}, padding {feature.padding}, dtype {feature.dtype}"
+    text = f"tables {tables}, pooling {feature.pooling}, padding {feature.padding}, dtype {feature.dtype}"
+    return text + (f", unknown {feature.unknown}" if feature.unknown else "")

@@ -18,7 +18,7 @@ from hostdev.core.digest import (
     ranges_of,
     rows_per_range,
 )
-from hostdev.distributed.gather import gather_in_order
+from hostdev.distributed.gather import gather_by_rank, gather_in_order
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
 from hostdev.host.key_table import KeyTable
@@ -62,10 +62,7 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
 def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) -> None:
     """Add a table's weights and optimizer state to a digest; with ranks, all rows are gathered on rank 0."""
     if isinstance(table, KeyTable):
-        keys, stored = table.key_arrays(), table.stored_columns()
-        length = rows_per_range(table.dim)
-        columns = [Column(name, rows.shape, _ranges(rows, length)) for name, rows in stored.items()]
-        digest.table(table.name, table.step, columns, keys=keys)
+        _add_keyed(digest, table, ranks)
         return
     found, total = table.columns(), table.total_rows
     length = rows_per_range(found["weights"].shape[1])
@@ -82,7 +79,31 @@ def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) ->
     if ranks.control.rank == 0:
         digest.table(table.name, table.step, columns)
         return
-    for column in in_order(columns):  # takes part in the gathers of rank 0
+    _take_part(columns)
+
+
+def _add_keyed(digest: StateDigest, table: KeyTable, ranks: Ranks | None) -> None:
+    """Add a table by key; the keys of all ranks, one rank after the other, are in the order of their hashes."""
+    keys, stored, length = table.key_arrays(), table.stored_columns(), rows_per_range(table.dim)
+    if ranks is None:
+        columns = [Column(name, rows.shape, _ranges(rows, length)) for name, rows in stored.items()]
+        digest.table(table.name, table.step, columns, keys=keys)
+        return
+    keys = keys.map(ranks.control.gather_first)
+    rows = sum(ranks.control.share(len(stored["weights"])))
+    columns = []
+    for name, each in stored.items():
+        pieces = partial(gather_by_rank, ranks.control, each)
+        columns.append(Column(name, (rows, each.shape[1]), partial(ranges_in_order, pieces, length)))
+    if ranks.control.rank == 0:
+        digest.table(table.name, table.step, columns, keys=keys)
+        return
+    _take_part(columns)
+
+
+def _take_part(columns: Sequence[Column]) -> None:
+    """Take part in rank 0's gathering of columns."""
+    for column in in_order(columns):
         deque(column.ranges(()), maxlen=0)
 
 

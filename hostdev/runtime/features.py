@@ -36,7 +36,7 @@ class GroupSpec(NamedTuple):
 
     tables: list[Table]
     features: list[int]  # the numbers of these features, in order
-    unknown: list[list[int]]  # for a table by key, the out-of-vocabulary rows of each feature; otherwise empty
+    unknown: list[tuple[str, ...]]  # for a table by key, the out-of-vocabulary rows' names, by feature; otherwise empty
 
     @property
     def has_keys(self) -> bool:
@@ -79,11 +79,12 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
     groups: dict[tuple[Any, ...], GroupSpec] = {}
     for key, table in tables.items():
         same: tuple[Any, ...] = (table.primitive_target, table.total_rows, *users[key])
-        unknown: list[list[int]] = []
+        unknown: list[tuple[str, ...]] = []
         if isinstance(table, KeyTable):
             given = list(specs.values())
-            rows_of = [given[number].unknown_names for number in users[key]]
-            same, unknown = (key,), [[table.unknown_row(one) for one in each] for each in rows_of]
+            same, unknown = (key,), [given[number].unknown_names for number in users[key]]
+            for name in dict.fromkeys(name for names in unknown for name in names):
+                table.unknown_row(name)
         groups.setdefault(same, GroupSpec([], users[key], unknown)).tables.append(table)
     places = {
         id(table): (number, place)

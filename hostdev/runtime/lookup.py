@@ -62,7 +62,8 @@ class _Group:
         ids = given[0] if len(given) == 1 else np.concatenate(given)
         if isinstance(keyed := group.tables[0], KeyTable):
             ids = keyed.find_rows(ids)
-            pairs = zip(group.unknown, given, strict=True)
+            rows_of = [[keyed.unknown_row(name) for name in names] for names in group.unknown]
+            pairs = zip(rows_of, given, strict=True)
             unknown = np.concatenate([np.resize(np.array(rows, np.int32), len(part)) for rows, part in pairs])
             ids = np.where(ids == EMPTY, unknown, ids)
         self._device, self._features = device, group.features

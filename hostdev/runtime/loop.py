@@ -305,7 +305,8 @@ class TrainLoop(Loop[Item]):
 
 def _takes_step(flight: StepBatch, gradients: Gradients, group: int) -> bool:
     """Return whether the table by key of a group takes the step that was planned for it, if any."""
-    return not flight.groups[group].planned.plans_keys or gradients.grads[group][0] is not None
+    stepped = gradients.parts or gradients.grads  # the former with other ranks
+    return not flight.groups[group].planned.plans_keys or stepped[group][0] is not None
 
 
 AnyTrainLoop: TypeAlias = TrainLoop[Any]  # with batches of any type

@@ -18,7 +18,7 @@ from hostdev.host.key_table import KeyTable
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.keys import KeyedRows
 from hostdev.runtime import room
-from hostdev.runtime.features import GroupSpec, on_host
+from hostdev.runtime.features import GroupSpec, Table, on_host
 from hostdev.runtime.spec import CacheSpec
 
 CacheSize = int | str | CacheSpec
@@ -102,11 +102,22 @@ def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
             )
 
 
+def agree_on_capacity(groups: list[GroupSpec], ranks: Ranks | None) -> None:
+    """Set the capacity of tables by key that were given none: the least that the memory of all ranks allows."""
+    tables = [table for group in groups for table in group.tables if isinstance(table, KeyTable)]
+    if ranks is None or not tables:
+        return
+    for each in ranks.control.share({table.name: table.capacity for table in tables}):
+        for table in tables:
+            if table.has_default_capacity:
+                table.limit(each.get(table.name, table.capacity))
+
+
 def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: int, device: torch.device) -> None:
     """Raise UserError if the free host memory is too small for what a runtime needs besides its tables."""
     sizes = [
         room.GroupSize(
-            getattr(group.tables[0], "capacity", group.tables[0].rows),
+            _most_rows(group.tables[0]),
             [TableShape(table.dim, table.optimizer, table.dtype, table.slots_dtype) for table in group.tables],
             on_host(group),
             spec,
@@ -118,3 +129,10 @@ def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: 
     for name in ("tables", "directories of keys"):  # they exist, or the table has checked them
         beside.pop(name, None)
     room.require(beside, room.free_with_counts(beside))
+
+
+def _most_rows(table: Table) -> int:
+    """Return the most rows that a table may have in this process; of a table by key on several ranks, about so many."""
+    if not isinstance(table, KeyTable):
+        return table.rows
+    return -(-table.capacity // (1 if table.part is None else table.part[1]))

@@ -116,6 +116,7 @@ class Runtime(FrameworkLoaders):
             raise ValueError(f"dense_exchange must be one of {', '.join(EXCHANGES)}, not {dense_exchange!r}")
         placement.require_parts(self.group_specs, ranks)
         require_seeds(self.group_specs, ranks)
+        placement.agree_on_capacity(self.group_specs, ranks)
         self.device = backend.require(device)
         if self.device.type == "cpu":  # torch's operations and the host's kernels share cores and memory
             limit_spinning()

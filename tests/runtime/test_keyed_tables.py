@@ -384,7 +384,7 @@ def test_keys_of_all_kinds_are_the_same():
         ({"evict": "lru"}, "evict must be hostdev.Unused"),
         ({"evict": hostdev.LeastRecent()}, "needs a capacity"),
         ({"admit": hostdev.MinCount(2, expires=9), "evict": hostdev.Unused(steps=5)}, "expires must be at most steps"),
-        ({"part": (0, 2)}, "cannot be divided among processes yet"),
+        ({"part": (0, 257)}, "has 256 parts"),
         ({"init": np.zeros((3, 2))}, "init must be Normal, Uniform or Constant"),
         ({"dim": 0}, "needs at least one column"),
     ],

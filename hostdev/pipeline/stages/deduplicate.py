@@ -1,10 +1,12 @@
 """Deduplicate: find each group's unique ids, send them to the ranks with the rows, and announce them to the caches."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from hostdev.cache.plan import renumber
 from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.context import Context
+from hostdev.pipeline.keys import assign_on_ranks
 from hostdev.pipeline.results import ReadBatch, UniqueBatch, UniqueGroup
 
 
@@ -30,19 +32,41 @@ def deduplicate(
             request.check()
         groups = [UniqueGroup(*found) for found in context.unique(request.ids)]
         for n, group in enumerate(context.groups):
-            if group.keys is not None:
+            if group.keys is not None and not context.exchanges:
                 keys, inverse, *_ = groups[n]
                 rows, plans = group.keys.assign(keys, inverse, request.ids[n], update=update, is_first=is_first)
                 groups[n] = UniqueGroup(rows, inverse, None, plans)
         span["rows"] = sum(len(group.ids) for group in groups)
     if context.exchanges:
-        with context.timeline.span("exchange ids", number):
-            exchanged = context.exchanges[update].ids([group.ids for group in groups])
-        groups = [
-            UniqueGroup(ids, renumber(group.inverse, asked.places), asked)
-            for group, (ids, asked) in zip(groups, exchanged, strict=True)
-        ]
+        groups = _exchange(context, batch, groups, update=update, is_first=is_first)
     return UniqueBatch(number, position, request, groups)
+
+
+def _exchange(
+    context: Context, batch: ReadBatch, groups: Sequence[UniqueGroup], *, update: bool, is_first: bool
+) -> list[UniqueGroup]:
+    """Send the unique ids to the ranks with the rows; keys go to their owners first, which know their rows."""
+    exchange, (number, request) = context.exchanges[update], batch
+    requested: list[Any] = [group.ids for group in groups]
+    plans = [False] * len(groups)
+    keyed = {n: group.keys for n, group in enumerate(context.groups) if group.keys is not None}
+    with context.timeline.span("exchange ids", number):
+        if exchange.keys is not None:
+            found = assign_on_ranks(
+                exchange.keys,
+                list(keyed.values()),
+                [(groups[n].ids, groups[n].inverse) for n in keyed],
+                [request.ids[n] for n in keyed],
+                update=update,
+                is_first=is_first,
+            )
+            for n, (rows, planned) in zip(keyed, found, strict=True):
+                requested[n], plans[n] = rows, planned
+        exchanged = exchange.ids(requested)
+    return [
+        UniqueGroup(ids, renumber(group.inverse, asked.places), asked, planned)
+        for group, (ids, asked), planned in zip(groups, exchanged, plans, strict=True)
+    ]
 
 
 def announce(context: Context, batches: Sequence[UniqueBatch], announced: list[int]) -> None:
