@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -216,6 +217,15 @@ def train(
     return record._replace(digest=trainer.state_sha256(), weights=weights)
 
 
+def _count_ids(settings: TrainConfig, schema: Schema, batches: Sequence[Batch]) -> int:
+    """Return the number of distinct ids of the batches in the group of tables that has the most."""
+    model = model_of(settings, schema)
+    return max(
+        len(np.unique(np.concatenate([ids_of(model, batch, tables[0]) for batch in batches])))
+        for tables in groups_of(model)
+    )
+
+
 def _count(model: Model, batches: Sequence[Batch], table: str) -> npt.NDArray[np.int64]:
     """Count how often the batches use each row of a table."""
     counts = np.zeros(model.tables[table].rows, np.int64)
@@ -313,6 +323,8 @@ def verify(
     size = get_batch_size(settings, reader, steps)
     device = device_of(settings.device, tf32=settings.tf32)
     batches = read_batches(reader, size, settings.seed, steps)
+    if settings.tables == "dynamic" and settings.capacity is None:
+        settings = replace(settings, capacity=str(_count_ids(settings, found.schema, batches)))
     model = model_of(settings, found.schema)
     placed = [(mesh, adapt_layout(mesh, layout or Layout(), model, batches[0])) for mesh in meshes]
     groups, dims = groups_of(model), sorted({spec.dim for spec in vector_tables(model).values()})

@@ -91,7 +91,8 @@ def _train_processes(
         more = [*map(str, (steps, micro_batches, mode.depth)), mode.cache or "", folder, str(mesh), json.dumps(layout)]
         output = Path(folder) / "output.log"
         with output.open("wb") as log:
-            command = [sys.executable, "-m", _MODULE, *more, *to_flags(settings)]
+            flags = [flag for flag in to_flags(settings) if flag != "--host-device-mix"]  # the processes set it
+            command = [sys.executable, "-m", _MODULE, *more, *flags]
             code = wait_for(start_processes(mesh.size, command, stdout=log, stderr=subprocess.STDOUT))
         if code:
             lines = output.read_text(errors="replace").strip().splitlines()

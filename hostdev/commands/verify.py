@@ -123,8 +123,6 @@ def _meshes(arguments: argparse.Namespace) -> tuple[list[Mesh], int]:
         if arguments.micro_batches is not None:
             raise UserError("--micro-batches has no effect without --processes or --mesh; leave out --micro-batches")
         return [], 1
-    if arguments.tables == "dynamic":
-        raise UserError("--processes and --mesh do not work with --tables dynamic yet; leave them out")
     if arguments.inject_fault:
         what = "--processes" if arguments.processes is not None else "--mesh"
         raise UserError(f"{what} cannot be used with --inject-fault; leave out one of the two")

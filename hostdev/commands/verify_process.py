@@ -15,7 +15,8 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     steps, micro_batches, depth, cache, folder, mesh, layout = argv[:7]
     parser = cli.parser(prog, "Run one of the processes that hostdev.verify starts.")
     config.add_flags(parser, OPTIONS)
-    settings = config.from_flags(parser.parse_args(argv[7:]), OPTIONS)
+    given = parser.parse_args(argv[7:])
+    settings = config.from_flags(given, OPTIONS, host_device_mix=given.tables == "dynamic")
     with cli.importing(prog):
         from hostdev.verify import Mode
         from hostdev.verify_processes import run_rank

@@ -23,7 +23,10 @@ class Owner(Protocol):
         """Apply all steps so far to the table; raise ValueError if it cannot be written now."""
 
     def before_rekey(self, table: Any) -> None:
-        """After `before_write`, undo what is planned ahead for a table by key; raise ValueError within a step."""
+        """After `before_write`, undo what is planned ahead for a table by key; raise ValueError within a step.
+
+        With other ranks, all must make this call in the same step.
+        """
 
     def after_write(self, table: Any, ids: Any) -> None:
         """Refresh prefetched copies of written rows: the local rows `ids`, int32 or int64 [N], or all rows if None."""

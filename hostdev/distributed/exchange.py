@@ -89,7 +89,7 @@ class Exchange:
         ]
         self._here = [stop - start for start, stop in ends]  # own rows
         self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
-        self.keys = KeyExchange(self._ids, by_key.count(True)) if any(by_key) else None
+        self.keys = KeyExchange(self._ids, by_key.count(True), self._count) if any(by_key) else None
         self.least_bytes = 0  # lower bound of the bytes sent: each id, row and gradient once
         self._counting = threading.Lock()  # guards `least_bytes`: several threads exchange
         self._dtype = np.dtype(np.int32 if max(rows) < 2**31 else np.int64)

@@ -3,7 +3,7 @@
 Shapes: W ranks, U unique keys of a table on this rank, A keys of a table that ranks ask this rank for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from hostdev.kernels.unique import unique
 Keys = npt.NDArray[Any]
 Rows = npt.NDArray[np.int32]
 
+_PAIR = np.dtype([("key", np.int64), ("uses", np.int32)])
 END = -1  # sent in place of the number of ids if there is no further batch
 
 
@@ -47,10 +48,11 @@ class KeyExchange:
     Args:
         channel: Connects the ranks.
         tables: T, the number of tables by key.
+        count: Called with the least number of bytes that a batch's keys take.
     """
 
-    def __init__(self, channel: Channel, tables: int) -> None:
-        self._channel, self._tables = channel, tables
+    def __init__(self, channel: Channel, tables: int, count: Callable[[int], None]) -> None:
+        self._channel, self._tables, self._count = channel, tables, count
 
     def ask(self, tables: Sequence[tuple[Keys, Rows]]) -> list[AskedKeys]:
         """Ask the owners for keys.
@@ -64,21 +66,21 @@ class KeyExchange:
         counts = np.stack([each for _, _, each in found], axis=1)  # [W, T]
         wanted = self._channel.exchange_counts(counts)
         require_all(wanted)
-        pairs = [
-            np.stack([keys, uses], axis=1, dtype=np.int64)[order]
-            for (keys, uses), (order, _, _) in zip(tables, found, strict=True)
-        ]
-        cut = [np.split(each, np.cumsum(counts[:, table])[:-1]) for table, each in enumerate(pairs)]
+        cut = []
+        for table, ((keys, uses), (order, _, _)) in enumerate(zip(tables, found, strict=True)):
+            pairs = np.empty(len(keys), _PAIR)
+            pairs["key"], pairs["uses"] = keys[order], uses[order]
+            cut.append(np.split(pairs, np.cumsum(counts[:, table])[:-1]))
         flat = np.concatenate([cut[table][rank] for rank in range(W) for table in range(len(cut))])
-        received = self._channel.all_to_all(
-            torch.from_numpy(flat).view(-1), counts.sum(1).tolist(), wanted.sum(1).tolist(), row=2
-        )
-        pieces = np.split(received.numpy().reshape(-1, 2), np.cumsum(wanted.ravel())[:-1])  # by rank, by table
+        sums, receive = counts.sum(1).tolist(), wanted.sum(1).tolist()
+        received = self._channel.all_to_all(torch.from_numpy(flat.view(np.uint8)), sums, receive, row=_PAIR.itemsize)
+        self._count(8 * (len(flat) - sums[self._channel.rank]))
+        pieces = np.split(received.numpy().view(_PAIR), np.cumsum(wanted.ravel())[:-1])  # by rank, by table
         asked = []
         for table, (mine, (_, places, each)) in enumerate(zip(owners, found, strict=True)):
             theirs = np.concatenate(pieces[table :: len(tables)])
-            keys, inverse = unique(np.ascontiguousarray(theirs[:, 0]))
-            uses = np.bincount(inverse, theirs[:, 1], len(keys)).astype(np.int32)  # exact: they are below 2^53
+            keys, inverse = unique(np.ascontiguousarray(theirs["key"]))
+            uses = np.bincount(inverse, theirs["uses"], len(keys)).astype(np.int32)  # exact: they are below 2^53
             asked.append(AskedKeys(keys, uses, inverse, wanted[:, table].tolist(), mine, places, each.tolist()))
         return asked
 

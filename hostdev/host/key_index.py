@@ -58,7 +58,7 @@ class PlannedKeys(NamedTuple):
 
 
 class KeyCount(NamedTuple):
-    """The numbers of keys after a step."""
+    """The numbers of keys after a step, over all ranks."""
 
     step: int
     live: int  # keys with a row
@@ -214,12 +214,17 @@ class KeyIndex:
             admitted, counts = self._admit(undo, keys, uses, rows, step)
             has_rows = len(admitted) <= sum(map(len, self._free)) + self.row_space - self.rows
             why = self._find_lack(len(admitted)) if has_rows else None
-            counted = np.array([len(self), len(admitted), not has_rows, why is not None], np.int64)
-            live, new, without_rows, without_memory = (counted if total is None else total(counted)).tolist()
+            evicted = len(undo.evicted[0])
+            counted = np.array(
+                [len(self), self.waiting, len(admitted), evicted, not has_rows, why is not None], np.int64
+            )
+            counted = counted if total is None else total(counted)
+            live, waiting, new, evicted, without_rows, without_memory = counted.tolist()
             if live + new > self.capacity:
                 if self.evict is None or isinstance(self.evict, Unused):
                     raise self._full(live, new)
-                self._evict(undo, rows[rows != EMPTY], step, norms, total, most=self.capacity - new)
+                more = self._evict(undo, rows[rows != EMPTY], step, norms, total, most=self.capacity - new)
+                live, evicted = live - more, evicted + more
             if without_rows:
                 raise PlannedAheadError if self._undo else self._full(live, new)
             if without_memory:
@@ -231,7 +236,7 @@ class KeyIndex:
         except BaseException:
             self._revert(undo)
             raise
-        undo.counts = KeyCount(step, len(self), self.waiting, len(admitted), len(undo.evicted[0]))
+        undo.counts = KeyCount(step, live + new, waiting, new, evicted)
         self._undo.append(undo)
         return PlannedKeys(rows, admitted, *undo.evicted[:2])
 
@@ -425,14 +430,15 @@ class KeyIndex:
         total: Total | None,
         *,
         most: int | None = None,
-    ) -> None:
-        """Evict keys, but not those of the rows `kept`.
+    ) -> int:
+        """Evict keys, but not those of the rows `kept`; return their number, over all ranks if `most` is given.
 
         If `most` is given, at most `most` keys remain on all ranks, and UserError is raised if that is not possible.
         """
         live, evict = self.live_rows(), self.evict
         if isinstance(evict, Unused):
             chosen = live[self._last[live] < max(0, step - evict.steps)]
+            count = len(chosen)
         else:
             assert evict is not None
             target = int(evict.keep * self.capacity)
@@ -440,11 +446,12 @@ class KeyIndex:
             have, needed = (counted if total is None else total(counted)).tolist()
             excess = have - (target if most is None else min(target, most))
             if excess <= 0:
-                return
+                return 0
             if most is not None and needed > most:
                 raise self._too_small(needed)
             others = np.setdiff1d(live, kept, assume_unique=True) if len(kept) else live
-            chosen = others[choose_least(*self._scores(others, norms), min(excess, have - needed), total)]
+            count = min(excess, have - needed)
+            chosen = others[choose_least(*self._scores(others, norms), count, total)]
         keys, rows, last = undo.evicted
         erased = self.keys[chosen]
         undo.evicted = (
@@ -460,6 +467,7 @@ class KeyIndex:
             uses = self._uses[: self.rows]
             uses[:] = decayed(uses, evict.decay)
             self.decays, undo.decays = self.decays + 1, undo.decays + 1
+        return count
 
     def _scores(self, rows: Rows, norms: Norms | None) -> tuple[npt.NDArray[Any], Keys]:
         """Return the scores and the keys of rows: of the keys with the smallest scores, some are evicted."""

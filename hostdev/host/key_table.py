@@ -4,6 +4,7 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 """
 
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -107,6 +108,7 @@ class KeyTable(CheckpointedKeys):
         self._noting = threading.Lock()  # held while rows are recorded as changed
         self._reports = EvictionReports()
         self.key_counts: list[KeyCount] | None = None  # of finished steps, if a list is given
+        self.erased = 0  # a checksum of all keys that were given to `erase`, which ranks compare
         self.changes = None
         self.may_train = part is not None
         self._begin()
@@ -264,7 +266,7 @@ class KeyTable(CheckpointedKeys):
     def erase(self, ids: npt.ArrayLike) -> None:
         """Forget keys with their rows, optimizer state, and counts of uses; keys that are unknown have no effect.
 
-        With other ranks, call this on all of them with the same keys; each forgets its own.
+        With other ranks, all must call this with the same keys; each forgets its own.
 
         Args:
             ids: Keys, integers of 64 bits [N], duplicates allowed.
@@ -274,6 +276,7 @@ class KeyTable(CheckpointedKeys):
         """
         keys = self._require_keys(ids, own=False)
         with self._rekeying():
+            self.erased = zlib.crc32(np.ascontiguousarray(keys).data, self.erased)
             rows = self.index.erase(keys[self.owns(keys)])
             _, planes, D = self.storage.shape
             for start in range(0, len(rows), _AT_ONCE):
@@ -415,8 +418,8 @@ class KeyTable(CheckpointedKeys):
         rows = self.find_rows(keys)
         if not self.is_first and (rows == EMPTY).any():
             raise UserError(
-                f"table {self.name!r}: key {keys[rows == EMPTY][0]} has no row, and rank {self.part} does not have the "
-                "row of such keys; use lookup() of the runtime"
+                f"table {self.name!r}: key {keys[rows == EMPTY][0]} has no row, and only rank 0 has the one that such "
+                "keys use; use lookup() of the runtime"
             )
         rows[rows == EMPTY] = self.unknown_row()
         return rows

@@ -59,7 +59,7 @@ class Access:
                 "the table's keys"
             )
         if (loop := runtime.loops.training) is not None:
-            runtime.world.agree("rekey", f"the change of the keys of table {table.name!r}")
+            runtime.world.agree("rekey", f"a change of the keys of table {table.name!r}")
             loop.suspend(table)
 
     def after_write(self, table: Any, ids: Any) -> None:

@@ -68,22 +68,29 @@ def get_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
 def make_marks(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
     """Return checksums and their negatives, whose maxima over the ranks show whether the ranks' settings are equal.
 
-    The settings are the learning rates of the tables, and which tables are frozen.
+    The settings are the learning rates of the tables, which tables are frozen, and the keys that were erased.
     """
     rates = [float(table.optimizer.lr) for table in tables]
-    marks = [zlib.crc32(np.array(values, np.float64).tobytes()) for values in (rates, frozen)]
+    erased = [table.erased for table in tables if isinstance(table, KeyTable)]
+    marks = [zlib.crc32(np.array(values, np.float64).tobytes()) for values in (rates, frozen, erased)]
     return [*marks, *(-mark for mark in marks)]
 
 
 def require_marks(largest: Sequence[int], step: int) -> None:
     """Raise UnlikeError if `make_marks` differs between ranks; `largest`: the maximum of each number over the ranks."""
-    whats = "the learning rates of the tables differ", "the frozen tables differ"
+    whats = "the learning rates of the tables differ", "the frozen tables differ", "the keys given to erase() differ"
     for what, most, least in zip(whats, largest[: len(whats)], largest[len(whats) :], strict=True):
         if most != -least:
             raise UnlikeError(f"step {step}: {what} between ranks; change them on all ranks equally, in the same step")
 
 
-MARKS = 4
+MARKS = 6
+
+
+def get_erasures(tables: Sequence[Table]) -> Mapping[str, Any]:
+    """Return what must be equal on all ranks before a checkpoint: the keys that were erased from tables by key."""
+    found = {table.name: f"checksum {table.erased:08x}" for table in tables if isinstance(table, KeyTable)}
+    return {f"the keys given to erase() of table {name!r}": text for name, text in found.items()}
 
 
 def _get_table(table: Table) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from hostdev.runtime.spec import CacheSpec
 _USE_BYTES = 24  # per occurrence of an id: the id, its unique id, and the position of the unique id
 _SAVED_KEY_BYTES = 25  # per row of a table by key while a checkpoint is saved: copies of the keys, and their order
 COUNTS = "counts of uses"  # `CacheSpec.counts`, which the program has already allocated
-_SAVED_KEY_BYTES = 25  # of a table by key while a checkpoint is saved: copies of the keys, and their order
 _MARKS = 3  # bitmaps of rows while a checkpoint is saved: rows to save, not yet read, and written since
 
 

@@ -447,7 +447,8 @@ class Runtime(FrameworkLoaders):
 
     def _begin_call(self, name: str) -> None:
         """Begin a collective call, and check that all ranks make the same one."""
-        self.world.agree(name, f"runtime.{name}()")
+        erasures = alike.get_erasures(list(self.tables.values())) if name == "save" else None
+        self.world.agree(name, f"runtime.{name}()", erasures)
 
     @property
     def is_saved(self) -> bool:

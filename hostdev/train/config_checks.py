@@ -77,10 +77,6 @@ def check_keys(settings: Any) -> None:
         return
     if not settings.host_device_mix:
         raise UserError("--tables dynamic needs --host-device-mix: tables that grow are in host memory")
-    if settings.spawn is not None or settings.mesh is not None or settings.parallel not in (None, "none"):
-        raise UserError(
-            "--tables dynamic does not work with several processes yet; leave out --spawn, --mesh, --parallel"
-        )
     if settings.l2 == "table":
         raise UserError("--l2 table has no fixed table to regularize with --tables dynamic; use --l2 batch")
     if settings.initial_vectors is not None:

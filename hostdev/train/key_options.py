@@ -1,20 +1,25 @@
 """The options of `hostdev train` for tables by key: --tables dynamic and those that belong to it."""
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
 
+from hostdev.checkpoint.manager import SAVING_BYTES
 from hostdev.core.admission import MinCount
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import Unused
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
 from hostdev.data.preprocess.options import is_raw
 from hostdev.data.schema import Schema
+from hostdev.distributed.process_group import ranks
+from hostdev.distributed.world import World
 from hostdev.host.key_options import KEY_BYTES
 from hostdev.models.model import Model
-from hostdev.runtime.spec import KeySpec
+from hostdev.runtime import room
+from hostdev.runtime.spec import CacheSpec, KeySpec
 from hostdev.train.config_checks import parse_capacity
 
-_SHARE = 0.8  # of the free memory, if no capacity is given
+_SHARE = 0.8  # of this process's free memory, if no capacity is given; batches take some of the rest
 _MOST_ROWS = 1 << 29
 
 
@@ -38,12 +43,15 @@ def set_keys(model: Model, settings: Any) -> None:
         None if settings.evict_unused is None else Unused(settings.evict_unused, every=min(100, settings.evict_unused))
     )
     each = sum(spec.shape.nbytes(1) + KEY_BYTES for spec in model.tables.values())
-    given, free = parse_capacity(settings.capacity), available_bytes()
+    given, joined = parse_capacity(settings.capacity), ranks()
+    processes = 1 if joined is None else joined.size  # which have about the same number of keys each
+    free = available_bytes() * processes
     if isinstance(given, int):
         rows = given
+    elif given is None:
+        rows = min(processes * _find_capacity(model, settings), _MOST_ROWS)
     else:
-        rows = (int(free * _SHARE) if given is None else parse_bytes(given)) // each
-        rows = min(rows, _MOST_ROWS)
+        rows = min(parse_bytes(given) // each, _MOST_ROWS)
     if rows < 1:
         raise UserError(f"--capacity {given}: a key takes {each} bytes in the tables together; give more")
     if rows * each > free:
@@ -53,3 +61,27 @@ def set_keys(model: Model, settings: Any) -> None:
         )
     keys = KeySpec(admit, evict)
     model.tables = {name: replace(spec, rows=rows, keys=keys) for name, spec in model.tables.items()}
+
+
+def _find_capacity(model: Model, settings: Any) -> int:
+    """Return how many keys the free memory of this process allows, with all that is kept for each of them."""
+    cache = None
+    if settings.cache_policy is not None and settings.cache_rows is not None:
+        cache = CacheSpec(settings.cache_rows, settings.cache_policy, settings.cache_window or 0)
+    most, copies = available_bytes() * _SHARE, SAVING_BYTES if settings.saves else 0
+
+    def fits(rows: int) -> bool:
+        sizes = [room.GroupSize(rows, [spec.shape], True, cache, True) for spec in model.tables.values()]
+        parts = room.kept(sizes, depth=settings.pipeline_depth, slots_on_host=True, copies=copies)
+        return sum(parts.values()) <= most
+
+    return bisect_left(range(1, _MOST_ROWS), True, key=lambda rows: not fits(rows))
+
+
+def agree_on_capacity(model: Model, world: World) -> None:
+    """Set the capacity of tables by key to the least that any rank has found; all ranks must call this."""
+    mine = {name: spec.rows for name, spec in model.tables.items() if spec.keys is not None}
+    if not mine:
+        return
+    least = {name: min(each[name] for each in shared) for shared in [world.control.share(mine)] for name in mine}
+    model.tables = {name: replace(spec, rows=least.get(name, spec.rows)) for name, spec in model.tables.items()}

@@ -37,6 +37,7 @@ from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature, TableSpec
 from hostdev.train.evaluation import Evaluation, evaluation_of
 from hostdev.train.frozen import NOTHING_FROZEN, freeze_columns
+from hostdev.train.key_options import agree_on_capacity
 from hostdev.train.micro_batches import MicroBatches
 from hostdev.train.network import DEEP, Result, Setup, Table, WholeNetwork
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
@@ -98,6 +99,7 @@ class Trainer:
         log = log or OpLog()
         self.ranks, self.model, self._device = ranks, model, device
         world = ranks or ALONE_WORLD
+        agree_on_capacity(model, world)
         share, part = world.share(), world.part()
         self._micro_batches = MicroBatches(micro_batches, gradients, seed, device, share)
         free = require_room(model.tables, host_device_mix, device, part)
