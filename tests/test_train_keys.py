@@ -1,6 +1,8 @@
 """Tables by key from the command line: raw ids, training, resuming, predictions, and what is refused."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow.csv
@@ -52,6 +54,31 @@ def test_raw_ids(data):
     assert cli.run(preprocess.PROG, preprocess.main, ["info", str(data / "raw"), "--out", str(data / "info.png")]) == 0
 
 
+def test_by_two_processes_and_then_by_one(run, data, tmp_path):
+    """Without --capacity, too: what is free for each of them is divided otherwise."""
+    own = [each for each in OPTIONS if each not in ("--capacity", "20MiB")]
+    every = ["--data", data / "raw", *own, *RULES, "--epochs", 1, "--micro-batches", 2]
+    run(train, *every, "--run-dir", "whole")
+    command = [
+        sys.executable,
+        "-m",
+        "hostdev.train",
+        *every,
+        "--spawn",
+        2,
+        "--run-dir",
+        "parts",
+        "--checkpoint-every",
+        6,
+    ]
+    done = subprocess.run(list(map(str, [*command, "--max-steps", 13])), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    run(train, *every, "--run-dir", "parts", "--resume", "--checkpoint-every", 6)
+    assert digest_of(tmp_path / "parts") == digest_of(tmp_path / "whole")
+    for name in ("keys.log", "loss.log"):
+        assert (tmp_path / "parts" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
 def test_killed_resumed_and_cached(run, data, tmp_path):
     every = ["--data", data / "raw", *OPTIONS, *RULES, "--epochs", 2]
     out = run(train, *every, "--run-dir", "whole")
@@ -93,7 +120,7 @@ def test_a_run_starts_from_another(run, data, tmp_path):
 
 def test_every_mode_and_a_fault(in_process, run, data):
     every = ["--data", data / "raw", *OPTIONS[1:], *RULES[:4], "--batch-size", 500, "--steps", 10]
-    assert "all modes agree in every bit of every step" in run(verify, *every)
+    assert "all modes agree in every bit of every step" in run(verify, *every, "--processes", 2)
     code, out, _ = in_process(verify, *every, "--inject-fault")
     assert code == 1 and "the injected fault was caught in every group of tables" in out
 
@@ -111,7 +138,6 @@ def test_ids_of_a_vocabulary_are_keys(run, data, tmp_path):
         ([], "the data has raw ids (hostdev preprocess --ids raw), which need tables that grow: give --tables dynamic"),
         (["--admit-count", 2], "--admit-count has no effect without --tables dynamic; leave out --admit-count"),
         (["--tables", "dynamic"], "--tables dynamic needs --host-device-mix"),
-        ([*OPTIONS, "--spawn", 2], "--tables dynamic does not work with several processes yet"),
         ([*OPTIONS, "--l2", "table"], "--l2 table"),
         ([*OPTIONS, "--admit-count", 0], "--admit-count must be from 1 to"),
         ([*OPTIONS, "--evict-unused", 0], "--evict-unused must be at least 1 step, not 0"),

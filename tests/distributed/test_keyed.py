@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.distributed import keyed_loop, keyed_refused
+from tests.distributed.processes import start_on
 
 FEW = ["all 1", "count 0", "count 3", "expires 2", "sketch 1", "probability 2", "norm 1", "norm 2", "full 3"]
 ALIKE = "middle", "end", "losses"
@@ -19,8 +20,9 @@ def alone(names, folder=None):
     return found
 
 
-def on_ranks(processes, count, names):
-    processes.start_ranks(count, "-m", "tests.distributed.keyed_loop", processes.folder, *names)
+def on_ranks(processes, count, names, *, hosts=1):
+    places = [rank * hosts // count for rank in range(count)]
+    start_on(processes, places, "-m", "tests.distributed.keyed_loop", processes.folder, *names)
     for process in processes.ended():
         assert process.code == 0, process
     return [json.loads((processes.folder / f"rank{rank}.json").read_text()) for rank in range(count)]
@@ -57,10 +59,11 @@ def test_two_processes_have_the_bits_of_one(processes, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_all_policies_in_all_modes(processes, count):
+@pytest.mark.parametrize(("count", "hosts"), [(2, 1), (4, 1), (4, 2)])
+def test_all_policies_in_all_modes(processes, count, hosts):
     names = list(keyed_loop.TRAININGS)
-    compare(on_ranks(processes, count, names), alone(names, processes.folder), names)
+    expected = alone(names, processes.folder)
+    compare(on_ranks(processes, count, names, hosts=hosts), expected, names)
 
 
 def test_what_is_refused(processes):
