@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 LINE = 64  # bytes; a vector store that crosses a line takes as long as two
-_HUGE_PAGE = 1 << 21
+HUGE_PAGE = 1 << 21
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # Python 3.11 lacks the name
 _scratch = threading.local()
 
@@ -24,7 +24,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> 
     """
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
-    alignment = _HUGE_PAGE if size >= 8 * _HUGE_PAGE else LINE
+    alignment = HUGE_PAGE if size >= 8 * HUGE_PAGE else LINE
     raw = np.empty(size + alignment, np.uint8)
     start = -raw.ctypes.data % alignment
     return raw[start : start + size].view(dtype).reshape(shape)
@@ -40,8 +40,13 @@ def reserved(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return np.zeros(shape, dtype)
+    return reserve(size, huge=size >= 8 * HUGE_PAGE)[1].view(dtype).reshape(shape)
+
+
+def reserve(size: int, *, huge: bool) -> tuple[mmap.mmap, Any]:
+    """Return the memory of `reserved`, and an array of its bytes, uint8 [size], at the beginning of a huge page."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    alignment = _HUGE_PAGE if size >= 8 * _HUGE_PAGE else 0
+    alignment = HUGE_PAGE if huge else 0
     try:
         memory = mmap.mmap(-1, size + alignment, flags=flags)
     except (OSError, OverflowError, ValueError) as error:
@@ -51,7 +56,7 @@ def reserved(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
             memory.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(memory, np.uint8)
     start = -raw.ctypes.data % alignment if alignment else 0
-    return raw[start : start + size].view(dtype).reshape(shape)
+    return memory, raw[start : start + size]
 
 
 def copied(values: npt.NDArray[Any]) -> Any:

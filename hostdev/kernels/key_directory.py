@@ -10,14 +10,13 @@ An entry is two int64: the key, and its row, or EMPTY. Shapes: N keys, K keys in
 """
 
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.buffers import aligned_empty, reserved
+from hostdev.kernels.arena import Arena, Block, as_entries
 from hostdev.kernels.counter import hashed
 from hostdev.kernels.jit import address_of, array_at, ask_to_read, inline, kernel
 from hostdev.kernels.pool import Task, parallel_for, run_tasks, tasks_over
@@ -30,8 +29,6 @@ MOST_ROWS = 2**31 - 1
 EMPTY = -1
 FULL = 0.7  # at most this share of a part's slots is used
 GROWTH = 1.25  # so at least FULL / GROWTH of a large part's slots is used
-_LARGE_SLAB = 1 << 16  # slots
-_SLAB = 8  # parts that lie in one slab of memory, which fits huge pages if they are large
 _LEAST = 16  # slots of the smallest part
 _SPARE, _SPARE_A_BIT = 8, 4  # slots behind a part's last one, and more for each bit of its size; the last stays empty
 AHEAD = 32  # keys; also the size of the ring of addresses, a power of 2
@@ -192,12 +189,10 @@ class KeyDirectory:
 
     def __init__(self, expected: int = 0) -> None:
         self._parts = np.zeros((PARTS, 4), np.int64)
-        self._memory: list[Any] = [None] * PARTS
-        sizes = [_size_of(part, expected / PARTS / FULL) for part in range(PARTS)]
-        self._slabs: list[Any] = [aligned_empty((sum(map(_slots_of, sizes)), 2), np.int64)] * PARTS  # of each part
-        self._slab, self._taken, self._lock = self._slabs[0], 0, threading.Lock()
-        for part, size in enumerate(sizes):
-            self._set_memory(part, size, 0)
+        self._arena = Arena()
+        self._blocks: list[Block | None] = [None] * PARTS
+        for part in range(PARTS):
+            self._set_memory(part, _size_of(part, expected / PARTS / FULL), 0)
 
     def __len__(self) -> int:
         """Return K."""
@@ -206,7 +201,7 @@ class KeyDirectory:
     @property
     def nbytes(self) -> int:
         """Size of the entries in bytes."""
-        return sum({id(slab): slab.nbytes for slab in self._slabs}.values())
+        return self._arena.nbytes
 
     def find(self, keys: Keys) -> Rows:
         """Return the rows of keys [N], int32 [N]; EMPTY for a key that is not in the directory."""
@@ -260,14 +255,9 @@ class KeyDirectory:
     def _set_memory(self, part: int, size: int, spare: int) -> None:
         """Give a part new, empty memory of `size` slots and at least `spare` more, without changing its count."""
         slots = size + spare if spare else _slots_of(size)
-        with self._lock:
-            if len(self._slab) - self._taken < slots:
-                self._slab = _new_slab(_SLAB * slots + _SLAB * slots // 64)  # the next are larger
-                self._taken = 0
-            memory = self._slab[self._taken : self._taken + slots]
-            self._slabs[part], self._taken = self._slab, self._taken + slots
+        block = self._blocks[part] = self._arena.take(16 * slots)
+        memory = as_entries(block)
         memory.fill(EMPTY)
-        self._memory[part] = memory
         self._parts[part, _ADDRESS], self._parts[part, _SIZE] = address_of(memory), size
         self._parts[part, SLOTS] = slots
 
@@ -276,16 +266,20 @@ class KeyDirectory:
         run_tasks([(self._grow_part, part, _size_of(part, wanted[part]), (0,)) for part in parts])
 
     def _grow_part(self, part: int, size: int, spare: int) -> None:
-        old, slots, held = self._memory[part], int(self._parts[part, SLOTS]), self._parts[part].copy()
-        slab = self._slabs[part]
+        old, slots, held = self._blocks[part], int(self._parts[part, SLOTS]), self._parts[part].copy()
+        assert old is not None
         try:
             while True:
                 self._set_memory(part, size, spare)
-                if _move(address_of(old), slots, self._parts, part):
+                if _move(address_of(old.values), slots, self._parts, part):
+                    self._arena.give_back(old)
                     return
                 spare = 2 * self._spare(part)
+                small = self._blocks[part]
+                assert small is not None
+                self._arena.give_back(small)
         except BaseException:  # no memory
-            self._memory[part], self._parts[part], self._slabs[part] = old, held, slab
+            self._blocks[part], self._parts[part] = old, held
             raise
 
 
@@ -298,11 +292,6 @@ def _size_of(part: int, wanted: float) -> int:
     least = _LEAST * GROWTH ** (part / PARTS)
     steps = max(0, math.ceil(math.log(max(float(wanted), 1.0) / least, GROWTH)))
     return int(least * GROWTH**steps) + 1
-
-
-def _new_slab(slots: int) -> Any:
-    """Return memory for slots, which the system gets back once it is freed if it is large."""
-    return (aligned_empty if slots < _LARGE_SLAB else reserved)((slots, 2), np.int64)
 
 
 def _slots_of(size: int) -> int:

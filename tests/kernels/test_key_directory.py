@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hostdev.kernels.arena import Arena, as_entries
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.key_directory import _SIZE, EMPTY, FULL, GROWTH, PARTS, KeyDirectory, parts_of
 from hostdev.kernels.pool import host_threads, set_host_threads
@@ -96,7 +97,7 @@ def test_searches_stay_short_for_keys_in_the_order_of_their_hashes():
     for start in range(0, len(keys), 500):
         directory.insert(keys[start : start + 500], np.arange(start, start + 500, dtype=np.int32))
         for part in np.unique(parts_of(keys[start : start + 500])).tolist():
-            empty = np.flatnonzero(directory._memory[part][:, 1] == EMPTY)
+            empty = np.flatnonzero(as_entries(directory._blocks[part])[:, 1] == EMPTY)
             longest = max(longest, int(np.diff(empty, prepend=-1).max()))
     assert longest < 100  # entries in a row
 
@@ -133,7 +134,7 @@ def test_find_with_threads(threads):
 def test_no_memory_leaves_the_directory_as_it_was(monkeypatch):
     directory, keys = KeyDirectory(), np.arange(20_000)
     directory.insert(keys[:5_000], np.arange(5_000, dtype=np.int32))
-    real, left = __import__("hostdev.kernels.key_directory", fromlist=["x"]).aligned_empty, [5]
+    real, left = Arena.take, [5]
 
     def short(*arguments):
         left[0] -= 1
@@ -141,7 +142,7 @@ def test_no_memory_leaves_the_directory_as_it_was(monkeypatch):
             raise MemoryError
         return real(*arguments)
 
-    monkeypatch.setattr("hostdev.kernels.key_directory.aligned_empty", short)
+    monkeypatch.setattr(Arena, "take", short)
     with pytest.raises(MemoryError):
         directory.insert(keys[5_000:], np.arange(5_000, 20_000, dtype=np.int32))
     assert len(directory) == 5_000
