@@ -77,7 +77,7 @@ CHECKS = {
     "kernels.key_sketch": {"_add": (OWN,)},
     "kernels.lazy_adam": dict.fromkeys(("_lazy_adam", "_row_wise_adam"), (IDS, POSITIONS, REQUESTED)),
     "kernels.key_rows": {"_number": (OWN,)},
-    "kernels.key_use": {"_use": (OWN,), "_restore": (OWN,)},
+    "kernels.key_use": {"_use": (OWN,), "_find_and_use": (OWN,), "_restore": (OWN,)},
     "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED)},
     "kernels.pieces": {"_take_lists": (SHARDS,)},
     "kernels.rounding": {

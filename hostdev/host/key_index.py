@@ -11,8 +11,7 @@ Shapes: U distinct keys of a step, V rows of the table's address space.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,63 +23,23 @@ from hostdev.core.keys import decayed
 from hostdev.host.committed_keys import CommittedKeys, newest
 from hostdev.host.key_eviction import Total, choose_least
 from hostdev.host.key_options import MOST_KEYS
+from hostdev.host.key_plan import NO_KEYS, NO_ROWS, KeyCount, PlannedAheadError, PlannedKeys, Undo
 from hostdev.kernels.buffers import copied, reserved
 from hostdev.kernels.key_counts import KeyCounts
 from hostdev.kernels.key_directory import EMPTY, MOST_ROWS, KeyDirectory
 from hostdev.kernels.key_parts import first_part
 from hostdev.kernels.key_sketch import CountMinSketch
-from hostdev.kernels.key_use import restore, split, use
+from hostdev.kernels.key_use import find_and_use, restore, split, use
 
 Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int32]
 Steps = npt.NDArray[np.uint32]
 Norms = Callable[[Rows], npt.NDArray[np.float64]]
 
-_NO_KEYS = np.zeros(0, np.int64)
-_NO_ROWS = np.zeros(0, np.int32)
 _DEAD = 0  # in `_last`: the row has no key
 _LEAST_SPARE, _MOST_SPARE = 1 << 16, 1 << 24  # rows that keep an evicted key's values until its step is finished
 _CHECKED_ROWS = 1 << 16  # the memory is checked each time that this many rows are used for the first time
 _MOST = 2**32 - 1  # uses
-
-
-class PlannedAheadError(Exception):
-    """A step can be planned only once all earlier steps are finished."""
-
-
-class PlannedKeys(NamedTuple):
-    """What a step does to the keys of a table."""
-
-    rows: Rows  # int32 [U], the row of each key; EMPTY for a key without a row
-    new: npt.NDArray[np.int64]  # positions of the keys that get a row in this step; its row must be initialized
-    evicted: Keys  # keys that lost their rows before this step, in an order that depends on row numbers
-    evicted_rows: Rows  # their rows, which keep their values until the step is committed
-
-
-class KeyCount(NamedTuple):
-    """The numbers of keys after a step, over all ranks."""
-
-    step: int
-    live: int  # keys with a row
-    waiting: int  # keys that are counted and wait for a row
-    admitted: int  # keys that got a row in this step
-    evicted: int  # keys that lost their row before it
-
-
-@dataclass
-class _Undo:
-    """How to undo a step."""
-
-    step: int
-    used: Rows = field(default_factory=lambda: _NO_ROWS)  # rows that the step used, or EMPTY
-    before: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # what `use` returned
-    new: tuple[Keys, Rows] = (_NO_KEYS, _NO_ROWS)
-    evicted: tuple[Keys, Rows, Steps] = (_NO_KEYS, _NO_ROWS, np.zeros(0, np.uint32))  # with their last steps
-    waiting: list[tuple[Keys, npt.NDArray[np.int64]]] = field(default_factory=list)  # keys and their former values
-    sketched: tuple[Keys, npt.NDArray[Any]] = (_NO_KEYS, _NO_ROWS)  # keys, and the uses that were added
-    undecayed: npt.NDArray[np.uint32] | None = None  # all rows' uses, before they decayed
-    decays: int = 0  # how often they have decayed
-    counts: KeyCount | None = None  # after the step
 
 
 class KeyIndex:
@@ -133,7 +92,7 @@ class KeyIndex:
         self._require_memory, self._checked_rows = require_memory, 0
         self._free: list[Rows] = []  # rows that can be used again
         self.step = self.decays = 0
-        self._undo: deque[_Undo] = deque()
+        self._undo: deque[Undo] = deque()
 
     def __len__(self) -> int:
         """Return the number of keys with a row."""
@@ -206,11 +165,12 @@ class KeyIndex:
             PlannedAheadError: Earlier steps must be finished first; nothing has changed.
         """
         step = self.step + len(self._undo) + 1
-        undo = _Undo(step)
+        undo = Undo(step)
         try:
             if self.evict is not None and step % self.evict.every == 0:
-                self._evict(undo, _NO_ROWS, step, norms, total)
-            rows = self.directory.find(keys)
+                self._evict(undo, NO_ROWS, step, norms, total)
+            rows, undo.before = find_and_use(self.directory, keys, uses, step, self._packed)
+            undo.used = rows
             admitted, counts = self._admit(undo, keys, uses, rows, step)
             has_rows = len(admitted) <= sum(map(len, self._free)) + self.row_space - self.rows
             why = self._find_lack(len(admitted)) if has_rows else None
@@ -223,15 +183,18 @@ class KeyIndex:
             if live + new > self.capacity:
                 if self.evict is None or isinstance(self.evict, Unused):
                     raise self._full(live, new)
+                if decays := isinstance(self.evict, LeastFrequent) and self.evict.decay < 1:  # before uses are added
+                    restore(rows, self._packed, undo.before)
                 more = self._evict(undo, rows[rows != EMPTY], step, norms, total, most=self.capacity - new)
+                if decays:
+                    undo.before = use(rows, uses, step, self._packed)
                 live, evicted = live - more, evicted + more
             if without_rows:
                 raise PlannedAheadError if self._undo else self._full(live, new)
             if without_memory:
                 raise why or UserError(f"table {self.name!r}: another rank has no memory for its new keys")
-            undo.before = use(rows, uses, step, self._packed)
-            undo.used = rows.copy() if len(admitted) else rows
             if len(admitted):
+                undo.used = rows.copy()
                 rows[admitted] = self._insert(undo, keys[admitted], counts, step)
         except BaseException:
             self._revert(undo)
@@ -287,7 +250,7 @@ class KeyIndex:
         if self._sketch is not None:
             sketch = self._sketch.without([undo.sketched for undo in self._undo])
         decays = self.decays - sum(undo.decays for undo in self._undo)
-        changed, values = newest([(_NO_KEYS, _NO_KEYS), *waiting[1:]])
+        changed, values = newest([(NO_KEYS, NO_KEYS), *waiting[1:]])
         count = len(self._waiting) + int((values != EMPTY).sum() - (self._waiting.find_values(changed) != EMPTY).sum())
         return CommittedKeys(self.step, decays, keys, packed, waiting, count, sketch)
 
@@ -360,7 +323,7 @@ class KeyIndex:
         )
 
     def _admit(
-        self, undo: _Undo, keys: Keys, uses: npt.NDArray[np.int32], rows: Rows, step: int
+        self, undo: Undo, keys: Keys, uses: npt.NDArray[np.int32], rows: Rows, step: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Count the keys that have no row; return the positions of those that get one, and their uses so far."""
         unknown = np.flatnonzero(rows == EMPTY)
@@ -384,7 +347,7 @@ class KeyIndex:
             self._waiting.erase(theirs[0][enough])
         return unknown[enough], totals[enough]
 
-    def _insert(self, undo: _Undo, keys: Keys, uses: npt.NDArray[np.int64], step: int) -> Rows:
+    def _insert(self, undo: Undo, keys: Keys, uses: npt.NDArray[np.int64], step: int) -> Rows:
         """Give keys rows; return these."""
         rows = self._take_rows(len(keys))
         self.directory.insert(keys, rows)
@@ -394,7 +357,7 @@ class KeyIndex:
 
     def _take_rows(self, n: int) -> Rows:
         """Return n rows without keys, first those that were used before."""
-        taken, missing = [_NO_ROWS], n
+        taken, missing = [NO_ROWS], n
         while missing and self._free:
             some = self._free.pop()
             if len(some) > missing:
@@ -423,7 +386,7 @@ class KeyIndex:
 
     def _evict(
         self,
-        undo: _Undo,
+        undo: Undo,
         kept: Rows,
         step: int,
         norms: Norms | None,
@@ -480,7 +443,7 @@ class KeyIndex:
             scores = (self._last if isinstance(self.evict, LeastRecent) else self._uses)[rows]
         return scores, self.keys[rows]
 
-    def _revert(self, undo: _Undo) -> None:
+    def _revert(self, undo: Undo) -> None:
         """Undo a step's changes, the last one first."""
         keys, rows = undo.new
         self.directory.erase(keys)

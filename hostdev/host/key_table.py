@@ -28,8 +28,9 @@ from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.key_checkpoints import CheckpointedKeys
 from hostdev.host.key_eviction import Total
-from hostdev.host.key_index import KeyCount, KeyIndex, PlannedKeys
+from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_options import KEY_BYTES, get_capacity, require_initializer, require_policies, require_row_memory
+from hostdev.host.key_plan import KeyCount, PlannedKeys
 from hostdev.host.storage import Shape, make_storage
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids

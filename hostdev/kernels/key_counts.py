@@ -95,7 +95,7 @@ class KeyCounts(KeyDirectory):
         totals, before = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
         self.reserve(keys)
         done = 0
-        while (done := int(_add(keys, uses, step, oldest, done, self._parts, totals, before))) < len(keys):
+        while (done := int(_add(keys, uses, step, oldest, done, self.parts, totals, before))) < len(keys):
             self.add_spare(keys[done])
         return totals, before
 
@@ -104,7 +104,7 @@ class KeyCounts(KeyDirectory):
         known = self.find_values(keys) != EMPTY
         gone = values == EMPTY
         self.erase(keys[known & gone])
-        _set(keys[known & ~gone], values[known & ~gone], self._parts)
+        _set(keys[known & ~gone], values[known & ~gone], self.parts)
         self.insert(keys[~known & ~gone], values[~known & ~gone])
 
     def entries(self) -> tuple[Keys, Values]:
@@ -119,7 +119,7 @@ class KeyCounts(KeyDirectory):
 
     def _collect(self, step: int) -> tuple[Keys, Values]:
         none = np.zeros(0, np.int64)
-        count = int(_collect(self._parts, step, none, none))
+        count = int(_collect(self.parts, step, none, none))
         keys, values = np.empty(count, np.int64), np.empty(count, np.int64)
-        _collect(self._parts, step, keys, values)
+        _collect(self.parts, step, keys, values)
         return keys, values

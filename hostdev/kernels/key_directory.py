@@ -188,7 +188,7 @@ class KeyDirectory:
     """
 
     def __init__(self, expected: int = 0) -> None:
-        self._parts = np.zeros((PARTS, 4), np.int64)
+        self.parts = np.zeros((PARTS, 4), np.int64)  # of the kernels: where each part is, and how large
         self._arena = Arena()
         self._blocks: list[Block | None] = [None] * PARTS
         for part in range(PARTS):
@@ -196,7 +196,7 @@ class KeyDirectory:
 
     def __len__(self) -> int:
         """Return K."""
-        return int(self._parts[:, COUNT].sum())
+        return int(self.parts[:, COUNT].sum())
 
     @property
     def nbytes(self) -> int:
@@ -211,7 +211,7 @@ class KeyDirectory:
 
     def find_tasks(self, keys: Keys, rows: npt.NDArray[Any]) -> list[Task]:
         """Return the work of `find` as tasks that write the rows, int32 or int64 [N]."""
-        return tasks_over(_find, len(keys), keys, self._parts, rows, grain=_GRAIN)
+        return tasks_over(_find, len(keys), keys, self.parts, rows, grain=_GRAIN)
 
     def find_values(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return the rows of keys [N] as `find` does, but as int64 [N], for values that int32 cannot hold."""
@@ -228,29 +228,29 @@ class KeyDirectory:
         """
         self.reserve(keys)
         done = 0
-        while (done := int(_insert(keys, rows, done, self._parts))) < len(keys):
+        while (done := int(_insert(keys, rows, done, self.parts))) < len(keys):
             self.add_spare(keys[done])
 
     def reserve(self, keys: Keys) -> None:
         """Grow the parts in which there would not be enough memory if all keys [N] were new."""
         new = np.bincount(parts_of(keys), minlength=PARTS)
-        wanted = (self._parts[:, COUNT] + new) / FULL
-        self._grow(np.flatnonzero(wanted > self._parts[:, _SIZE]).tolist(), wanted)
+        wanted = (self.parts[:, COUNT] + new) / FULL
+        self._grow(np.flatnonzero(wanted > self.parts[:, _SIZE]).tolist(), wanted)
 
     def add_spare(self, key: np.int64) -> None:
         """Double the spare slots of a key's part, because the key does not fit at the part's end."""
         part = int(parts_of(np.array([key]))[0])
-        self._grow_part(part, int(self._parts[part, _SIZE]), 2 * self._spare(part))
+        self._grow_part(part, int(self.parts[part, _SIZE]), 2 * self._spare(part))
 
     def erase(self, keys: Keys) -> Rows:
         """Erase keys [N]; return their rows, int32 [N], or EMPTY for a key that was not in the directory."""
         rows = np.empty(len(keys), np.int32)
-        _erase(keys, self._parts, rows)
+        _erase(keys, self.parts, rows)
         return rows
 
     def _spare(self, part: int) -> int:
         """Return the number of slots behind a part's `size` slots."""
-        return int(self._parts[part, SLOTS] - self._parts[part, _SIZE])
+        return int(self.parts[part, SLOTS] - self.parts[part, _SIZE])
 
     def _set_memory(self, part: int, size: int, spare: int) -> None:
         """Give a part new, empty memory of `size` slots and at least `spare` more, without changing its count."""
@@ -258,20 +258,20 @@ class KeyDirectory:
         block = self._blocks[part] = self._arena.take(16 * slots)
         memory = as_entries(block)
         memory.fill(EMPTY)
-        self._parts[part, _ADDRESS], self._parts[part, _SIZE] = address_of(memory), size
-        self._parts[part, SLOTS] = slots
+        self.parts[part, _ADDRESS], self.parts[part, _SIZE] = address_of(memory), size
+        self.parts[part, SLOTS] = slots
 
     def _grow(self, parts: Sequence[int], wanted: npt.NDArray[np.float64]) -> None:
         """Grow parts to at least the size that is wanted; `wanted` is float64 [PARTS]."""
         run_tasks([(self._grow_part, part, _size_of(part, wanted[part]), (0,)) for part in parts])
 
     def _grow_part(self, part: int, size: int, spare: int) -> None:
-        old, slots, held = self._blocks[part], int(self._parts[part, SLOTS]), self._parts[part].copy()
+        old, slots, held = self._blocks[part], int(self.parts[part, SLOTS]), self.parts[part].copy()
         assert old is not None
         try:
             while True:
                 self._set_memory(part, size, spare)
-                if _move(address_of(old.values), slots, self._parts, part):
+                if _move(address_of(old.values), slots, self.parts, part):
                     self._arena.give_back(old)
                     return
                 spare = 2 * self._spare(part)
@@ -279,7 +279,7 @@ class KeyDirectory:
                 assert small is not None
                 self._arena.give_back(small)
         except BaseException:  # no memory
-            self._blocks[part], self._parts[part] = old, held
+            self._blocks[part], self.parts[part] = old, held
             raise
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.jit import kernel, prefetch_to_read
+from hostdev.kernels.jit import array_at, inline, kernel, prefetch_to_read
+from hostdev.kernels.key_directory import AHEAD, KeyDirectory, find_entry, look_ahead
 from hostdev.kernels.pool import parallel_for
 
 Rows = npt.NDArray[np.int32]
@@ -17,9 +18,15 @@ _GRAIN = 8192
 _LOW = 0xFFFFFFFF
 
 
+@inline
+def _used(value, uses, step):
+    """Return a row's state after a step with this many uses."""
+    low, high = np.uint64(_LOW), np.uint64(32)
+    return (min((value >> high) + np.uint64(uses), low) << high) | (np.uint64(step) & low)
+
+
 @kernel
 def _use(start, stop, rows, uses, step, packed, before):
-    low, high, most = np.uint64(_LOW), np.uint64(32), np.uint64(_LOW)
     begin, end = np.uint64(start), np.uint64(stop)
     for i in range(begin, end):
         ahead = i + np.uint64(_AHEAD)
@@ -27,9 +34,37 @@ def _use(start, stop, rows, uses, step, packed, before):
             prefetch_to_read(packed, rows[ahead], 8)
         if rows[i] >= 0:
             row = np.uint64(rows[i])
-            value = packed[row]
-            before[i] = value
-            packed[row] = (min((value >> high) + np.uint64(uses[i]), most) << high) | (np.uint64(step) & low)
+            before[i] = packed[row]
+            packed[row] = _used(before[i], uses[i], step)
+
+
+@kernel
+def _find_and_use(start, stop, keys, parts, uses, step, packed, rows, before):
+    """Find each key's row, and use it some keys later, when its state has arrived."""
+    ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
+    begin, end, ahead, behind = np.uint64(start), np.uint64(stop), np.uint64(AHEAD), np.uint64(_AHEAD)
+    for i in range(begin, min(begin + ahead, end)):
+        look_ahead(keys, i, parts, ring, owners)
+    for i in range(begin, end):
+        address = ring[i & np.uint64(AHEAD - 1)]
+        if i + ahead < end:
+            look_ahead(keys, i + ahead, parts, ring, owners)
+        found = array_at(find_entry(address, keys[i]), 2, np.int64)[1]
+        rows[i] = found
+        if found >= 0:
+            prefetch_to_read(packed, found, 8)
+        if i < begin + behind:
+            continue
+        j = i - behind
+        if rows[j] >= 0:
+            row = np.uint64(rows[j])
+            before[j] = packed[row]
+            packed[row] = _used(before[j], uses[j], step)
+    for i in range(max(begin + behind, end) - behind, end):
+        if rows[i] >= 0:
+            row = np.uint64(rows[i])
+            before[i] = packed[row]
+            packed[row] = _used(before[i], uses[i], step)
 
 
 @kernel
@@ -54,6 +89,16 @@ def use(rows: Rows, uses: Rows, step: int, packed: Packed) -> Packed:
     before = np.empty(len(rows), np.uint64)
     parallel_for(_use, len(rows), rows, uses, np.uint64(step), packed, before, grain=_GRAIN)
     return before
+
+
+def find_and_use(
+    directory: KeyDirectory, keys: npt.NDArray[np.int64], uses: Rows, step: int, packed: Packed
+) -> tuple[Rows, Packed]:
+    """Return `directory.find(keys)`, and the result of `use` with these rows; the keys must be distinct."""
+    rows, before = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint64)
+    arguments = keys, directory.parts, uses, np.uint64(step), packed, rows, before
+    parallel_for(_find_and_use, len(keys), *arguments, grain=_GRAIN)
+    return rows, before
 
 
 def restore(rows: Rows, packed: Packed, before: Packed) -> None:

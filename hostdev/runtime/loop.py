@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hostdev.core.signals import deferred
 from hostdev.distributed.dense import DenseExchange
-from hostdev.host.key_index import PlannedAheadError
+from hostdev.host.key_plan import PlannedAheadError
 from hostdev.pipeline.results import Gradients, Request, StepBatch
 from hostdev.runtime import clipping, scaling
 from hostdev.runtime.batches import Loop, PredictLoop

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hostdev.core.admission import MinCount, Probability
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import LeastFrequent, LeastRecent, SmallestNorm, Unused
-from hostdev.host.key_index import KeyIndex, PlannedAheadError
+from hostdev.host.key_index import KeyIndex
+from hostdev.host.key_plan import PlannedAheadError
 from hostdev.kernels.key_directory import EMPTY
 from tests.naive_keys import Naive, hash_of, norm_of
 

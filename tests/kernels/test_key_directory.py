@@ -54,7 +54,7 @@ def test_many_keys(expected):
         directory.insert(keys[start : start + 7_001], rows[start : start + 7_001])
     np.testing.assert_array_equal(directory.find(keys), rows)
     counts = np.bincount(parts_of(keys), minlength=PARTS)
-    share = counts / directory._parts[:, _SIZE]
+    share = counts / directory.parts[:, _SIZE]
     assert share.max() <= FULL and share.min() >= 0.97 * FULL / GROWTH
     assert directory.nbytes / len(keys) < 32
     gone = rng.permutation(len(keys))[:100_000]
@@ -84,7 +84,7 @@ def test_keys_that_all_begin_at_one_slot():
 def test_parts_that_are_full_at_once_do_not_grow_at_once():
     rng, directory = np.random.default_rng(6), KeyDirectory()
     directory.insert(rng.integers(0, 2**63, 300_000), np.arange(300_000, dtype=np.int32))
-    sizes = np.sort(directory._parts[:, _SIZE])
+    sizes = np.sort(directory.parts[:, _SIZE])
     assert sizes[-1] > 1.2 * sizes[0]
     assert (sizes[1:] / sizes[:-1]).max() < 1.05
 
@@ -111,9 +111,9 @@ def test_parts_do_not_grow_at_once():
     """Of keys that come a few at a time, no more than a few parts' worth is moved in one call."""
     directory, grown = KeyDirectory(200_000), []
     for start in range(0, 400_000, 2_000):
-        before = directory._parts[:, _SIZE].copy()
+        before = directory.parts[:, _SIZE].copy()
         directory.insert(np.arange(start, start + 2_000), np.arange(start, start + 2_000, dtype=np.int32))
-        grown.append(int((directory._parts[:, _SIZE] != before).sum()))
+        grown.append(int((directory.parts[:, _SIZE] != before).sum()))
     assert max(grown) < PARTS / 10 and sum(grown) > 2 * PARTS
 
 
