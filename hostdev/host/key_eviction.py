@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.counter import mix64
-from hostdev.kernels.key_order import order_of
 
 Keys = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
@@ -17,14 +16,16 @@ _DIGIT = 16  # bits
 _SCORE_BITS = {4: 32, 8: 64}  # by the bytes of a score
 
 
-def choose_least(scores: npt.NDArray[Any], keys: Keys, count: int, total: Total | None) -> npt.NDArray[np.int64]:
+def choose_least(
+    scores: npt.NDArray[Any], keys_at: Callable[[npt.NDArray[np.int64]], Keys], count: int, total: Total | None
+) -> npt.NDArray[np.int64]:
     """Return the positions of the `count` keys of all ranks with the smallest scores that are on this rank, [any].
 
     The keys' hashes order keys with equal scores.
 
     Args:
         scores: uint32 [N], or non-negative float64 [N], of this rank's keys.
-        keys: int64 [N].
+        keys_at: Returns the keys at positions [any], int64.
         count: Number of keys to choose over all ranks, which have at least as many.
         total: Returns sums over the ranks; None for a table that is not divided among ranks.
     """
@@ -33,15 +34,15 @@ def choose_least(scores: npt.NDArray[Any], keys: Keys, count: int, total: Total 
             return np.arange(len(scores))
         limit = np.partition(scores, count)[count]
         below, equal = np.flatnonzero(scores < limit), np.flatnonzero(scores == limit)
-        order = order_of(keys[equal])
-        return np.concatenate([below, equal[order[: count - len(below)]]])
+        hashes, left = mix64(keys_at(equal).view(np.uint64)), count - len(below)
+        return np.concatenate([below, equal[hashes < np.partition(hashes, left)[left]]])
     if not count:
         return np.zeros(0, np.int64)
     bits = _SCORE_BITS[scores.itemsize]
     values = scores.view(f"u{scores.itemsize}").astype(np.uint64)  # such floats are in the order of their bits
     limit, left = _find_least(values, bits, count, total)
     below, equal = np.flatnonzero(values < limit), np.flatnonzero(values == limit)
-    hashes = mix64(keys[equal].view(np.uint64))
+    hashes = mix64(keys_at(equal).view(np.uint64))
     last, _ = _find_least(hashes, 64, left, total)
     return np.concatenate([below, equal[hashes <= last]])
 

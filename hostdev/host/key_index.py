@@ -414,7 +414,8 @@ class KeyIndex:
                 raise self._too_small(needed)
             others = np.setdiff1d(live, kept, assume_unique=True) if len(kept) else live
             count = min(excess, have - needed)
-            chosen = others[choose_least(*self._scores(others, norms), count, total)]
+            scores = self._scores(others, norms)
+            chosen = others[choose_least(scores, lambda at: self.keys[others[at]], count, total)]
         keys, rows, last = undo.evicted
         erased = self.keys[chosen]
         undo.evicted = (
@@ -432,8 +433,8 @@ class KeyIndex:
             self.decays, undo.decays = self.decays + 1, undo.decays + 1
         return count
 
-    def _scores(self, rows: Rows, norms: Norms | None) -> tuple[npt.NDArray[Any], Keys]:
-        """Return the scores and the keys of rows: of the keys with the smallest scores, some are evicted."""
+    def _scores(self, rows: Rows, norms: Norms | None) -> npt.NDArray[Any]:
+        """Return the scores of rows; those with the smallest ones are evicted."""
         if isinstance(self.evict, SmallestNorm):
             if norms is None:
                 raise PlannedAheadError
@@ -441,7 +442,7 @@ class KeyIndex:
             scores: npt.NDArray[Any] = np.where(np.isnan(found), np.inf, found)
         else:
             scores = (self._last if isinstance(self.evict, LeastRecent) else self._uses)[rows]
-        return scores, self.keys[rows]
+        return scores
 
     def _revert(self, undo: Undo) -> None:
         """Undo a step's changes, the last one first."""
