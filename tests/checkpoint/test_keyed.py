@@ -10,7 +10,7 @@ import hostdev
 from hostdev.checkpoint import merged_keys
 from hostdev.commands.checkpoint import main
 from hostdev.errors import UserError
-from tests.runtime.test_keyed_tables import MODES, POLICIES, Program, batches, ids_of
+from tests.runtime.test_keyed_tables import MODES, POLICIES, Program, batches
 
 KEY, WAITING = 0x0123456789ABCDEF, 0x1123456789ABCDEF  # found in a file by their bytes
 
@@ -122,7 +122,6 @@ def test_erased_keys_are_in_no_later_file(mode, tmp_path):
 @pytest.mark.parametrize("at_once", [0, 1 << 16])
 def test_evicted_keys_are_gone_for_readers(at_once, tmp_path, monkeypatch):
     monkeypatch.setattr(merged_keys, "_AT_ONCE", at_once)
-    """As reported of recsys-examples (#454, #450) and TorchEasyRec (#638): deletions never reached serving."""
     program = with_many_keys(evict=hostdev.LeastRecent(keep=1.0, every=1), capacity=3_100)
     everything = np.concatenate([np.arange(-5, 900), np.arange(9_000, 13_010)])
     parents = []
@@ -254,19 +253,6 @@ def test_damage(tmp_path):
     with pytest.warns(UserWarning, match="missing|parent"):
         found = resumed(tmp_path / "run", admit=hostdev.MinCount(2))
     assert found.keyed.step == 5
-
-
-def test_loading_again_takes_no_more_memory(tmp_path):
-    """As reported of DeepRec (#252): memory grew with each reload."""
-    program = Program(**POLICIES["count"]).train(batches(20))
-    saved(program, tmp_path)
-    sizes = []
-    for _ in range(4):
-        program.runtime.load(tmp_path)
-        sizes.append((program.keyed.index.nbytes, program.keyed.used_rows))
-        program.train(batches(3))
-    assert len(set(sizes)) == 1
-    assert ids_of(batches(1)[0])["item"].dtype == np.int64
 
 
 @pytest.mark.parametrize("optimizer", [hostdev.LazyAdam, hostdev.Adam, hostdev.RowWiseAdagrad])

@@ -268,17 +268,6 @@ def test_rows_are_used_again_with_new_values():
     assert table.slots["m"].tolist() == [[0, 0]] and table.slots["v"].tolist() == [[0, 0]]
 
 
-def test_an_unknown_key_has_one_value():
-    """As reported of TFRA (#136, #102): one unknown id had two vectors, which depended on its place in the batch."""
-    program = Program(admit=hostdev.MinCount(100)).train(batches(3))
-    keys = np.array([10**12, 5, 10**12, 10**13])
-    assert len(np.unique(program.keyed.lookup(keys), axis=0)) == 1
-    found = program.runtime.lookup({"item": keys, "history": keys[:, None], "fixed": np.zeros(4, int)})
-    for name in ("item", "history"):
-        assert len(np.unique(found[name].numpy(), axis=0)) == 1
-    assert not np.array_equal(found["item"][0], found["history"][0])
-
-
 def test_what_evictions_report_is_the_same_in_every_mode():
     found = []
     for mode in MODES:
@@ -293,16 +282,6 @@ def test_what_evictions_report_is_the_same_in_every_mode():
         assert len(seen) > 5
         found.append(seen)
     assert all(one == found[0] for one in found)
-
-
-def test_a_batch_that_is_larger_than_the_table_is_an_error():
-    """As reported of recsys-examples (#12)."""
-    for evict in (hostdev.LeastRecent(), hostdev.SmallestNorm(), None, hostdev.Unused(steps=1)):
-        program = Program((2, 20), evict=evict, capacity=20)
-        before = program.digest()[0]
-        with pytest.raises(UserError, match=r"table 'keyed' has .*capacity"):
-            program.train(batches(3))
-        assert program.digest()[0] == before  # nothing of the batch is left
 
 
 def test_a_full_table_keeps_all_finished_steps():
