@@ -218,9 +218,9 @@ def test_other_programs_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"is by row in the checkpoint, but by key.*HostTable\(rows, \.\.\.\)"):
         resumed(tmp_path / "row")
     sketch = {"admit": hostdev.MinCount(2, sketch="64KiB")}
-    with pytest.raises(UserError, match="counts keys that have no row in a sketch of 65,536 bytes, but .* exactly"):
+    with pytest.raises(UserError, match="counts keys that have no row in a sketch of 65,536 bytes, by parts, but .* exactly"):
         resumed(tmp_path / "key", admit=hostdev.MinCount(2))
-    with pytest.raises(UserError, match="in a sketch of 65,536 bytes, but .* in a sketch of 131,072 bytes"):
+    with pytest.raises(UserError, match="in a sketch of 65,536 bytes, by parts, but .* in a sketch of 131,072 bytes, by parts"):
         resumed(tmp_path / "key", admit=hostdev.MinCount(2, sketch="128KiB"))
     with pytest.raises(UserError, match=r"has \d+ keys, but the program's table has a capacity of 9; raise capacity"):
         resumed(tmp_path / "key", **sketch, capacity=9)
