@@ -112,6 +112,7 @@ def test_the_list_of_flags():
         "--tables",
         "--capacity",
         "--admit-count",
+        "--unknown-ids",
         "--evict-unused",
     }
 

@@ -110,6 +110,17 @@ def test_killed_resumed_and_cached(run, data, tmp_path):
     assert len(table) == log[-1, 1]
 
 
+@pytest.mark.parametrize("unknown", ["zeros", "initial"])
+def test_what_ids_without_a_row_read(unknown, run, data, tmp_path):
+    every = ["--data", data / "raw", *OPTIONS, *RULES, "--epochs", 1, "--unknown-ids", unknown]
+    run(train, *every, "--run-dir", "one", "--checkpoint-every", 9)
+    run(train, *every, "--run-dir", "two", "--checkpoint-every", 5, "--max-steps", 11)
+    run(train, *every, "--run-dir", "two", "--checkpoint-every", 5, "--resume", "--cache-rows", "3%")
+    assert digest_of(tmp_path / "one") == digest_of(tmp_path / "two")
+    auc = json.loads((tmp_path / "one" / "summary.json").read_text())["auc"]
+    assert f"AUC {auc:.4f}" in run(predict, "--checkpoint", "one", "--data", data / "last.csv", "--out", "s.parquet")
+
+
 def test_a_run_starts_from_another(run, data, tmp_path):
     every = ["--data", data / "raw", *OPTIONS, *RULES, "--epochs", 1]
     run(train, *every, "--run-dir", "first", "--checkpoint-every", 10)

@@ -49,7 +49,7 @@ def _info(arguments: argparse.Namespace) -> int:
         about = f"{size} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step {table.step:,}"
         print(printable(f"table {table.name}: {about}"))
         if (keys := table.keys) is not None:
-            rules = f"admit {keys.admit or 'at once'}, evict {keys.evict or 'never'}"
+            rules = f"admit {keys.admit or 'at once'}, evict {keys.evict or 'never'}, unknown {keys.unknown_values}"
             print(printable(f"  capacity {keys.capacity:,} keys, {keys.waiting_keys:,} wait for a row; {rules}"))
     digest = newest.manifest.state_sha256 or "not computed; verify computes it"
     old = f" (as version {newest.manifest.version} defines it)" if newest.manifest.version < VERSION else ""

@@ -57,6 +57,7 @@ def make_state(table: Any, snapshot: Any, number: int, live: int, waiting: int) 
         admit=None if table.admit is None else repr(table.admit),
         counting=counting_of(table.admit),
         evict=None if table.evict is None else repr(table.evict),
+        unknown_values=table.unknown,
         decay=float(getattr(table.evict, "decay", 1.0)),
         decays=found.decays,
         waiting_keys=waiting,
@@ -98,6 +99,11 @@ def require_kind(path: Path, there: Table, table: Any) -> None:
         raise UserError(
             f"{path}: new rows of table {name!r} begin with {state.init}, but in the program with {table.init!r}; use "
             "the same init"
+        )
+    if state.unknown_values != table.unknown:
+        raise UserError(
+            f"{path}: keys without a row of table {name!r} read {state.unknown_values!r} values, but in the program "
+            f"{table.unknown!r} ones; use unknown={state.unknown_values!r}"
         )
     if (mine := counting_of(table.admit)) != (theirs := state.counting):
         raise UserError(

@@ -4,7 +4,7 @@ A file's keys are in the order of their hashes, which are spread evenly. So a ke
 (interpolation search), and found by a binary search nearby; no directory is built when a checkpoint is opened.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,21 @@ import numpy.typing as npt
 
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.keyed import keys_of, read_others
-from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS, mapped, parse_range
+from hostdev.core.catch_up import LAST
 from hostdev.core.errors import UserError
 from hostdev.core.ids import to_keys
+from hostdev.core.initializers import from_text
+from hostdev.core.keys import INITIAL, SHARED
+from hostdev.core.rounding import rounding_key
+from hostdev.core.table_dtypes import BF16
+from hostdev.kernels.buffers import identity
 from hostdev.kernels.counter import hashed, mix64
 from hostdev.kernels.jit import address_of, array_at, inline, kernel
+from hostdev.kernels.plane_formats import BFLOAT16
 from hostdev.kernels.pool import get_grain, parallel_for
+from hostdev.kernels.rounding import round_rows
 
 Rows = npt.NDArray[np.float32]
 Keys = npt.NDArray[np.int64]
@@ -117,6 +125,8 @@ class MappedKeys:
         state = keys_of(about)
         self.name, self.rows, self.unknown = name, state.count, state.unknown
         self.dim = 1 if column in about.row_slots else about.dim
+        self._shares = state.unknown_values == SHARED
+        self._initial = _initial_values(about, column) if state.unknown_values == INITIAL else None
         self._held: list[Any] = []  # keeps alive the memory that the addresses point into
         self._unknown = np.empty((len(state.unknown), self.dim), np.float32)
         found: list[list[int]] = []
@@ -141,6 +151,8 @@ class MappedKeys:
                     self._held.append(values)
             layers.append(len(found))
             gone.append(self._describe(read_others(checkpoint, own).gone))
+        if self._initial is not None:
+            self._unknown = np.full((1, self.dim), np.nan, np.float32)  # no row has such values
         self._files = np.array(found, np.int64).reshape(-1, 5)
         self._layers, self._gone = np.array(layers, np.int64), np.array(gone, np.int64)
 
@@ -158,7 +170,8 @@ class MappedKeys:
         Args:
             ids: Keys, integers of 64 bits [N].
             unknown: Name of the out-of-vocabulary row, which is returned for keys without a row; or names of several,
-                which keys use in turn, as columns of ids [B, k] do.
+                which keys use in turn, as columns of ids [B, k] do. It has no effect if such keys read zeros or their
+                own initial values.
 
         Raises:
             TypeError, ValueError: The keys are not integers, or have a wrong shape.
@@ -168,6 +181,7 @@ class MappedKeys:
         if keys.ndim != 1:
             raise ValueError(f"table {self.name!r}: keys must have the shape [N], not {list(keys.shape)}")
         names = [unknown] if isinstance(unknown, str) else list(unknown)
+        names = names if self._shares else [""]
         for name in names:
             if name not in self.unknown:
                 raise UserError(
@@ -181,4 +195,25 @@ class MappedKeys:
             _copy(0, len(keys), *args)
         else:
             parallel_for(_copy, len(keys), *args, grain=get_grain(4 * self.dim))
+        if self._initial is not None and len(missing := np.flatnonzero(np.isnan(out[:, 0]))):
+            out[missing] = self._initial(keys[missing])
         return out
+
+
+def _initial_values(table: Table, column: str) -> Callable[[Keys], Rows]:
+    """Return a function that returns what keys [N] without a row have in a column, float32 [N, dim]."""
+    state, seed = keys_of(table), table.seed
+    assert seed is not None
+    if column == WEIGHTS:
+        init = from_text(state.init)
+
+        def weights(keys: Keys) -> Rows:
+            block = np.empty((len(keys), 1, table.dim), np.float32)
+            init.fill(block, seed, table.name, np.empty(0, np.float32), ids=keys)
+            if table.dtype == BF16:
+                round_rows(block, identity(len(keys)), keys, rounding_key(seed, table.name, 0), (BFLOAT16,))
+            return block[:, 0]
+
+        return weights
+    value = table.step if column == LAST else 0
+    return lambda keys: np.full((len(keys), table.dim if column in table.slots else 1), value, np.float32)

@@ -71,6 +71,7 @@ class KeyState:
     counting: str  # how the uses of keys without a row are counted, as text
     admit: str | None  # policies, as text
     evict: str | None
+    unknown_values: str  # what keys without a row read: "shared", "zeros" or "initial"
     decay: float  # factor by which uses decay
     decays: int  # how often they have decayed
     waiting_keys: int  # number of keys that are counted and wait for a row

@@ -29,6 +29,7 @@ OPTIONS = (
     "tables",
     "capacity",
     "admit_count",
+    "unknown_ids",
     "evict_unused",
     "initial_vectors",
     "frozen_vectors",

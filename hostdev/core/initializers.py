@@ -3,6 +3,7 @@
 S: number of optimizer state columns of D values per row.
 """
 
+import ast
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -157,6 +158,21 @@ class GivenRows:
 
 
 Initializer = Normal | Constant | Uniform | Given | GivenRows
+
+_BY_NAME: dict[str, Any] = {"Normal": Normal, "Constant": Constant, "Uniform": Uniform}
+
+
+def from_text(text: str) -> Initializer:
+    """Return the Normal, Constant or Uniform that has this text as its repr; raise ValueError for other text."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
+        given = {str(argument.arg): ast.literal_eval(argument.value) for argument in call.keywords}
+        found: Initializer = _BY_NAME[call.func.id](**given)
+    except (AssertionError, SyntaxError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{text[:80]!r} is no initializer") from error
+    return found
+
 
 _LARGEST = 1e37  # the largest standard deviation; ten times this is finite in float32
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+SHARED, ZEROS, INITIAL = UNKNOWN = "shared", "zeros", "initial"  # what keys without a row read
+
 
 class KeyColumns(NamedTuple):
     """Keys, and what is known of their use."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from hostdev.core.admission import Admission, MinCount, Probability
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import Eviction, LeastFrequent, LeastRecent, SmallestNorm, Unused
-from hostdev.core.keys import decayed
+from hostdev.core.keys import INITIAL, SHARED, ZEROS, decayed
 from hostdev.host.committed_keys import CommittedKeys, newest
 from hostdev.host.key_eviction import Total, choose_least
 from hostdev.host.key_options import MOST_KEYS
@@ -51,6 +51,8 @@ class KeyIndex:
         admit: When a key gets a row, or None for at once.
         evict: When a key loses its row, or None for never.
         seed: Seed of `Probability`.
+        unknown: With INITIAL, a step gives each key without a row one for itself; with ZEROS, it takes one row that
+            they can share. These rows are free again after the step.
         part: (rank, ranks) if the keys of all ranks are one table, whose capacity this is; this rank has those of its
             parts (see `kernels.key_parts`). None for the whole table.
         require_memory: Called with a number of rows that are about to be used for the first time, and the number of
@@ -69,6 +71,7 @@ class KeyIndex:
         evict: Eviction | None = None,
         *,
         seed: int = 0,
+        unknown: str = SHARED,
         part: tuple[int, int] | None = None,
         require_memory: Callable[[int, int], None] = lambda rows, keys: None,
     ) -> None:
@@ -84,13 +87,16 @@ class KeyIndex:
             rank, ranks = part or (0, 1)
             ends = first_part(rank, ranks), first_part(rank + 1, ranks)
             self._sketch = CountMinSketch(admit.sketch_bytes, seed, *ends)
-        self.row_space = min(capacity + max(_LEAST_SPARE, min(capacity, _MOST_SPARE)), MOST_ROWS)
+        self._unknown, self._is_first = unknown, part is None or part[0] == 0
+        spare = max(_LEAST_SPARE, min(capacity, _MOST_SPARE)) if unknown != INITIAL else _MOST_SPARE
+        self.row_space = min(capacity + spare, MOST_ROWS)
         self.keys: Keys = reserved((self.row_space,), np.int64)
         self._packed: npt.NDArray[np.uint64] = reserved((self.row_space,), np.uint64)
         self._last, self._uses = split(self._packed)  # of each row, uint32 [V]
         self.rows = 0  # rows that have ever been used
         self._require_memory, self._checked_rows = require_memory, 0
         self._free: list[Rows] = []  # rows that can be used again
+        self.returned: deque[Rows] = deque()  # such rows from other threads
         self.step = self.decays = 0
         self._undo: deque[Undo] = deque()
 
@@ -172,8 +178,9 @@ class KeyIndex:
             rows, undo.before = find_and_use(self.directory, keys, uses, step, self._packed)
             undo.used = rows
             admitted, counts = self._admit(undo, keys, uses, rows, step)
-            has_rows = len(admitted) <= sum(map(len, self._free)) + self.row_space - self.rows
-            why = self._find_lack(len(admitted)) if has_rows else None
+            guests = self._count_guests(rows, len(admitted))
+            has_rows = self._has_rows(len(admitted) + guests)
+            why = self._find_lack(len(admitted) + guests) if has_rows else None
             evicted = len(undo.evicted[0])
             counted = np.array(
                 [len(self), self.waiting, len(admitted), evicted, not has_rows, why is not None], np.int64
@@ -193,26 +200,30 @@ class KeyIndex:
                 raise PlannedAheadError if self._undo else self._full(live, new)
             if without_memory:
                 raise why or UserError(f"table {self.name!r}: another rank has no memory for its new keys")
-            if len(admitted):
+            if len(admitted) or guests:
                 undo.used = rows.copy()
                 rows[admitted] = self._insert(undo, keys[admitted], counts, step)
+                undo.guests = self._take_rows(guests)
+            if self._unknown == INITIAL:
+                strangers = rows == EMPTY
+                rows[strangers], self.keys[undo.guests] = undo.guests, keys[strangers]
         except BaseException:
             self._revert(undo)
             raise
         undo.counts = KeyCount(step, live + new, waiting, new, evicted)
         self._undo.append(undo)
-        return PlannedKeys(rows, admitted, *undo.evicted[:2])
+        return PlannedKeys(rows, admitted, *undo.evicted[:2], undo.guests)
 
-    def commit(self) -> tuple[Rows, KeyCount]:
+    def commit(self) -> tuple[Rows, Rows, KeyCount]:
         """Finish the first planned step.
 
-        Return the rows of the keys that it has evicted, which can be used again after a call of `release`, and the
-        numbers of keys.
+        Return the rows of the keys that it has evicted, and those that were for this step alone, which can both be used
+        again after a call of `release`; and the numbers of keys.
         """
         undo = self._undo.popleft()
         self.step = undo.step
         assert undo.counts is not None
-        return undo.evicted[1], undo.counts
+        return undo.evicted[1], undo.guests, undo.counts
 
     def release(self, rows: Rows) -> None:
         """Allow the use of rows whose keys were evicted, and that nothing uses any more."""
@@ -309,6 +320,27 @@ class KeyIndex:
         self.directory.insert(keys, rows)
         self.keys[rows], self._last[rows], self._uses[rows] = keys, np.maximum(last, 1), uses
         return rows
+
+    def take_guests(self, keys: Keys) -> Rows:
+        """Return rows, int32 [N], for keys [N] of a batch that only reads; `release` allows their use again."""
+        if not self._has_rows(len(keys)):
+            raise UserError(f"table {self.name!r} has no memory left for the values of {len(keys):,} unknown keys")
+        self._require_memory_for(len(keys))
+        rows = self._take_rows(len(keys))
+        self.keys[rows] = keys
+        return rows
+
+    def _count_guests(self, rows: Rows, admitted: int) -> int:
+        """Return how many rows a step needs for itself alone; `rows` are those of its keys."""
+        if self._unknown == INITIAL:
+            return int(np.count_nonzero(rows == EMPTY)) - admitted
+        return int(self._unknown == ZEROS and self._is_first)
+
+    def _has_rows(self, n: int) -> bool:
+        """Return whether there are n rows without keys."""
+        while self.returned:
+            self.release(self.returned.popleft())
+        return n <= sum(map(len, self._free)) + self.row_space - self.rows
 
     def _too_small(self, needed: int) -> UserError:
         return UserError(
@@ -450,6 +482,7 @@ class KeyIndex:
         self.directory.erase(keys)
         self._last[rows] = _DEAD
         self.release(rows)
+        self.release(undo.guests)
         restore(undo.used, self._packed, undo.before)
         if self._sketch is not None:
             self._sketch.subtract(*undo.sketched)

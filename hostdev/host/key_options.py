@@ -8,6 +8,7 @@ from hostdev.core.admission import Admission, MinCount
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import Eviction, Unused
 from hostdev.core.initializers import Initializer, initializer
+from hostdev.core.keys import UNKNOWN
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
 from hostdev.kernels.key_directory import MOST_ROWS
 
@@ -16,8 +17,10 @@ _LEAST_CAPACITY = 1 << 20
 MOST_KEYS = MOST_ROWS // 2  # with a row
 
 
-def require_policies(name: str, capacity: int | str | None, admit: Any, evict: Any) -> None:
-    """Raise an error unless `admit` and `evict` are policies that do not contradict each other."""
+def require_policies(name: str, capacity: int | str | None, admit: Any, evict: Any, unknown: Any) -> None:
+    """Raise an error unless `admit`, `evict` and `unknown` are policies that do not contradict each other."""
+    if unknown not in UNKNOWN:
+        raise ValueError(f"table {name!r}: unknown must be one of {', '.join(map(repr, UNKNOWN))}, not {unknown!r}")
     if admit is not None and not isinstance(admit, Admission):
         raise TypeError(f"table {name!r}: admit must be hostdev.MinCount or hostdev.Probability, not {admit!r}")
     if evict is not None and not isinstance(evict, Eviction):

@@ -25,6 +25,7 @@ class PlannedKeys(NamedTuple):
     new: npt.NDArray[np.int64]  # positions of the keys that get a row in this step; its row must be initialized
     evicted: Keys  # keys that lost their rows before this step, in an order that depends on row numbers
     evicted_rows: Rows  # their rows, which keep their values until the step is committed
+    guests: Rows = NO_ROWS  # rows for this step alone, which must be initialized: of keys without a row, or one for all
 
 
 class KeyCount(NamedTuple):
@@ -46,6 +47,7 @@ class Undo:
     before: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # what `use` returned
     new: tuple[Keys, Rows] = (NO_KEYS, NO_ROWS)
     evicted: tuple[Keys, Rows, Steps] = (NO_KEYS, NO_ROWS, np.zeros(0, np.uint32))  # with their last steps
+    guests: Rows = field(default_factory=lambda: NO_ROWS)
     waiting: list[tuple[Keys, npt.NDArray[np.int64]]] = field(default_factory=list)  # keys and their former values
     sketched: tuple[Keys, npt.NDArray[Any]] = (NO_KEYS, NO_ROWS)  # keys, and the uses that were added
     undecayed: npt.NDArray[np.uint32] | None = None  # all rows' uses, before they decayed

@@ -5,7 +5,7 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -20,21 +20,27 @@ from hostdev.core.eviction import Eviction
 from hostdev.core.history import History
 from hostdev.core.ids import checked_positions, to_keys
 from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.keys import INITIAL, SHARED, ZEROS
 from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import initial_seed
 from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.eviction_reports import EvictionReports
-from hostdev.host.key_checkpoints import CheckpointedKeys
-from hostdev.host.key_eviction import Total
+from hostdev.host.guest_rows import GuestRows
 from hostdev.host.key_index import KeyIndex
-from hostdev.host.key_options import KEY_BYTES, get_capacity, require_initializer, require_policies, require_row_memory
-from hostdev.host.key_plan import KeyCount, PlannedKeys
+from hostdev.host.key_options import (
+    KEY_BYTES,
+    get_capacity,
+    require_initializer,
+    require_policies,
+    require_row_memory,
+)
+from hostdev.host.key_plan import KeyCount
+from hostdev.host.key_steps import SteppedKeys
 from hostdev.host.storage import Shape, make_storage
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
-from hostdev.kernels.counter import key64
 from hostdev.kernels.key_directory import EMPTY, PARTS
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.unique import count_occurrences, unique
@@ -46,7 +52,7 @@ Positions = npt.NDArray[np.int32]
 _AT_ONCE = 1 << 16  # rows that are filled or read at a time
 
 
-class KeyTable(CheckpointedKeys):
+class KeyTable(SteppedKeys):
     """A `HostTable` whose ids are keys; `HostTable(None, ...)` creates it.
 
     Public methods take keys. Methods that return tasks, and the pipeline, take row numbers, which are private: a key's
@@ -67,6 +73,8 @@ class KeyTable(CheckpointedKeys):
             memory allows. With `part`, this is the capacity of all ranks together.
         admit: When a key gets a row; None for at once.
         evict: When a key loses its row; None for never.
+        unknown: What keys without a row read: "shared", the out-of-vocabulary row of their feature, which is trained;
+            "zeros"; or "initial", each its own initial values, which are not trained before the key has a row.
 
     Raises:
         UserError: `capacity` exceeds the available memory.
@@ -88,13 +96,14 @@ class KeyTable(CheckpointedKeys):
         capacity: int | str | None = None,
         admit: Admission | None = None,
         evict: Eviction | None = None,
+        unknown: str = SHARED,
     ) -> None:
         if dim < 1:
             raise ValueError(f"table {name!r} needs at least one column, not {dim}")
         require_optimizer(optimizer, name)
         if part is not None and not 0 <= part[0] < part[1] <= PARTS:
             raise UserError(f"table {name!r}: a table by key has {PARTS} parts, so part {part} does not exist")
-        require_policies(name, capacity, admit, evict)
+        require_policies(name, capacity, admit, evict, unknown)
         self.dtype, self.slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
         self.name, self.seed, self.optimizer = name, initial_seed(seed), optimizer
         self.part, self.start = part, 0
@@ -103,11 +112,12 @@ class KeyTable(CheckpointedKeys):
         self.row_bytes = TableShape(dim, optimizer, self.dtype, self.slots_dtype).nbytes(1) + KEY_BYTES
         self.capacity = get_capacity(name, capacity, self.row_bytes, 1 if part is None else part[1])
         self.has_default_capacity = capacity is None
-        self.admit, self.evict = admit, evict
+        self.admit, self.evict, self.unknown = admit, evict, unknown
         self._dim = dim
         self._lock = threading.RLock()  # held while the index is read or changed
         self._noting = threading.Lock()  # held while rows are recorded as changed
         self._reports = EvictionReports()
+        self._guests: GuestRows | None = None  # of the last read
         self.key_counts: list[KeyCount] | None = None  # of finished steps, if a list is given
         self.erased = 0  # a checksum of all keys that were given to `erase`, which ranks compare
         self.changes = None
@@ -128,6 +138,7 @@ class KeyTable(CheckpointedKeys):
             self.admit,
             self.evict,
             seed=seed,
+            unknown=self.unknown,
             part=self.part,
             require_memory=require_memory,
         )
@@ -175,95 +186,6 @@ class KeyTable(CheckpointedKeys):
         with self._lock:
             return self.index.committed()
 
-    def unknown_row(self, name: str = "") -> int:
-        """Return the row that features with the out-of-vocabulary row `name` use for keys without a row.
-
-        The first rank has these rows; others return EMPTY.
-        """
-        if not self.is_first:
-            return EMPTY
-        with self._lock:
-            if name not in self._unknown:
-                key = np.array([key64(0, "out of vocabulary", name)], np.uint64).view(np.int64)
-                self._unknown[name] = self.index.take_row(int(key[0]))
-                steps = 0 if self.history is None else self.history.steps
-                self._fill(np.array([self._unknown[name]], np.int32), steps)
-            return self._unknown[name]
-
-    @property
-    def unknown_rows(self) -> Mapping[str, int]:
-        """The rows for keys without a row, by name, in the order of the names."""
-        return dict(sorted(self._unknown.items()))
-
-    def are_unused(self, rows: Ids) -> npt.NDArray[np.bool_]:
-        """Return which rows [N] no key and no feature uses after the last planned step, bool [N]."""
-        with self._lock:
-            found: npt.NDArray[np.bool_] = self.index.are_unused(rows) & ~np.isin(rows, list(self._unknown.values()))
-            return found
-
-    def find_rows(self, keys: Keys) -> Positions:
-        """Return the rows of keys [N] after the last finished step, int32 [N]; EMPTY for a key without a row."""
-        with self._lock:
-            return self.index.find_committed(keys)
-
-    def plan(
-        self, keys: Keys, uses: npt.NDArray[np.int32], *, may_read: bool, total: Total | None = None
-    ) -> PlannedKeys:
-        """Plan the next step, see `KeyIndex.plan`, and initialize the rows of new keys.
-
-        `may_read` is whether all earlier steps are finished, with all rows on the host.
-        """
-        with self._lock:
-            if not self.index.unfinished and self.history is not None:
-                self._first_step = self.history.steps - self.index.step
-            planned = self.index.plan(keys, uses, self._norms if may_read else None, total)
-            try:
-                self._fill(planned.rows[planned.new], self._first_step + self.index.step + self.index.unfinished - 1)
-            except BaseException:
-                self.index.rollback(self.index.unfinished - 1)
-                raise
-            return planned
-
-    def commit(self) -> Positions:
-        """Finish the first planned step; return the rows that it evicted, which `retire` makes free."""
-        with self._lock:
-            evicted, counts = self.index.commit()
-            if self.key_counts is not None:
-                self.key_counts.append(counts)
-            if self.changes is not None and len(evicted):
-                self._gone.append(self.index.keys[evicted])
-            return evicted
-
-    def retire(self, rows: Positions) -> None:
-        """Allow the use of rows that a step has evicted, once nothing uses them any more; note them for `on_evict`."""
-        if self._reports:
-            self._reports.add(self.index.keys[rows], lambda at: np.ascontiguousarray(self._read(rows[at])[0][:, 0]))
-        with self._lock:
-            self.index.release(rows)
-
-    def on_evict(self, listener: Callable[[Keys, Rows], object]) -> None:
-        """From now on, call a function with the keys that each step evicts, and with their weights.
-
-        It is called with int64 [E], in the order of `keys`, and float32 [E, D], once for each step that evicts keys and
-        in the order of the steps: in a loop, by the loop's thread some batches later, and at the latest when the loop
-        ends. It may read the table. Erased keys are not reported. Each rank reports its own keys.
-        """
-        self._reports.listeners.append(listener)
-
-    @property
-    def reports_evictions(self) -> bool:
-        """Whether anybody has called `on_evict`."""
-        return bool(self._reports)
-
-    def report_evictions(self) -> None:
-        """Call the functions of `on_evict` for evictions that were not reported yet."""
-        self._reports.send()
-
-    def rollback(self) -> None:
-        """Undo all planned steps that are not finished."""
-        with self._lock:
-            self.index.rollback()
-
     def erase(self, ids: npt.ArrayLike) -> None:
         """Forget keys with their rows, optimizer state, and counts of uses; keys that are unknown have no effect.
 
@@ -279,12 +201,7 @@ class KeyTable(CheckpointedKeys):
         with self._rekeying():
             self.erased = zlib.crc32(np.ascontiguousarray(keys).data, self.erased)
             rows = self.index.erase(keys[self.owns(keys)])
-            _, planes, D = self.storage.shape
-            for start in range(0, len(rows), _AT_ONCE):
-                part = rows[start : start + _AT_ONCE]
-                zeros = np.zeros((len(part), planes, D), np.float32)
-                state = np.zeros((len(part), self.storage.row_slots.shape[1]), np.float32)
-                run_tasks(self.write_rows_tasks(part, zeros, state))
+            self._write_zeros(rows)
             self.index.keys[rows] = 0
             self.index.release(rows)
             if self.changes is not None:  # earlier checkpoints have the keys, so the next one cannot build on them
@@ -344,11 +261,14 @@ class KeyTable(CheckpointedKeys):
         """Plan a step for a `with` block that takes it; yield the keys' rows."""
         planned = self.plan(keys, uses, may_read=True)
         try:
-            yield np.where(planned.rows == EMPTY, np.int32(self.unknown_row()), planned.rows)
+            unknown = planned.guests[0] if self.unknown == ZEROS else self.unknown_row()
+            yield np.where(planned.rows == EMPTY, np.int32(unknown), planned.rows)
         except BaseException:
             self.rollback()
             raise
-        self.retire(self.commit())
+        evicted, guests = self.commit()
+        self.retire(evicted)
+        self.release(guests)
 
     @contextmanager
     def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:
@@ -416,6 +336,11 @@ class KeyTable(CheckpointedKeys):
         """Return the rows of keys after all steps so far; the out-of-vocabulary row for a key without a row."""
         keys = self._require_keys(ids)
         self._before_read()
+        if self.unknown == INITIAL:
+            distinct: Any
+            distinct, inverse = unique(keys)
+            rows, self._guests = self.find_or_guest(distinct)  # until the next call
+            return rows[inverse]
         rows = self.find_rows(keys)
         if not self.is_first and (rows == EMPTY).any():
             raise UserError(
@@ -436,34 +361,9 @@ class KeyTable(CheckpointedKeys):
             )
         return keys
 
-    def _fill(self, rows: Positions, step: int) -> None:
-        """Write the initial values of new rows, whose last step is `step`."""
-        _, planes, D = self.storage.shape
-        for start in range(0, len(rows), _AT_ONCE):
-            part = rows[start : start + _AT_ONCE]
-            block = np.empty((len(part), planes, D), np.float32)
-            self.storage.initial(self._key_shape, *self._initial, self.index.keys[part], block)
-            row_slots = np.empty((len(part), self.storage.row_slots.shape[1]), np.float32)
-            row_slots[:] = list(self.optimizer.row_slots.values())
-            if self.history is not None:
-                row_slots[:, -1] = step
-            untouched = self.untouched
-            run_tasks(self.write_rows_tasks(part, block, row_slots))
-            self.untouched = untouched
-
     def _note_write(self, ids: Ids) -> None:
         with self._noting:  # the rows of new keys are filled in another thread than updates
             super()._note_write(ids)
-
-    def _norms(self, rows: Positions) -> npt.NDArray[np.float64]:
-        """Return the squares of the norms of rows' weights, float64, summed in the order of the columns."""
-        found = np.zeros(len(rows), np.float64)
-        for start in range(0, len(rows), _AT_ONCE):
-            block, _ = self._read(rows[start : start + _AT_ONCE])
-            part = found[start : start + _AT_ONCE]
-            for column in range(block.shape[2]):
-                part += np.square(block[:, 0, column].astype(np.float64))
-        return found
 
     def _shape(self, dim: int) -> Shape:
         index = self.index

@@ -75,9 +75,10 @@ class HostTable(ReadableTable):
             float32. If dim is 1, "8bit" also stores state columns as float32, since a scale would take 4 bytes anyway.
         capacity: For a table by key: the maximum number of keys with a row, or the memory for all keys, such as
             "24GiB". None for what the free memory allows. Memory is taken as keys come.
-        admit: For a table by key: `MinCount` or `Probability`; None to give each key a row at once. Keys without a row
-            share one that is trained, the out-of-vocabulary row.
+        admit: For a table by key: `MinCount` or `Probability`; None to give each key a row at once.
         evict: For a table by key: `Unused`, `LeastRecent`, `LeastFrequent` or `SmallestNorm`; None to keep all keys.
+        unknown: For a table by key, what keys without a row read: "shared", the out-of-vocabulary row of their feature,
+            which is trained; "zeros"; or "initial", each its own initial values, untrained until the key has a row.
 
     Raises:
         UserError: The table does not fit in the available memory; raised before allocation.
@@ -109,9 +110,12 @@ class HostTable(ReadableTable):
         capacity: int | str | None = None,
         admit: Admission | None = None,
         evict: Eviction | None = None,
+        unknown: str = "shared",
     ) -> None:
-        if (capacity, admit, evict) != (None, None, None):
-            raise ValueError(f"table {name!r}: capacity, admit and evict need a table by key: give None for rows")
+        if (capacity, admit, evict, unknown) != (None, None, None, "shared"):
+            raise ValueError(
+                f"table {name!r}: capacity, admit, evict and unknown need a table by key: give None for rows"
+            )
         assert rows is not None
         require_size(rows, dim, name)
         require_optimizer(optimizer, name)

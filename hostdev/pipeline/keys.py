@@ -5,14 +5,16 @@ With other ranks, a key's owner plans it and has its row: see `assign_on_ranks`.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache.cache import EmbeddingCache
+from hostdev.core.keys import ZEROS
 from hostdev.distributed.exchange import OwnedRows
 from hostdev.distributed.key_exchange import Answer, KeyExchange
+from hostdev.host.guest_rows import GuestRows
 from hostdev.host.key_eviction import Total
 from hostdev.host.key_table import KeyTable
 from hostdev.kernels.key_rows import number_rows
@@ -22,6 +24,22 @@ Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
 _CHECKED_EVERY = 16  # steps between searches for rows that have left the cache
+
+
+class FoundRows(NamedTuple):
+    """The rows of a batch's keys."""
+
+    rows: Positions  # int32 [U], the row of each unique key, or a negative number
+    unknown: Positions  # int32 [any], for keys without a row, in the order of the features' names for them
+    guests: GuestRows | None  # keeps rows that only this batch reads
+
+
+class Assigned(NamedTuple):
+    """What a batch needs of a table by key."""
+
+    rows: Any  # the distinct rows, int32 [any]; with other ranks, `OwnedRows`
+    plans: bool  # whether a step was planned, which is to be finished by `finish_step`
+    guests: GuestRows | None  # as in `FoundRows`
 
 
 class KeyedRows:
@@ -38,11 +56,12 @@ class KeyedRows:
         self._names = list(dict.fromkeys(name for names in unknown for name in names))
         self.trains = True  # whether batches of a training pass may change keys
         self._retired: deque[Positions] = deque()  # by step, rows of evicted keys that a cache may still hold
+        self._left: list[Positions] = []  # rows that were for one step alone, which a cache may still hold
         self._since = 0  # steps since the last search for those that have left the cache
 
     def assign(
         self, keys: Ids, inverse: Positions, features: Sequence[Ids], *, update: bool, is_first: bool
-    ) -> tuple[Positions, bool]:
+    ) -> Assigned:
         """Return the distinct rows of a batch, in order of first occurrence; renumber `inverse` accordingly.
 
         Args:
@@ -51,24 +70,27 @@ class KeyedRows:
             features: The keys of each feature, once for each micro-batch.
             update: Whether the pass updates the tables, so that the batch may admit and evict keys.
             is_first: Whether all earlier batches are finished, and the table has all rows.
-
-        Returns:
-            The rows, int32 [any], and whether a step was planned, which is to be finished by `finish_step`.
         """
         plans = update and self.trains
         uses = count_occurrences(inverse, len(keys)) if plans else None
-        rows = self.find(keys, uses, is_first=is_first)
-        return number_rows(rows, inverse, features, self._repeat(self.unknown_rows(), features)), plans
+        found = self.find(keys, uses, is_first=is_first)
+        rows = number_rows(found.rows, inverse, features, self._repeat(found.unknown, features))
+        return Assigned(rows, plans, found.guests)
 
     def find(
         self, keys: Ids, uses: npt.NDArray[np.int32] | None, *, is_first: bool, total: Total | None = None
-    ) -> Positions:
-        """Return the rows of distinct keys, int32 [U], or a negative number; plan a step if there are `uses` [U]."""
+    ) -> FoundRows:
+        """Return the rows of distinct keys [U]; plan a step if there are `uses`, int32 [U]."""
         if uses is None:
-            return self.table.find_rows(keys)
-        return self.table.plan(keys, uses, may_read=is_first, total=total).rows
+            rows, guests = self.table.find_or_guest(keys)
+            return FoundRows(rows, self._unknown_rows(), guests)
+        planned = self.table.plan(keys, uses, may_read=is_first, total=total)
+        unknown = self._unknown_rows()
+        if self.table.unknown == ZEROS and len(planned.guests):
+            unknown[:] = planned.guests[0]
+        return FoundRows(planned.rows, unknown, None)
 
-    def unknown_rows(self) -> Positions:
+    def _unknown_rows(self) -> Positions:
         """Return the out-of-vocabulary rows, int32 [any], in the order of their first use by a feature."""
         return np.array([self.table.unknown_row(name) for name in self._names], np.int32)
 
@@ -91,23 +113,32 @@ class KeyedRows:
         return OwnedRows(owners[found], np.concatenate([answer.rows, answer.unknown])[found])
 
     def _repeat(self, rows: Positions, features: Sequence[Ids]) -> list[list[int]]:
-        """Return for each of `features` its out-of-vocabulary rows; `rows` has them in the order of `unknown_rows`."""
+        """Return for each of `features` its out-of-vocabulary rows; `rows` has them in the order of `self._names`."""
         by_name = dict(zip(self._names, rows.tolist(), strict=True))
         each = [[by_name[name] for name in names] for names in self._unknown]
         return each * (len(features) // len(each))
 
     def finish_step(self) -> None:
         """Finish the first planned step, whose update is done."""
-        evicted = self.table.commit()
+        evicted, left = self.table.commit()
         if self._cache is None:
             self.table.retire(evicted)
+            self.table.release(left)
             return
         if len(evicted):
             self._retired.append(evicted)
+        if len(left):
+            self._left.append(left)
         self._since += 1
-        if self._retired and self._since >= _CHECKED_EVERY:
+        if self._since >= _CHECKED_EVERY:
             self._since = 0
-            self._retire(self._cache)
+            if self._retired:
+                self._retire(self._cache)
+            if self._left:
+                rows = np.concatenate(self._left)
+                held = self._cache.holds(rows)
+                self._left = [rows[held]]
+                self.table.release(rows[~held])
 
     def _retire(self, cache: EmbeddingCache) -> None:
         """Retire rows that have left the cache; if evictions are reported, all rows of a step at once, and in order."""
@@ -130,6 +161,8 @@ class KeyedRows:
         self.table.rollback()
         while self._retired:  # the next pass discards them from the cache
             self.table.retire(self._retired.popleft())
+        while self._left:
+            self.table.release(self._left.pop())
 
 
 def assign_on_ranks(
@@ -140,7 +173,7 @@ def assign_on_ranks(
     *,
     update: bool,
     is_first: bool,
-) -> list[tuple[OwnedRows, bool]]:
+) -> list[Assigned]:
     """Return for each table what `KeyedRows.assign` does, but rows of their owners.
 
     Each rank asks the owners for its keys. The owners plan the keys of all ranks as one step, and answer with the rows.
@@ -156,14 +189,14 @@ def assign_on_ranks(
     counted = [(keys, count_occurrences(inverse, len(keys))) for keys, inverse in found]
     asked = exchange.ask(counted)
     plans = [update and each.trains for each in tables]
-    rows = [
+    mine = [
         each.find(one.keys, one.uses if plan else None, is_first=is_first, total=exchange.total)
         for each, one, plan in zip(tables, asked, plans, strict=True)
     ]
-    answers = exchange.answer(asked, rows, [each.unknown_rows() for each in tables])
+    answers = exchange.answer(asked, [each.rows for each in mine], [each.unknown for each in mine])
     return [
-        (each.number(len(keys), inverse, ids, answer, one.owners), plan)
-        for each, (keys, inverse), ids, answer, one, plan in zip(
-            tables, found, features, answers, asked, plans, strict=True
+        Assigned(each.number(len(keys), inverse, ids, answer, one.owners), plan, own.guests)
+        for each, (keys, inverse), ids, answer, one, plan, own in zip(
+            tables, found, features, answers, asked, plans, mine, strict=True
         )
     ]

@@ -59,6 +59,7 @@ class UniqueGroup(NamedTuple):
     inverse: Inverse  # [N], for each id in the batch, the index of its row among the unique rows
     asked: Asked | None = None  # with other ranks: the rows that this rank requests, and those requested from it
     plans_keys: bool = False  # whether the batch is a planned step of a table by key; `ids` are row numbers
+    guests: Any = None  # of a table by key: keeps rows that are only for this batch, which updates nothing
 
 
 class UniqueBatch(NamedTuple):
@@ -78,6 +79,7 @@ class PlannedGroup(NamedTuple):
     plan: Plan | None  # None without a cache, or in a pass that updates nothing
     places: Positions | None  # for each id, the position of its row on the device, int32 [U]; None for the ids' order
     plans_keys: bool = False  # as in `UniqueGroup`
+    guests: Any = None  # as in `UniqueGroup`
 
     @property
     def reads(self) -> Ids:

@@ -61,7 +61,10 @@ class _Group:
     def __init__(self, group: GroupSpec, given: Sequence[npt.NDArray[Any]], device: torch.device) -> None:
         ids = given[0] if len(given) == 1 else np.concatenate(given)
         if isinstance(keyed := group.tables[0], KeyTable):
-            ids = keyed.find_rows(ids)
+            distinct: Any
+            distinct, inverse = unique(ids)
+            rows, self._guests = keyed.find_or_guest(distinct)  # while the rows are read
+            ids = rows[inverse]
             rows_of = [[keyed.unknown_row(name) for name in names] for names in group.unknown]
             pairs = zip(rows_of, given, strict=True)
             unknown = np.concatenate([np.resize(np.array(rows, np.int32), len(part)) for rows, part in pairs])

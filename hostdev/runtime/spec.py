@@ -11,6 +11,7 @@ from hostdev.cache.options import WINDOW
 from hostdev.core.admission import Admission
 from hostdev.core.eviction import Eviction
 from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.keys import SHARED
 from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import FP32, require_slots_dtype, require_table_dtype
@@ -30,6 +31,7 @@ class KeySpec:
 
     admit: Admission | None = None
     evict: Eviction | None = None
+    unknown: str = SHARED
 
 
 @dataclass(frozen=True)

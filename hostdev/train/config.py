@@ -9,6 +9,7 @@ from typing import Any
 
 from hostdev.cache.options import AUTO, POLICIES, WINDOW, rows_of
 from hostdev.core.errors import UserError
+from hostdev.core.keys import UNKNOWN
 from hostdev.core.memory import format_bytes, parse_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
@@ -206,6 +207,12 @@ class TrainConfig:
         "most keys of --tables dynamic, or their memory, such as 8GiB (default: what is free)", kind=str, metavar="X"
     )
     admit_count: int | None = _flag("give a key a row at its N-th use (default: at once)", kind=int, metavar="N")
+    unknown_ids: str | None = _flag(
+        "what ids without a row read: shared, a row of their column, which is trained; zeros; or initial, their own "
+        "initial values (default shared)",
+        kind=str,
+        choices=UNKNOWN,
+    )
     evict_unused: int | None = _flag("remove keys that N steps have not used (default: never)", kind=int, metavar="N")
     initial_vectors: str | None = _flag(
         "files with a vector for each value of a column, with which its embeddings begin, such as item=items.parquet; "

@@ -8,7 +8,7 @@ from hostdev.core.memory import parse_bytes
 
 ORDERS = ("shuffled", "stored")
 TABLES = ("vocabulary", "dynamic")
-_OF_KEYS = ("capacity", "admit_count", "evict_unused")
+_OF_KEYS = ("capacity", "admit_count", "unknown_ids", "evict_unused")
 _MOST_USES = (1 << 24) - 1  # as in core.admission, whose kernels a command line need not import
 
 

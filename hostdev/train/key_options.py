@@ -8,6 +8,7 @@ from hostdev.checkpoint.manager import SAVING_BYTES
 from hostdev.core.admission import MinCount
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import Unused
+from hostdev.core.keys import SHARED
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
 from hostdev.data.preprocess.options import is_raw
 from hostdev.data.schema import Schema
@@ -59,7 +60,7 @@ def set_keys(model: Model, settings: Any) -> None:
             f"--capacity {settings.capacity}: {rows:,} keys take {format_bytes(rows * each)}, but {format_bytes(free)} "
             "of host memory are free; give less, or use a smaller --emb-dim"
         )
-    keys = KeySpec(admit, evict)
+    keys = KeySpec(admit, evict, settings.unknown_ids or SHARED)
     model.tables = {name: replace(spec, rows=rows, keys=keys) for name, spec in model.tables.items()}
 
 

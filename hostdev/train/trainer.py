@@ -295,7 +295,8 @@ def _make_host_table(name: str, spec: TableSpec, seed: int, part: tuple[int, int
     about: Any = {"name": name, "seed": seed, "init": spec.init, "part": part, "dtype": spec.dtype, "slots": spec.slots}
     if spec.keys is None:
         return HostTable(spec.rows, spec.dim, spec.optimizer, **about)
-    rules: Any = {"capacity": spec.rows, "admit": spec.keys.admit, "evict": spec.keys.evict}
+    keys = spec.keys
+    rules: Any = {"capacity": spec.rows, "admit": keys.admit, "evict": keys.evict, "unknown": keys.unknown}
     return HostTable(None, spec.dim, spec.optimizer, **about, **rules)
 
 

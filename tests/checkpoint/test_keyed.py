@@ -218,9 +218,13 @@ def test_other_programs_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"is by row in the checkpoint, but by key.*HostTable\(rows, \.\.\.\)"):
         resumed(tmp_path / "row")
     sketch = {"admit": hostdev.MinCount(2, sketch="64KiB")}
-    with pytest.raises(UserError, match="counts keys that have no row in a sketch of 65,536 bytes, by parts, but .* exactly"):
+    with pytest.raises(
+        UserError, match="counts keys that have no row in a sketch of 65,536 bytes, by parts, but .* exactly"
+    ):
         resumed(tmp_path / "key", admit=hostdev.MinCount(2))
-    with pytest.raises(UserError, match="in a sketch of 65,536 bytes, by parts, but .* in a sketch of 131,072 bytes, by parts"):
+    with pytest.raises(
+        UserError, match="in a sketch of 65,536 bytes, by parts, but .* in a sketch of 131,072 bytes, by parts"
+    ):
         resumed(tmp_path / "key", admit=hostdev.MinCount(2, sketch="128KiB"))
     with pytest.raises(UserError, match=r"has \d+ keys, but the program's table has a capacity of 9; raise capacity"):
         resumed(tmp_path / "key", **sketch, capacity=9)
@@ -232,6 +236,36 @@ def test_other_programs_are_refused(tmp_path):
         tmp_path / "key", admit=hostdev.MinCount(3, sketch="64KiB"), evict=hostdev.Unused(9), capacity=9_000
     )
     assert other.digest()[0] == program.digest()[0]  # the number, the eviction and the capacity may differ
+
+
+@pytest.mark.parametrize("unknown", ["zeros", "initial"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer": hostdev.Adam, "init": hostdev.Uniform(-1, 1)},
+        {"dtype": "bfloat16", "init": hostdev.Constant(3)},
+    ],
+    ids=str,
+)
+def test_keys_without_a_row_in_files(unknown, options, tmp_path):
+    policy = {"admit": hostdev.MinCount(3), "evict": hostdev.Unused(steps=6), "unknown": unknown, **options}
+    data, found = batches(12), []
+    program = Program(**policy).train(data[:6])
+    saved(program, tmp_path)
+    other = resumed(tmp_path, (2, 30), **policy)
+    for one in program, other:
+        one.train(data[6:])
+        keys = np.array([-5, 2**60 + 3, -(2**61), *one.keyed.keys[:9]])
+        found.append((one.digest()[0], one.keyed.lookup(keys).tolist()))
+        assert (one.keyed.lookup(keys[:3]) == 0).all() == (unknown == "zeros")
+        saved(one, tmp_path)
+        assert hostdev.open(tmp_path)["keyed"].lookup(keys).tolist() == found[-1][1]
+        rows = one.runtime.lookup({"item": keys, "history": keys[:, None], "fixed": np.zeros(12, int)})
+        assert rows["item"].tolist() == rows["history"].tolist() == found[-1][1]
+    assert found[0] == found[1]
+    with pytest.raises(UserError, match=rf"read '{unknown}' values, but in the program 'shared' ones; use unknown="):
+        resumed(tmp_path, **{**policy, "unknown": "shared"})
 
 
 def test_damage(tmp_path):

@@ -35,6 +35,13 @@ POLICIES = {
         "capacity": 150,
     },
     "norm": {"evict": hostdev.SmallestNorm(keep=0.8, every=5), "capacity": 200, "optimizer": hostdev.Adam},
+    "zeros": {"admit": hostdev.MinCount(3), "evict": hostdev.Unused(steps=6, every=3), "unknown": "zeros"},
+    "initial": {
+        "admit": hostdev.MinCount(3),
+        "evict": hostdev.LeastRecent(every=9),
+        "capacity": 150,
+        "unknown": "initial",
+    },
     "full": {"evict": hostdev.LeastRecent(keep=1.0, every=50), "capacity": 160, "dtype": "bfloat16"},
 }
 MODES = [(0, None), (2, None), (3, 60), (2, hostdev.CacheSpec(40, "lfu"))]

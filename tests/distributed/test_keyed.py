@@ -7,7 +7,19 @@ import pytest
 from tests.distributed import keyed_loop, keyed_refused
 from tests.distributed.processes import start_on
 
-FEW = ["all 1", "count 0", "count 3", "expires 2", "sketch 1", "probability 2", "norm 1", "norm 2", "full 3"]
+FEW = [
+    "all 1",
+    "count 0",
+    "count 3",
+    "expires 2",
+    "sketch 1",
+    "probability 2",
+    "norm 1",
+    "norm 2",
+    "zeros 1",
+    "initial 2",
+    "full 3",
+]
 ALIKE = "middle", "end", "losses"
 
 

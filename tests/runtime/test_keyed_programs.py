@@ -52,7 +52,8 @@ ACTION = st.one_of(
 class Expected:
     """The table as a dict: for each key, and each out-of-vocabulary row, [1 + S, D]."""
 
-    def __init__(self, admit, evict, optimizer):
+    def __init__(self, admit, evict, optimizer, policy="shared"):
+        self.policy = policy
         self.rules = Naive(admit, evict, CAPACITY, SEED)
         self.optimizer, self.values, self.frozen, self.steps, self.key_steps = optimizer, {}, False, 0, 0
         unknown = np.array([key64(0, "out of vocabulary", name) for name in ("", "h")], np.uint64).view(np.int64)
@@ -68,7 +69,12 @@ class Expected:
         return float(sum(float(weight) * float(weight) for weight in self.values[key][0].astype(np.float64)))
 
     def row(self, key, feature):
-        return self.values[key] if key in self.values else self.unknown["h" if feature == "h" else ""]
+        if key in self.values:
+            return self.values[key]
+        if self.policy == "shared":
+            return self.unknown["h" if feature == "h" else ""]
+        row = self.initial(key)  # changes to it are lost
+        return row if self.policy == "initial" else np.zeros_like(row)
 
     def read(self, batch):
         first = [self.row(a, "a")[0].copy() for a, _, _ in batch]
@@ -129,12 +135,14 @@ class Real:
         self.expected, self.admit, self.evict, self.folder = expected, admit, evict, folder
         self.capacity, self.mode = CAPACITY, mode
         self.rng = np.random.default_rng(0)
+        self.saved = False
         self.evicted, self.gone = [], []  # by step: keys with their weights, as reported and as expected
         self.begin(SEED)
 
     def begin(self, seed):
         depth, cache = self.mode
-        options = {"admit": self.admit, "evict": self.evict, "capacity": self.capacity}
+        rules = {"admit": self.admit, "evict": self.evict, "unknown": self.expected.policy}
+        options = {**rules, "capacity": self.capacity}
         optimizer = type(self.expected.optimizer)(lr=self.expected.optimizer.lr)
         self.table = hostdev.HostTable(None, DIM, optimizer, name="t", seed=seed, **options)
         features = {"a": self.table, "h": hostdev.Feature(self.table, pooling="sum", unknown="h")}
@@ -154,10 +162,14 @@ class Real:
         for number, array in enumerate(found):
             np.testing.assert_array_equal(array, [values[key][number] for key in keys.tolist()] or array)
         assert (table.step, len(table)) == (self.expected.steps, len(values))
-        one = {"a": np.array([2**63 - 1]), "h": np.array([[2**63 - 1, 5]])}  # keys that no batch has
-        rows = self.runtime.lookup(one)
-        np.testing.assert_array_equal(rows["a"].numpy()[0], self.expected.unknown[""][0])
-        np.testing.assert_array_equal(rows["h"].numpy()[0], 2 * self.expected.unknown["h"][0])
+        one = [(2**63 - 1, 2**63 - 1, 2**62 - 5)]  # keys that no batch has
+        self.compare(one, self.runtime.lookup(ids_of(one)))
+        read = self.expected.row(2**62 - 5, "a")[0]
+        np.testing.assert_array_equal(table.lookup([2**62 - 5, *keys, 2**62 - 5]), [read, *table.weights, read])
+        if self.saved:
+            saved = hostdev.open(self.folder)["t"].lookup([2**62 - 5])[0]
+            if self.expected.policy != "shared":  # that row may have been trained since
+                np.testing.assert_array_equal(saved, read)
 
     def act(self, what, value, *, in_step=False):
         expected, table, runtime = self.expected, self.table, self.runtime
@@ -178,7 +190,8 @@ class Real:
             (runtime.freeze if value else runtime.unfreeze)("t")
             expected.frozen = value
         elif what == "save":
-            runtime.save(self.folder, wait=False)
+            runtime.save(self.folder, wait=len(table.keys) % 2 == 0)
+            self.saved |= len(table.keys) % 2 == 0
 
     def compare(self, batch, rows):
         for name, value in zip("ah", self.expected.read(batch), strict=True):
@@ -186,6 +199,7 @@ class Real:
 
     def resume(self, mode, more):
         self.runtime.save(self.folder)
+        self.saved = True
         self.runtime.close()
         self.capacity, self.mode = self.capacity + more, mode
         self.expected.rules.capacity = self.capacity
@@ -238,8 +252,8 @@ def ids_of(batch):
     return {"a": np.array([a for a, _, _ in batch]), "h": np.array([sample[1:] for sample in batch])}
 
 
-def run(program, admit, evict, optimizer, mode, folder):
-    expected = Expected(admit, evict, optimizer)
+def run(program, admit, evict, optimizer, policy, mode, folder):
+    expected = Expected(admit, evict, optimizer, policy)
     real = Real(expected, admit, evict, mode, folder)
     steps, actions, more = [], [[]], True
     for what, value in [*program, ("leave", None)]:
@@ -261,14 +275,14 @@ def run(program, admit, evict, optimizer, mode, folder):
     real.close()
 
 
-COMBINATIONS = st.sampled_from(list(product(ADMISSIONS, EVICTIONS, OPTIMIZERS)))
+COMBINATIONS = st.sampled_from(list(product(ADMISSIONS, EVICTIONS, OPTIMIZERS, ["shared", "zeros", "initial"])))
 PROGRAMS = {"program": st.lists(ACTION, max_size=20), "chosen": COMBINATIONS, "mode": st.sampled_from(MODES)}
 OPTIONS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
 
 
 def run_in_new_folder(program, chosen, mode, factory):
-    admit, evict, optimizer = chosen
-    run(program, admit, evict, optimizer(), mode, factory.mktemp("programs"))
+    admit, evict, optimizer, policy = chosen
+    run(program, admit, evict, optimizer(), policy, mode, factory.mktemp("programs"))
 
 
 @settings(max_examples=60, **OPTIONS)

@@ -26,6 +26,8 @@ POLICIES = {
         "capacity": 200,
     },
     "norm": {"evict": hostdev.SmallestNorm(keep=0.8, every=5), "capacity": 300},
+    "zeros": {"admit": hostdev.MinCount(4), "evict": hostdev.Unused(steps=5, every=3), "unknown": "zeros"},
+    "initial": {"admit": hostdev.MinCount(4), "evict": hostdev.LeastRecent(), "capacity": 200, "unknown": "initial"},
 }
 
 
@@ -364,6 +366,8 @@ def test_keys_of_all_kinds_are_the_same():
         ({"evict": hostdev.LeastRecent()}, "needs a capacity"),
         ({"admit": hostdev.MinCount(2, expires=9), "evict": hostdev.Unused(steps=5)}, "expires must be at most steps"),
         ({"part": (0, 257)}, "has 256 parts"),
+        ({"unknown": "nothing"}, "unknown must be one of 'shared', 'zeros', 'initial', not 'nothing'"),
+        ({"rows": 5, "unknown": "zeros"}, "capacity, admit, evict and unknown need a table by key"),
         ({"init": np.zeros((3, 2))}, "init must be Normal, Uniform or Constant"),
         ({"dim": 0}, "needs at least one column"),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 from hostdev.cache.plan import renumber
 from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.context import Context
-from hostdev.pipeline.keys import assign_on_ranks
+from hostdev.pipeline.keys import Assigned, assign_on_ranks
 from hostdev.pipeline.results import ReadBatch, UniqueBatch, UniqueGroup
 
 
@@ -34,8 +34,8 @@ def deduplicate(
         for n, group in enumerate(context.groups):
             if group.keys is not None and not context.exchanges:
                 keys, inverse, *_ = groups[n]
-                rows, plans = group.keys.assign(keys, inverse, request.ids[n], update=update, is_first=is_first)
-                groups[n] = UniqueGroup(rows, inverse, None, plans)
+                mine = group.keys.assign(keys, inverse, request.ids[n], update=update, is_first=is_first)
+                groups[n] = UniqueGroup(mine.rows, inverse, None, mine.plans, mine.guests)
         span["rows"] = sum(len(group.ids) for group in groups)
     if context.exchanges:
         groups = _exchange(context, batch, groups, update=update, is_first=is_first)
@@ -47,8 +47,9 @@ def _exchange(
 ) -> list[UniqueGroup]:
     """Send the unique ids to the ranks with the rows; keys go to their owners first, which know their rows."""
     exchange, (number, request) = context.exchanges[update], batch
+    nothing = Assigned(None, False, None)
     requested: list[Any] = [group.ids for group in groups]
-    plans = [False] * len(groups)
+    assigned: dict[int, Assigned] = {}
     keyed = {n: group.keys for n, group in enumerate(context.groups) if group.keys is not None}
     with context.timeline.span("exchange ids", number):
         if exchange.keys is not None:
@@ -60,12 +61,13 @@ def _exchange(
                 update=update,
                 is_first=is_first,
             )
-            for n, (rows, planned) in zip(keyed, found, strict=True):
-                requested[n], plans[n] = rows, planned
+            assigned = dict(zip(keyed, found, strict=True))
+            for n, mine in assigned.items():
+                requested[n] = mine.rows
         exchanged = exchange.ids(requested)
     return [
-        UniqueGroup(ids, renumber(group.inverse, asked.places), asked, planned)
-        for group, (ids, asked), planned in zip(groups, exchanged, plans, strict=True)
+        UniqueGroup(ids, renumber(group.inverse, asked.places), asked, *assigned.get(n, nothing)[1:])
+        for n, (group, (ids, asked)) in enumerate(zip(groups, exchanged, strict=True))
     ]
 
 

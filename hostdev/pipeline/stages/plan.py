@@ -25,7 +25,7 @@ def plan(
             finished.
     """
     number, position, request, unique = batch
-    groups = [PlannedGroup(group.ids, group.asked, None, None, group.plans_keys) for group in unique]
+    groups = [PlannedGroup(group.ids, group.asked, None, None, group.plans_keys, group.guests) for group in unique]
     inverses = [group.inverse for group in unique]
     conflicts = None
     if context.on_host and update and (get_unfinished is not None or context.cached):

@@ -1,0 +1,23 @@
+"""Rows that keys without a row use for one batch, if the table gives each of them its own initial values."""
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.int32]
+
+
+class GuestRows:
+    """Rows of a batch that only reads; they can be used again when the last reference to this object is gone.
+
+    Args:
+        rows: int32 [any].
+        returned: Gets the rows then, from any thread.
+    """
+
+    def __init__(self, rows: Rows, returned: deque[Rows]) -> None:
+        self._rows, self._returned = rows, returned
+
+    def __del__(self) -> None:
+        self._returned.append(self._rows)
