@@ -55,7 +55,7 @@ CHECKS = {
     "kernels.cardinality": {"_note": (OWN,)},
     "kernels.claims": dict.fromkeys(("_claim", "_forget", "_intersect", "_others"), (REQUESTED,)),
     "kernels.clip": {"clip_rows": (POSITIONS, REQUESTED)},
-    "kernels.columns": {"_place": (JOURNAL,)},
+    "kernels.columns": {"_place": (JOURNAL,), "_hash_rows": (OWN,)},
     "kernels.counter": {"_sort_by_hash": (OWN,)},
     "kernels.criteo": {"parse_lines": (OWN,)},
     "kernels.dictionary": dict.fromkeys(("_add", "_find", "_rebuild"), (OWN,)),

@@ -12,6 +12,7 @@ import hostdev
 from hostdev.commands import advise, predict, preprocess, train, verify
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.train import raw_start
 from tests.data import events
 
 OPTIONS = ["--host-device-mix", "--tables", "dynamic", "--capacity", "20MiB", "--model", "deepfm", "--emb-dim", 4]
@@ -108,6 +109,34 @@ def test_killed_resumed_and_cached(run, data, tmp_path):
     assert np.isfinite(few).all() and few[0] != few[1]
     table = hostdev.open(tmp_path / "parts")["vectors"]
     assert len(table) == log[-1, 1]
+
+
+def test_raw_ids_begin_with_the_rows_of_a_vocabulary(run, data, tmp_path):
+    options = ["--host-device-mix", "--model", "deepfm", "--emb-dim", 4, "--batch-size", 250, "--device", "cpu"]
+    run(train, "--data", data / "vocabulary", *options, "--epochs", 2, "--run-dir", "old", "--checkpoint-every", 10)
+    every = ["--data", data / "raw", *options, "--tables", "dynamic", "--capacity", "20MiB", "--start-from", "old"]
+    out = run(train, *every, "--epochs", 1, "--max-steps", 1, "--run-dir", "new", "--checkpoint-every", 1)
+    old, new = (hostdev.open(tmp_path / name) for name in ("old", "new"))
+    assert f"table vectors: {len(old['vectors']):,} rows with their slots" in out
+    assert len(new["vectors"]) == len(old["vectors"]) - 3  # the out-of-vocabulary rows are not keys
+    mapped = raw_start.map_ids(data / "vocabulary", manifest.read(data / "vocabulary"), manifest.read(data / "raw"))
+    ids = np.flatnonzero(mapped.known)
+    for name in ("vectors", "first_order"):
+        same = (old[name].lookup(ids) == new[name].lookup(mapped.keys[ids])).all(1)
+        assert 0.5 < same.mean() < 1  # the step has changed its own rows
+    before, after = (json.loads((tmp_path / name / "summary.json").read_text())["auc"] for name in ("old", "new"))
+    assert abs(before - after) < 0.02
+    names = manifest.read(data / "raw").schema.ids
+    for name in names:
+        oov = old["vectors"].lookup([mapped.unknown[name]])
+        assert np.abs(new["vectors"].lookup([-1], unknown=name) - oov).max() < 0.05
+    processes = [sys.executable, "-m", "hostdev.train", *every, "--epochs", 1, "--max-steps", 1, "--micro-batches", 2]
+    done = subprocess.run(
+        list(map(str, [*processes, "--spawn", 2, "--run-dir", "two"])), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    run(train, *every, "--epochs", 1, "--max-steps", 1, "--micro-batches", 2, "--run-dir", "one")
+    assert digest_of(tmp_path / "one") == digest_of(tmp_path / "two")
 
 
 @pytest.mark.parametrize("unknown", ["zeros", "initial"])

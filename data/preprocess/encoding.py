@@ -366,7 +366,8 @@ class Encoding:
         ids = np.empty(rows.keys.shape, np.int64)
         known = self._known
         if isinstance(known, HashBuckets):
-            ids, _ = known.encode(rows)
+            missing = [rows.missing[column.space] for column in self.schema.columns]
+            ids, _ = known.encode(rows.keys, np.arange(len(rows)), missing)
         else:
             for i, column in enumerate(self.schema.columns):
                 texts = criteo.hex_text(np.ascontiguousarray(rows.keys[:, i]))

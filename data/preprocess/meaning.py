@@ -34,19 +34,30 @@ def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str
     """
     if there.identity == here.identity:
         return None
-    for what, a, b in (
-        ("numeric columns", there.schema.dense, here.schema.dense),
-        ("columns with ids", _columns(there.schema), _columns(here.schema)),
-        ("hash buckets", _buckets(there), _buckets(here)),
-        ("scaling of numbers", _scaling(there), _scaling(here)),
-        ("hashed features", _hashed(there), _hashed(here)),
-    ):
-        if a != b:
-            order = " (only the order differs)" if sorted(a) == sorted(b) else ""
-            return f"different {what}{order}: {_shown(a)} in the checkpoint, {_shown(b)} in the data set"
+    found = different_columns(there, here) or _compare("hash buckets", _buckets(there), _buckets(here))
+    if found is not None:
+        return found
     if there.vocabulary is None or here.vocabulary is None:
         return None
     return _compare_ids(StoredVocabulary(theirs, there), StoredVocabulary(root, here))
+
+
+def different_columns(there: Manifest, here: Manifest) -> str | None:
+    """Describe how the columns or the scaled numbers of a data set differ from those of a checkpoint's, or None."""
+    pairs = (
+        ("numeric columns", there.schema.dense, here.schema.dense),
+        ("columns with ids", _columns(there.schema), _columns(here.schema)),
+        ("scaling of numbers", _scaling(there), _scaling(here)),
+        ("hashed features", _hashed(there), _hashed(here)),
+    )
+    return next((found for pair in pairs if (found := _compare(*pair)) is not None), None)
+
+
+def _compare(what: str, a: tuple[str, ...], b: tuple[str, ...]) -> str | None:
+    if a == b:
+        return None
+    order = " (only the order differs)" if sorted(a) == sorted(b) else ""
+    return f"different {what}{order}: {_shown(a)} in the checkpoint, {_shown(b)} in the data set"
 
 
 def _compare_ids(there: StoredVocabulary, here: StoredVocabulary) -> str | None:

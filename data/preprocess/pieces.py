@@ -10,7 +10,7 @@ A piece is an Arrow file with a single row, in which each column holds one list.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -126,7 +126,8 @@ def write_piece(
     Returns:
         The fields of Facts except `end` and `size`, and a survey of the values (None if they are hashed).
     """
-    part = rows.take(np.argsort(splits, kind="stable"))
+    order = np.argsort(splits, kind="stable")
+    part = (rows if hashed is None else replace(rows, keys=rows.keys[:, :0])).take(order)
     n = tuple(np.bincount(splits, minlength=count).tolist())
     labels = [
         column.astype(np.uint8) if name not in layout.targets.numeric else column
@@ -141,14 +142,15 @@ def write_piece(
     content |= {f"lengths {i}": lengths for i, (_, lengths) in enumerate(part.bags)}
     content |= {f"weights {i}": values for i, values in part.bag_weights.items()}
     if hashed is not None:
-        ids, bags = hashed.encode(part)
-        codes = [column.astype(hashed.schema.id_type) for column in [*ids.T, *(ids for ids, _ in bags)]]
-        keys = [*part.keys.T, *(keys for keys, _ in part.bags)]
-        is_missing = [of == part.missing[column.space] for of, column in zip(keys, layout.columns, strict=True)]
+        ids, lacking = hashed.encode(rows.keys, order, [part.missing[column.space] for column in layout.ids])
+        content["ids"] = ids.reshape(-1)
+        is_missing = list(lacking)
+        for i, ((keys, _), column) in enumerate(zip(part.bags, layout.bags, strict=True), len(layout.ids)):
+            content[f"codes {i}"] = hashed.ids_of(keys, i).astype(hashed.schema.id_type)
+            is_missing.append(keys == part.missing[column.space])
     else:
         codes, is_missing, dictionaries = _encoded(part, layout, ends)
-        content |= dictionaries
-    content |= {f"codes {i}": column for i, column in enumerate(codes)}
+        content |= dictionaries | {f"codes {i}": column for i, column in enumerate(codes)}
     missing = [_sums(column, n) for column in np.isnan(part.numbers).T]
     missing += [_sums(column, mine) for column, mine in zip(is_missing, ends, strict=True)]
     content |= rows.rejected.columns()

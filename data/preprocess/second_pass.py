@@ -162,9 +162,12 @@ def build_shard(
         if weight is not None:
             weight[here] = piece.array("weight")[rows]
         dense[here] = scaling.transform(get_numbers(piece, len(layout.dense))[rows])
-        for i, column in enumerate(layout.ids):
-            codes = piece.array(f"codes {i}")[rows]
-            place_column(codes, None if known is None else known.array(f"ids {spaces[column.space]}"), ids[here], i)
+        if known is None:
+            ids[here] = piece.array("ids").reshape(len(piece), columns)[rows]
+        else:
+            for i, column in enumerate(layout.ids):
+                codes, values = piece.array(f"codes {i}")[rows], known.array(f"ids {spaces[column.space]}")
+                place_column(codes, values, ids[here], i)
         for i, column in enumerate(layout.bags):
             lengths = piece.array(f"lengths {i}")
             begin, end = int(lengths[: rows.start].sum(dtype=np.int64)), int(lengths[: rows.stop].sum(dtype=np.int64))

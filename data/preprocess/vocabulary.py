@@ -1,7 +1,7 @@
 """Encoding of values as ids: by a vocabulary counted on the training rows, or by hash."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import Bags, Layout, RawRows
 from hostdev.data.schema import Schema, Space
-from hostdev.kernels.columns import hash_keys
+from hostdev.kernels.columns import hash_keys, hash_rows
 from hostdev.kernels.counter import key64
 from hostdev.kernels.dictionary import BYTES_A_VALUE, Dictionary
 from hostdev.kernels.strings import BYTES_A_TEXT, TextMap
@@ -278,14 +278,18 @@ class HashBuckets:
         keys = {space: key64(0, "bucket", name) for space, name in names}
         self._keys = np.array([keys[column.space] for column in layout.columns], np.uint64)
 
-    def encode(self, rows: RawRows) -> tuple[Ids, Bags]:
-        """Return the ids of columns with one id per row, int64 [n, columns], and each bag's ids [N] and lengths [n]."""
-        ones = rows.keys.shape[1]
-        ids = np.empty((ones, len(rows)), np.int64)
-        for column, out in enumerate(ids):
-            out[:] = self.ids_of(rows.keys[:, column], column)
-        bags = tuple((self.ids_of(keys, i), lengths) for i, (keys, lengths) in enumerate(rows.bags, ones))
-        return ids.T, bags
+    def encode(
+        self, keys: Ids, order: npt.NDArray[np.int64], missing: Sequence[int]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+        """Return the ids of the columns with one id per row, [n, columns], and which values are missing, [columns, n].
+
+        Args:
+            keys: int64 [n, columns].
+            order: int64 [n], the rows in order.
+            missing: For each column, the key of a missing value.
+        """
+        how = self._keys[: keys.shape[1]], self._buckets, self.schema.first_value, np.array(missing, np.int64)
+        return hash_rows(keys, order, *how, self.schema.id_type)
 
     def ids_of(self, keys: Ids, column: int) -> Ids:
         """Return the ids of keys [N] in column number `column` of the layout."""

@@ -20,7 +20,7 @@ from hostdev.core.errors import TransientError, UserError, naming
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import note
 
-_VERSION = 4  # version of the folder's format
+_VERSION = 5  # version of the folder's format
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
 
 _LEFT_OVER = "{out} is complete; the leftovers in {folder} can be removed"

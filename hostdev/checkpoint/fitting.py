@@ -8,6 +8,7 @@ from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.keyed import is_by_key, require_kind
 from hostdev.checkpoint.loading import load_rows
 from hostdev.core.errors import UserError
+from hostdev.core.keys import FormerIds
 from hostdev.core.optimizers import hyperparameters
 
 
@@ -93,10 +94,15 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
     return Fit(newest.path, taken, sorted(tables.keys() - held.keys()), sorted(held.keys() - tables.keys()))
 
 
-def load_shared(chain: Chain, tables: Mapping[str, Any], fit: Fit, *, check: bool = False) -> None:
-    """Load rows, optimizer state and steps of the shared tables; learning rates and seeds stay unchanged."""
+def load_shared(
+    chain: Chain, tables: Mapping[str, Any], fit: Fit, *, check: bool = False, former: FormerIds | None = None
+) -> None:
+    """Load rows, optimizer state and steps of the shared tables; learning rates and seeds stay unchanged.
+
+    `former` is as for `load_rows`.
+    """
     taken = {name: tables[name] for name in fit.taken}
-    load_rows(chain, taken, check=check)
+    load_rows(chain, taken, check=check, former=former)
     for name, table in taken.items():
         table.step = chain[-1].manifest.table(name).step
 

@@ -14,7 +14,7 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError, KeyState, RangeFi
 from hostdev.checkpoint.ranges import WEIGHTS, check_file, mapped, parse_range
 from hostdev.core.admission import MinCount
 from hostdev.core.errors import UserError, raise_if_transient
-from hostdev.core.keys import KeyColumns
+from hostdev.core.keys import FormerIds, KeyColumns
 from hostdev.core.progress import bar
 
 Keys = npt.NDArray[np.int64]
@@ -148,13 +148,14 @@ def load_keys(chain: Chain, name: str, table: Any, *, check: bool) -> None:
     table.restore_keys(own.step, own.decays, others.waiting, others.counts, others.sketch)
 
 
-def load_ids(layers: Any, name: str, table: Any) -> None:
-    """Load the rows of a table by row into a table by key, whose keys are then the ids.
+def load_ids(layers: Any, name: str, table: Any, former: FormerIds | None = None) -> None:
+    """Load the rows of a table by row into a table by key.
 
     Args:
         layers: The checkpoint's `Layers`.
         name: The table.
         table: A `KeyTable`.
+        former: The keys of the rows; if it is None, these are the ids.
     """
     about = layers.manifest.table(name)
     columns = [WEIGHTS, *about.slots, *about.row_slots]
@@ -162,8 +163,16 @@ def load_ids(layers: Any, name: str, table: Any) -> None:
         found = layers.columns_of_ids(name, start, stop, columns)
         block = np.stack([found[column] for column in columns[: 1 + len(about.slots)]], axis=1)
         row_slots = np.concatenate([np.empty((stop - start, 0), np.float32), *(found[c] for c in about.row_slots)], 1)
-        ones = np.ones(stop - start, np.uint32)
-        table.load_rows(KeyColumns(np.arange(start, stop), ones, ones), block, np.ascontiguousarray(row_slots))
+        row_slots, ones = np.ascontiguousarray(row_slots), np.ones(stop - start, np.uint32)
+        if former is None:
+            table.load_rows(KeyColumns(np.arange(start, stop), ones, ones), block, row_slots)
+            continue
+        here = former.known[start:stop]
+        found = KeyColumns(former.keys[start:stop], ones, np.maximum(former.uses[start:stop], 1)).at(here)
+        table.load_rows(found, block[here], row_slots[here])
+        for unknown, row in former.unknown.items():
+            if start <= row < stop:
+                table.load_unknown([unknown], block[row - start :][:1], row_slots[row - start :][:1])
 
 
 def bar_over(files: Sequence[RangeFile]) -> Iterator[RangeFile]:

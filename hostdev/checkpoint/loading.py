@@ -19,6 +19,7 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, 
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, check_file, mapped, parse_range
 from hostdev.checkpoint.state import read_values
 from hostdev.core.errors import UserError
+from hostdev.core.keys import FormerIds
 from hostdev.core.optimizers import hyperparameters
 from hostdev.core.progress import bar
 from hostdev.kernels.shards import get_positions, ids_of
@@ -131,13 +132,15 @@ def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False)
             table.seed = about.seed
 
 
-def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
+def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, former: FormerIds | None = None) -> None:
     """Load a checkpoint's rows into the given tables, by id; other rows of the tables stay unchanged.
 
     Args:
         chain: The checkpoint, with its parents.
         tables: A subset of the checkpoint's tables, by name.
         check: Whether to verify checksums while reading; needed unless `verify` has done so.
+        former: For a table by row in the checkpoint that is by key in the program: the keys of its rows. None if these
+            are the ids.
 
     Raises:
         BrokenCheckpointError: A file is damaged; the tables then hold some of the checkpoint's rows.
@@ -174,7 +177,7 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
             continue
         if check:
             verify(chain)
-        load_ids(layers, name, table)
+        load_ids(layers, name, table, former)
 
 
 class _Memory(threading.local):

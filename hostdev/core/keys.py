@@ -1,6 +1,6 @@
 """Keys of a table by key, as they are saved and as they enter digests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,15 @@ def join_columns(parts: Sequence[KeyColumns]) -> KeyColumns:
     """Return the keys of all parts."""
     keys, last, uses = zip(*parts, strict=True)
     return KeyColumns(np.concatenate(keys), np.concatenate(last), np.concatenate(uses))
+
+
+class FormerIds(NamedTuple):
+    """The keys that rows of a table by row get in a table by key."""
+
+    keys: npt.NDArray[np.int64]  # [V], by row
+    known: npt.NDArray[np.bool_]  # [V], whether the row has a key
+    uses: npt.NDArray[np.uint32]  # [V]
+    unknown: Mapping[str, int]  # for names of out-of-vocabulary rows, the rows that become these
 
 
 class KeyArrays(NamedTuple):

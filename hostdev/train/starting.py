@@ -9,11 +9,13 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import find_newest_valid, values_of
 from hostdev.checkpoint.state import find_file
 from hostdev.core.errors import UserError
+from hostdev.core.keys import FormerIds
 from hostdev.data import manifest
 from hostdev.data.manifest import FILE_NAME, Manifest
-from hostdev.data.preprocess.meaning import difference
+from hostdev.data.preprocess.meaning import difference, different_columns
 from hostdev.distributed.process_group import Ranks
 from hostdev.train.config import TrainConfig
+from hostdev.train.raw_start import begins_with_vocabulary, map_ids
 from hostdev.train.trainer import Trainer
 
 _REMEDY = "prepare the data with preprocess ... --vocabulary FROM, where FROM is the checkpoint's data set"
@@ -24,10 +26,12 @@ class Origin(NamedTuple):
 
     Attributes:
         notes: Lines about newer checkpoints that are damaged, and about ids that could not be compared.
+        former: If the checkpoint has a vocabulary and the run raw ids, the raw ids of the vocabulary's values.
     """
 
     chain: Chain
     notes: list[str]
+    former: FormerIds | None = None
 
     @property
     def path(self) -> Path:
@@ -58,15 +62,20 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     if file is None:
         origin.notes.append(f"start    {origin.path} has no vocabulary, so its ids cannot be compared with the data's")
         return origin
-    require_same_meaning(origin.path, file.parent, manifest.read(file.parent), root, data)
-    return origin
+    there = manifest.read(file.parent)
+    require_same_meaning(origin.path, file.parent, there, root, data)
+    return origin._replace(former=_map_ids(file.parent, there, data))
 
 
 def find_together(settings: TrainConfig, root: Path, data: Manifest, ranks: Ranks) -> Origin:
     """Call `find` on rank 0, and return its result on all ranks."""
     origin = find(settings, root, data) if ranks.rank == 0 else None
     path, notes = ranks.control.share(None if origin is None else [str(origin.path.resolve()), origin.notes])[0]
-    return origin or Origin(read_chain(Path(path)), notes)
+    if origin is not None:
+        return origin
+    found = Origin(read_chain(Path(path)), notes)
+    file = find_file(Layers(found.chain), f"data/{FILE_NAME}")
+    return found if file is None else found._replace(former=_map_ids(file.parent, manifest.read(file.parent), data))
 
 
 def load(origin: Origin, trainer: Trainer, frozen: str | None = None) -> list[str]:
@@ -91,7 +100,7 @@ def load(origin: Origin, trainer: Trainer, frozen: str | None = None) -> list[st
         layers = "dense layers and their optimizer state are loaded"
     else:
         layers = "dense layers have their initial values, as the checkpoint has no layers saved by hostdev train"
-    load_shared(chain, trainer.tables, fit)
+    load_shared(chain, trainer.tables, fit, former=origin.former)
     more = _values(origin).get("more")
     theirs = more.get("settings", {}).get("frozen_vectors") if isinstance(more, dict) else None
     changed = [] if theirs is None or theirs == frozen else [f"start    rows of {theirs}, frozen then, are trained now"]
@@ -115,6 +124,11 @@ def require_same_meaning(path: Path, theirs: Path, there: Manifest, root: Path, 
         root: Folder of the data set.
         here: Manifest of the data set.
     """
+    if begins_with_vocabulary(there, here):
+        differs = different_columns(there, here)
+        if differs is not None:
+            raise UserError(f"{root} does not fit {path}, which was trained on {differs}; prepare the data likewise")
+        return
     differs = difference(there, theirs, here, root)
     if differs is not None:
         raise UserError(f"{root} does not fit {path}, which was trained on {differs}; {_REMEDY}")
@@ -122,6 +136,10 @@ def require_same_meaning(path: Path, theirs: Path, there: Manifest, root: Path, 
         raise UserError(
             f"{path} was trained with {there.schema.rows:,} ids, but {root} has only {here.schema.rows:,}; {_REMEDY}"
         )
+
+
+def _map_ids(folder: Path, there: Manifest, here: Manifest) -> FormerIds | None:
+    return map_ids(folder, there, here) if begins_with_vocabulary(there, here) else None
 
 
 def _values(origin: Origin) -> dict[str, Any]:
