@@ -3,7 +3,7 @@
 LazyAdam, D = 16, batches of 100,000 Zipf ids (exponent 1.05) at depths 0 and 2; the body gives fixed gradients to the
 rows. The table by key has all keys before, and a policy that evicts none of them; the table by row has the same ids as
 row numbers. They take turns. Also measured: a tenth of new keys in each batch; the memory of a key beside its row. With
---large, a table of this many keys with D = 8 and SGD is built, trained, saved, read, and loaded again.
+--large, a table of this many keys with D = 8 and SGD is built, trained, saved, read, loaded again, and predicts.
 """
 
 import shutil
@@ -176,6 +176,10 @@ def measure_large(rows: int, folder: Path) -> dict[str, float]:
     with timed(found, "load"):
         runtime.load(folder)
     np.testing.assert_array_equal(table.lookup(seen), expected)
+    with timed(found, "prediction of 10 batches of 100,000 keys"):
+        batches = [keys[batch] for batch in draw(rows, 10, 5)]
+        for batch, out in runtime.predict(batches, ids=lambda b: {"t": b}):
+            np.testing.assert_array_equal(out["t"][:100].numpy(), saved.lookup(batch[:100]))
     with timed(found, "20 more steps"):
         train(20)
     found["keys"] = float(rows)

@@ -9,6 +9,7 @@ import torch
 from hostdev import LazyAdam, UserError
 from hostdev.commands import train
 from hostdev.distributed.exchange import Exchange
+from hostdev.distributed.key_exchange import require_all
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.runtime.spec import TableSpec
@@ -219,6 +220,5 @@ def test_a_rank_that_asks_for_rows_beyond_the_part():
 
 
 def test_a_rank_that_asks_for_a_negative_number_of_rows():
-    exchange = Exchange(with_ranks(1, lambda ranks: ranks)[0], [9], [[1]])
     with pytest.raises(ValueError, match="rank 1 requests a negative number of rows: -7"):
-        exchange._require_all(np.array([[3], [-7]]))
+        require_all(np.array([[3], [-7]]))
