@@ -150,6 +150,25 @@ def test_what_ids_without_a_row_read(unknown, run, data, tmp_path):
     assert f"AUC {auc:.4f}" in run(predict, "--checkpoint", "one", "--data", data / "last.csv", "--out", "s.parquet")
 
 
+def test_a_full_table_is_saved(run, in_process, data, tmp_path):
+    """It is resumed with a larger capacity, and ends as if that had been known; also with two processes."""
+    every = ["--data", data / "raw", *OPTIONS, "--batch-size", 250, "--epochs", 1, "--micro-batches", 2]
+    run(train, *every, "--run-dir", "whole")
+    command = [*every, "--capacity", 450, "--checkpoint-every", 50]
+    code, _, error = in_process(train, *command, "--run-dir", "one")
+    assert code == 2 and error.count("\n") == 1
+    assert "its capacity is 450 rows;" in error and "continue with --resume" in error and "--capacity" in error
+    two = [sys.executable, "-m", "hostdev.train", *command, "--spawn", 2, "--run-dir", "two"]
+    done = subprocess.run(list(map(str, two)), capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.strip() == error.strip().replace("one/", "two/")
+    for name in ("one", "two"):
+        run(train, *every, "--run-dir", name, "--resume", "--checkpoint-every", 50)
+        assert digest_of(tmp_path / name) == digest_of(tmp_path / "whole")
+    code, _, error = in_process(train, *every, "--capacity", 9, "--run-dir", "none")
+    assert code == 2 and "give a larger --capacity, or a smaller --batch-size" in error
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_run_starts_from_another(run, data, tmp_path):
     every = ["--data", data / "raw", *OPTIONS, *RULES, "--epochs", 1]
     run(train, *every, "--run-dir", "first", "--checkpoint-every", 10)

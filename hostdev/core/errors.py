@@ -41,6 +41,18 @@ class NonFiniteError(UserError):
         self.step = step
 
 
+class TableFullError(UserError):
+    """A table by key has no room for a batch's new keys; all finished steps are kept. All ranks raise it alike.
+
+    Attributes:
+        fact: The message without its advice.
+    """
+
+    def __init__(self, fact: str, advice: str) -> None:
+        super().__init__(f"{fact}; {advice}")
+        self.fact = fact
+
+
 class TransientError(HostdevError):
     """A transient failure, such as a lack of memory: finished work is kept, and the same command may succeed later."""
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.admission import Admission, MinCount, Probability
-from hostdev.core.errors import UserError
+from hostdev.core.errors import TableFullError, UserError
 from hostdev.core.eviction import Eviction, LeastFrequent, LeastRecent, SmallestNorm, Unused
 from hostdev.core.keys import INITIAL, SHARED, ZEROS, decayed
 from hostdev.host.committed_keys import CommittedKeys, newest
@@ -199,7 +199,7 @@ class KeyIndex:
             if without_rows:
                 raise PlannedAheadError if self._undo else self._full(live, new)
             if without_memory:
-                raise why or UserError(f"table {self.name!r}: another rank has no memory for its new keys")
+                raise why or TableFullError(f"table {self.name!r}", "another rank has no memory for its new keys")
             if len(admitted) or guests:
                 undo.used = rows.copy()
                 rows[admitted] = self._insert(undo, keys[admitted], counts, step)
@@ -324,7 +324,8 @@ class KeyIndex:
     def take_guests(self, keys: Keys) -> Rows:
         """Return rows, int32 [N], for keys [N] of a batch that only reads; `release` allows their use again."""
         if not self._has_rows(len(keys)):
-            raise UserError(f"table {self.name!r} has no memory left for the values of {len(keys):,} unknown keys")
+            fact = f"table {self.name!r} has no rows left for the values of {len(keys):,} unknown keys"
+            raise TableFullError(fact, "use smaller batches, or unknown='zeros'")
         self._require_memory_for(len(keys))
         rows = self._take_rows(len(keys))
         self.keys[rows] = keys
@@ -342,16 +343,18 @@ class KeyIndex:
             self.release(self.returned.popleft())
         return n <= sum(map(len, self._free)) + self.row_space - self.rows
 
-    def _too_small(self, needed: int) -> UserError:
-        return UserError(
+    def _too_small(self, needed: int) -> TableFullError:
+        return TableFullError(
             f"table {self.name!r} has a capacity of {self.capacity:,} rows, but this batch alone needs more: it has "
-            f"{needed:,} known keys and its new ones; raise capacity, or use smaller batches"
+            f"{needed:,} known keys and its new ones",
+            "raise capacity, or use smaller batches",
         )
 
-    def _full(self, live: int, new: int) -> UserError:
-        return UserError(
+    def _full(self, live: int, new: int) -> TableFullError:
+        return TableFullError(
             f"table {self.name!r} has {live:,} keys, and this batch brings {new:,} new ones, but its capacity is "
-            f"{self.capacity:,} rows; raise capacity, or give evict="
+            f"{self.capacity:,} rows",
+            "raise capacity, or give evict=",
         )
 
     def _admit(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from hostdev.core.admission import Admission, MinCount
-from hostdev.core.errors import UserError
+from hostdev.core.errors import TableFullError, UserError
 from hostdev.core.eviction import Eviction, Unused
 from hostdev.core.initializers import Initializer, initializer
 from hostdev.core.keys import UNKNOWN
@@ -72,8 +72,8 @@ def require_row_memory(name: str, row_bytes: int, rows: int, keys: int) -> None:
     """Raise UserError unless there is memory for `rows` more rows of a table that has `keys` keys."""
     needed, free = rows * row_bytes, available_bytes()
     if needed > free:
-        raise UserError(
+        raise TableFullError(
             f"table {name!r} has {keys:,} keys and needs memory for more, but only {format_bytes(free)} of host memory "
-            "are free; all finished steps are kept. Use a smaller capacity with evict=, admit fewer keys, or free "
-            "memory"
+            "are free",
+            "all finished steps are kept. Use a smaller capacity with evict=, admit fewer keys, or free memory",
         )

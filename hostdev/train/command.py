@@ -14,7 +14,7 @@ import torch
 
 import hostdev
 from hostdev.checkpoint.loading import verify_others
-from hostdev.core.errors import UserError
+from hostdev.core.errors import TableFullError, UserError
 from hostdev.data import lookalike, manifest
 from hostdev.device import backend
 from hostdev.kernels.numa import in_words
@@ -124,6 +124,8 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
                 raise ending.interrupted(stop.requested)
         except Interrupted:
             raise
+        except TableFullError as error:
+            raise ending.full(error) from None
         except BaseException:
             ending.close_saver(save=False)
             ending.finish("failed")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.core.errors import naming
+from hostdev.core.errors import TableFullError, naming
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.progress import counted
 from hostdev.device import backend
@@ -83,6 +83,25 @@ class Ending:
             raise self.make_checkpoint_error()
         message = f"{_count_steps(run.steps)} saved; continue with --resume {run.saver.newest}"
         return Interrupted(number, message, saved=True)
+
+    def full(self, error: TableFullError) -> TableFullError:
+        """Save a checkpoint if the run saves any, complete the logs, and return the error with what to do next."""
+        run = self.run
+        if run.steps == 0:
+            self.close_saver(save=False)
+            self.finish("failed")
+            run.discard()
+            return TableFullError(error.fact, "give a larger --capacity, or a smaller --batch-size")
+        self.close_saver(save=True)
+        self.finish("failed")
+        if run.saver is None:
+            return TableFullError(
+                error.fact, f"{self._describe_steps()}; give a larger --capacity, --admit-count or --evict-unused"
+            )
+        if run.saver.failed is not None:
+            raise self.make_checkpoint_error()
+        saved = f"{_count_steps(run.steps)} saved; continue with --resume {run.saver.newest} and a larger --capacity"
+        return TableFullError(error.fact, saved)
 
     def close_saver(self, digest: str | None = None, *, save: bool) -> None:
         """Save a last checkpoint if `save` is true, wait until checkpoints are written, and unlock their folder."""

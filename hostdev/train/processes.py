@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hostdev.cache.options import AUTO
-from hostdev.core.errors import HostdevError, UserError, in_words, write_stderr
+from hostdev.core.errors import HostdevError, TableFullError, UserError, in_words, write_stderr
 from hostdev.core.memory import share_memory
 from hostdev.data import manifest
 from hostdev.distributed.agreement import shown
@@ -225,7 +225,7 @@ def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], objec
     except BaseException:
         share_memory(1)
         raise
-    with leave_together(session.ranks, alike=(Interrupted,)), session.printing():
+    with leave_together(session.ranks, alike=(Interrupted, TableFullError)), session.printing():
         yield session
 
 
