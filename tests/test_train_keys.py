@@ -130,6 +130,8 @@ def test_raw_ids_begin_with_the_rows_of_a_vocabulary(run, data, tmp_path):
     for name in names:
         oov = old["vectors"].lookup([mapped.unknown[name]])
         assert np.abs(new["vectors"].lookup([-1], unknown=name) - oov).max() < 0.05
+    run(train, *every, "--max-steps", 1, "--run-dir", "zeros", "--unknown-ids", "zeros", "--checkpoint-every", 1)
+    assert not hostdev.open(tmp_path / "zeros")["vectors"].lookup([-1]).any()
     processes = [sys.executable, "-m", "hostdev.train", *every, "--epochs", 1, "--max-steps", 1, "--micro-batches", 2]
     done = subprocess.run(
         list(map(str, [*processes, "--spawn", 2, "--run-dir", "two"])), capture_output=True, text=True, check=False

@@ -14,7 +14,7 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError, KeyState, RangeFi
 from hostdev.checkpoint.ranges import WEIGHTS, check_file, mapped, parse_range
 from hostdev.core.admission import MinCount
 from hostdev.core.errors import UserError, raise_if_transient
-from hostdev.core.keys import FormerIds, KeyColumns
+from hostdev.core.keys import SHARED, FormerIds, KeyColumns
 from hostdev.core.progress import bar
 
 Keys = npt.NDArray[np.int64]
@@ -170,7 +170,7 @@ def load_ids(layers: Any, name: str, table: Any, former: FormerIds | None = None
         here = former.known[start:stop]
         found = KeyColumns(former.keys[start:stop], ones, np.maximum(former.uses[start:stop], 1)).at(here)
         table.load_rows(found, block[here], row_slots[here])
-        for unknown, row in former.unknown.items():
+        for unknown, row in former.unknown.items() if table.unknown == SHARED else ():
             if start <= row < stop:
                 table.load_unknown([unknown], block[row - start :][:1], row_slots[row - start :][:1])
 

@@ -201,6 +201,7 @@ class CheckpointManager:
                 rows.count,
                 get_keys=rows.key_columns,
                 files=lambda channel: _other_files(found, gone, channel),
+                prepare=lambda: found.waiting,
             )
         if not hasattr(table, "note_changes"):
             rows = DeviceRows(table, COPIES_BYTES)

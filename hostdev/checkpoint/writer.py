@@ -104,6 +104,7 @@ class Item(NamedTuple):
     # With the channel between the processes, or None: returns other files by name, below the table's folder. All
     # processes call it, and the first one writes the files.
     files: Callable[["Channel | None"], dict[str, bytes]] = lambda channel: {}
+    prepare: Callable[[], object] = lambda: None  # called before `files`; may fail in one process alone
 
 
 class Content(NamedTuple):
@@ -262,6 +263,7 @@ class AsyncWriter:
                 for number, item in enumerate(self._items)
             ]
 
+            _agree(channel, lambda: [item.prepare() for item in self._items] and None)
             files = [item.files(channel) for item in self._items]
 
             def commit() -> str:

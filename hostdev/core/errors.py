@@ -48,8 +48,8 @@ class TableFullError(UserError):
         fact: The message without its advice.
     """
 
-    def __init__(self, fact: str, advice: str) -> None:
-        super().__init__(f"{fact}; {advice}")
+    def __init__(self, fact: str, advice: str = "") -> None:
+        super().__init__(f"{fact}; {advice}" if advice else fact)
         self.fact = fact
 
 

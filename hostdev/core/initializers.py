@@ -31,6 +31,7 @@ class Normal:
     def __post_init__(self) -> None:
         if not 0 < self.std <= _LARGEST:
             raise ValueError(f"std must be positive and at most {_LARGEST:g}, not {self.std}")
+        object.__setattr__(self, "std", float(self.std))  # numpy's numbers are written otherwise
 
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
@@ -51,6 +52,7 @@ class Constant:
 
     def __post_init__(self) -> None:
         _require_finite("value", self.value)
+        object.__setattr__(self, "value", float(self.value))
 
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
@@ -71,6 +73,8 @@ class Uniform:
         _require_finite("high", self.high)
         if not self.low < self.high:
             raise ValueError(f"low must be below high, not {self.low} and {self.high}")
+        object.__setattr__(self, "low", float(self.low))
+        object.__setattr__(self, "high", float(self.high))
 
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None

@@ -19,5 +19,11 @@ class GuestRows:
     def __init__(self, rows: Rows, returned: deque[Rows]) -> None:
         self._rows, self._returned = rows, returned
 
+    def take(self) -> Rows:
+        """Return the rows; from now on, the caller decides when they can be used again."""
+        rows, self._rows = self._rows, self._rows[:0]
+        return rows
+
     def __del__(self) -> None:
-        self._returned.append(self._rows)
+        if len(self._rows):
+            self._returned.append(self._rows)

@@ -140,14 +140,6 @@ class KeyIndex:
         found: npt.NDArray[np.bool_] = self._last[rows] == _DEAD
         return found
 
-    def last_steps(self, rows: Rows) -> Steps:
-        """Return the last step that used each row."""
-        return self._last[rows]
-
-    def uses(self, rows: Rows) -> npt.NDArray[np.uint32]:
-        """Return the uses of each row, those before its key had a row included."""
-        return self._uses[rows]
-
     def take_row(self, key: int) -> int:
         """Return a row for good that no key has; `key` stands for it in `keys`."""
         row = int(self._take_rows(1)[0])
@@ -187,8 +179,9 @@ class KeyIndex:
             )
             counted = counted if total is None else total(counted)
             live, waiting, new, evicted, without_rows, without_memory = counted.tolist()
-            if live + new > self.capacity:
-                if self.evict is None or isinstance(self.evict, Unused):
+            evicts = self.evict is not None and not isinstance(self.evict, Unused)
+            if live + new > self.capacity and (new or evicts):  # keys that a program has written may be too many
+                if not evicts:
                     raise self._full(live, new)
                 if decays := isinstance(self.evict, LeastFrequent) and self.evict.decay < 1:  # before uses are added
                     restore(rows, self._packed, undo.before)
@@ -197,7 +190,7 @@ class KeyIndex:
                     undo.before = use(rows, uses, step, self._packed)
                 live, evicted = live - more, evicted + more
             if without_rows:
-                raise PlannedAheadError if self._undo else self._full(live, new)
+                raise PlannedAheadError if norms is None else self._full(live, new)  # a pass begins with all rows free
             if without_memory:
                 raise why or TableFullError(f"table {self.name!r}", "another rank has no memory for its new keys")
             if len(admitted) or guests:
@@ -314,7 +307,11 @@ class KeyIndex:
         """
         assert not self._undo
         if len(self) + len(keys) > self.capacity:
-            raise self._full(len(self), len(keys))
+            raise TableFullError(
+                f"table {self.name!r} has {len(self):,} keys, and is given {len(keys):,} more, but its capacity is "
+                f"{self.capacity:,} rows",
+                "raise capacity",
+            )
         self._require_memory_for(len(keys))
         rows = self._take_rows(len(keys))
         self.directory.insert(keys, rows)

@@ -269,18 +269,18 @@ class KeyDirectory:
         old, slots, held = self._blocks[part], int(self.parts[part, SLOTS]), self.parts[part].copy()
         assert old is not None
         try:
-            while True:
+            self._set_memory(part, size, spare)
+            while not _move(address_of(old.values), slots, self.parts, part):
+                spare, small = 2 * self._spare(part), self._blocks[part]
                 self._set_memory(part, size, spare)
-                if _move(address_of(old.values), slots, self.parts, part):
-                    self._arena.give_back(old)
-                    return
-                spare = 2 * self._spare(part)
-                small = self._blocks[part]
                 assert small is not None
                 self._arena.give_back(small)
         except BaseException:  # no memory
-            self._blocks[part], self.parts[part] = old, held
+            new, self._blocks[part], self.parts[part] = self._blocks[part], old, held
+            if new is not None and new is not old:
+                self._arena.give_back(new)
             raise
+        self._arena.give_back(old)
 
 
 def _size_of(part: int, wanted: float) -> int:

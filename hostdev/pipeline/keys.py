@@ -127,18 +127,28 @@ class KeyedRows:
             return
         if len(evicted):
             self._retired.append(evicted)
+        self._leave(self._cache, left)
+
+    def finish_read(self, guests: GuestRows | None) -> None:
+        """Finish a batch of a training pass that did not plan a step: its rows may be in the cache."""
+        if self._cache is not None and guests is not None:
+            self._leave(self._cache, guests.take())
+
+    def _leave(self, cache: EmbeddingCache, left: Positions) -> None:
+        """Note rows that were for one batch alone; now and then, free rows that have left the cache."""
         if len(left):
             self._left.append(left)
         self._since += 1
-        if self._since >= _CHECKED_EVERY:
-            self._since = 0
-            if self._retired:
-                self._retire(self._cache)
-            if self._left:
-                rows = np.concatenate(self._left)
-                held = self._cache.holds(rows)
-                self._left = [rows[held]]
-                self.table.release(rows[~held])
+        if self._since < _CHECKED_EVERY:
+            return
+        self._since = 0
+        if self._retired:
+            self._retire(cache)
+        if self._left:
+            rows = np.concatenate(self._left)
+            held = cache.holds(rows)
+            self._left = [rows[held]]
+            self.table.release(rows[~held])
 
     def _retire(self, cache: EmbeddingCache) -> None:
         """Retire rows that have left the cache; if evictions are reported, all rows of a step at once, and in order."""

@@ -108,8 +108,8 @@ def _get_table(table: Table) -> dict[str, Any]:
 
 def _get_size(table: Table) -> dict[str, Any]:
     if isinstance(table, KeyTable):
-        rules = {"capacity": table.capacity, "admit": repr(table.admit), "evict": repr(table.evict)}
-        return {**rules, "the number of the keys' steps": table.index.step}
+        rules = {"admit": repr(table.admit), "evict": repr(table.evict), "unknown": table.unknown}
+        return {"capacity": table.capacity, **rules, "the number of the keys' steps": table.index.step}
     return {"the number of rows": table.total_rows}
 
 

@@ -105,7 +105,7 @@ def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
 def agree_on_capacity(groups: list[GroupSpec], ranks: Ranks | None) -> None:
     """Set the capacity of tables by key that were given none: the least that the memory of all ranks allows."""
     tables = [table for group in groups for table in group.tables if isinstance(table, KeyTable)]
-    if ranks is None or not tables:
+    if ranks is None:
         return
     for each in ranks.control.share({table.name: table.capacity for table in tables}):
         for table in tables:

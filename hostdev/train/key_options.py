@@ -82,7 +82,6 @@ def _find_capacity(model: Model, settings: Any) -> int:
 def agree_on_capacity(model: Model, world: World) -> None:
     """Set the capacity of tables by key to the least that any rank has found; all ranks must call this."""
     mine = {name: spec.rows for name, spec in model.tables.items() if spec.keys is not None}
-    if not mine:
-        return
-    least = {name: min(each[name] for each in shared) for shared in [world.control.share(mine)] for name in mine}
+    shared = world.control.share(mine)
+    least = {name: min(each.get(name, rows) for each in shared) for name, rows in mine.items()}
     model.tables = {name: replace(spec, rows=least.get(name, spec.rows)) for name, spec in model.tables.items()}

@@ -228,7 +228,7 @@ def test_other_programs_are_refused(tmp_path):
         resumed(tmp_path / "key", admit=hostdev.MinCount(2, sketch="128KiB"))
     with pytest.raises(UserError, match=r"has \d+ keys, but the program's table has a capacity of 9; raise capacity"):
         resumed(tmp_path / "key", **sketch, capacity=9)
-    with pytest.raises(UserError, match=r"begin with Normal\(std=0.01\), but .* Constant\(value=1\)"):
+    with pytest.raises(UserError, match=r"begin with Normal\(std=0.01\), but .* Constant\(value=1.0\)"):
         resumed(tmp_path / "key", **sketch, init=hostdev.Constant(1))
     with pytest.raises(UserError, match="dtype|bf16"):
         resumed(tmp_path / "key", **sketch, dtype="bfloat16")
@@ -242,7 +242,7 @@ def test_other_programs_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"init": hostdev.Normal(np.float64(0.1))},
         {"optimizer": hostdev.Adam, "init": hostdev.Uniform(-1, 1)},
         {"dtype": "bfloat16", "init": hostdev.Constant(3)},
     ],

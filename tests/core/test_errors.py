@@ -15,7 +15,11 @@ from hostdev.distributed.session import PeerLostError
 def test_only_wrong_input_is_a_value_error():
     found = {name: getattr(errors, name) for name in errors.__all__}
     assert all(issubclass(one, errors.HostdevError) for one in found.values())
-    assert {name for name, one in found.items() if issubclass(one, ValueError)} == {"UserError", "NonFiniteError"}
+    assert {name for name, one in found.items() if issubclass(one, ValueError)} == {
+        "UserError",
+        "NonFiniteError",
+        "TableFullError",
+    }
     assert errors.UserError is UserError
     assert errors.NonFiniteError is NonFiniteError
     assert issubclass(PeerLostError, errors.RankError)

@@ -81,6 +81,14 @@ def main(folder):
         None, 2, hostdev.SGD(lr=1.0), name="t", seed=1, part=ranks.part(), capacity=100 + place.rank
     )
     found["capacity"] = message(hostdev.Runtime, {"a": other}, device="cpu", ranks=ranks)
+    unknown = ("zeros", "initial")[place.rank]
+    other = hostdev.HostTable(
+        None, 2, hostdev.SGD(lr=1.0), name="t", seed=1, part=ranks.part(), capacity=100, unknown=unknown
+    )
+    found["unlike"] = message(hostdev.Runtime, {"a": other}, device="cpu", ranks=ranks)
+    kind = {"rows": (None, 100)[place.rank], "name": "t", "seed": 1, "part": ranks.part()}
+    other = hostdev.HostTable(dim=2, optimizer=hostdev.SGD(lr=1.0), **kind)
+    found["kind"] = message(hostdev.Runtime, {"a": other}, device="cpu", ranks=ranks)
     found["erase"] = erase_others(ranks, folder)
     (Path(folder) / f"rank{place.rank}.json").write_text(json.dumps(found))
     ranks.leave()

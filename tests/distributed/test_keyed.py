@@ -93,6 +93,8 @@ def test_what_is_refused(processes):
         assert "its keys are divided among ranks, which a Runtime must train" in found["apply"]
         assert "belongs to another rank; select keys by the table's owns()" in found["foreign"]
         assert found["capacity"].startswith("UnlikeError") and "100" in found["capacity"]
+        assert "unknown of table 't' differs between processes: zeros on rank 0; initial on rank 1" in found["unlike"]
+        assert found["kind"].startswith("UnlikeError") and "table 't'" in found["kind"], found["kind"]
         step, saved, _ = found["erase"]
         assert "the keys given to erase() differ between ranks" in step
         assert saved.startswith("UnlikeError: runtime.save(): the keys given to erase() of table 'keyed' differ")

@@ -48,7 +48,7 @@ def check(index, naive):
     assert sorted(index.live_rows().tolist()) == sorted(live.tolist())
     np.testing.assert_array_equal(index.keys[live], keys[rows != EMPTY])
     expected = [naive.rows[key] for key in keys[rows != EMPTY].tolist()]
-    found = zip(index.last_steps(live).tolist(), index.uses(live).tolist(), strict=True)
+    found = zip(index._last[live].tolist(), index._uses[live].tolist(), strict=True)
     assert list(found) == expected
     assert index.waiting >= len(naive.waiting)  # expired keys are erased later
 
@@ -155,10 +155,10 @@ def test_uses_decay_and_come_back():
     plan(index, range(4), [9, 8, 3, 2])
     rows = index.find(np.arange(4))
     assert plan(index, [0], [1]).evicted.tolist() in ([2, 3], [3, 2])
-    assert index.uses(rows[:2]).tolist() == [5, 4]
+    assert index._uses[rows[:2]].tolist() == [5, 4]
     assert index.committed().keys.tolist() == []
     index.rollback(1)
-    assert index.uses(rows).tolist() == [9, 8, 3, 2]
+    assert index._uses[rows].tolist() == [9, 8, 3, 2]
     plan(index, [0], [1])
     for _ in range(2):
         index.release(index.commit()[0])
@@ -175,8 +175,10 @@ def test_rows_that_wait_for_their_release_are_not_used():
             break
     assert len(index) == 1 and index.unfinished == key == index.row_space
     evicted = [index.commit()[0] for _ in range(index.unfinished)]
-    with pytest.raises(UserError, match="capacity"):  # nothing has released them
+    with pytest.raises(PlannedAheadError):  # nothing has released them
         plan(index, [key], [1])
+    with pytest.raises(UserError, match="capacity"):  # and nothing will, since all earlier steps are finished
+        plan(index, [key], [1], norms=lambda rows: np.zeros(len(rows)))
     index.release(np.concatenate(evicted))
     plan(index, [key], [1])
 

@@ -108,7 +108,11 @@ def test_the_same_bits_in_every_mode(device, policy):
                 program.loss(batch, rows)
             program.losses.append(float(program.runtime.lookup(ids_of(data[step + 5]))["history"].sum()))
 
-    for options in ({}, {"skipped": (2, 3, 17, 30)}, {"after": evaluate}):
+    def freeze(program, step):
+        if step in (5, 25):
+            (program.runtime.freeze if step == 5 else program.runtime.unfreeze)("keyed")
+
+    for options in ({}, {"skipped": (2, 3, 17, 30)}, {"after": evaluate}, {"after": freeze}):
         found = {run(mode, data, policy, **options) for mode in MODES}
         assert len(found) == 1
 
@@ -303,6 +307,23 @@ def test_memory_is_taken_as_keys_come():
     table.apply(np.arange(1_000), np.zeros((1_000, 16), np.float32))
     assert (before, table.used_rows) == (1, 1_001)
     assert table.index.nbytes < 1 << 20
+
+
+@pytest.mark.parametrize("mode", [(0, hostdev.CacheSpec(200, "lru")), (2, hostdev.CacheSpec(200, "lru"))], ids=str)
+def test_rows_that_wait_for_the_cache_are_not_missing(mode, monkeypatch):
+    """When no row is free, since evicted ones are still cached, the loop begins a new pass, in which they are."""
+    monkeypatch.setattr("hostdev.host.key_index._LEAST_SPARE", 1_000)
+    found = []
+    for one in ((0, None), mode):
+        table = hostdev.HostTable(
+            None, 2, hostdev.SGD(lr=1.0), name="t", capacity=1_200, evict=hostdev.LeastRecent(keep=1.0), seed=1
+        )
+        runtime = hostdev.Runtime({"t": table}, device="cpu", depth=one[0], cache=one[1])
+        for _, rows in runtime.train([{"t": np.arange(1_000) + 1_000 * step} for step in range(40)]):
+            rows["t"].sum().backward()
+        found.append((table.keys.tolist(), table.weights.tolist()))
+        runtime.close()
+    assert found[0] == found[1]
 
 
 def test_a_skipped_key_is_unknown_to_a_later_batch():

@@ -55,6 +55,8 @@ def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> 
     for group, mine, stepped in zip(context.groups, batch.groups, batch.stepped, strict=True):
         if group.keys is not None and mine.planned.plans_keys and stepped[0]:
             group.keys.finish_step()
+        elif group.keys is not None:
+            group.keys.finish_read(mine.planned.guests)
         for embedding, one in zip(group.embeddings, stepped, strict=True):
             embedding.steps += one
     context.steps += 1
