@@ -12,7 +12,7 @@ import pyarrow as pa
 from hostdev.core.errors import TransientError
 from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.raw import Bags, Layout, RawRows
+from hostdev.data.preprocess.raw import Layout
 from hostdev.data.schema import Schema, Space
 from hostdev.kernels.columns import hash_keys, hash_rows
 from hostdev.kernels.counter import key64
