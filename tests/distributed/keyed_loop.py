@@ -22,6 +22,7 @@ from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import add_table
 from tests.distributed.delayed_loop import Delays
+from tests.runtime.test_keyed_tables import batch_of, ids_of
 
 DIM, STEPS, M, SIZE = 4, 24, 4, 12  # micro-batches of a step, and their samples
 POLICIES = {
@@ -52,23 +53,7 @@ SKIPPED = 2, 3, 15
 def batches(seed=1):
     """Return each step's micro-batches; their keys drift, and some are empty."""
     rng = np.random.default_rng(seed)
-    found = []
-    for step in range(STEPS):
-        parts = []
-        for part in range(M):
-            size = 0 if (step + part) % 7 == 0 else SIZE
-            ids = {
-                "item": rng.zipf(1.3, size).clip(0, 300) + 15 * step,
-                "history": rng.zipf(1.3, (size, 3)).clip(0, 200) + 15 * step,
-                "fixed": rng.integers(0, 30, size),
-            }
-            parts.append(ids | {"y": rng.normal(size=size).astype(np.float32)})
-        found.append(parts)
-    return found
-
-
-def ids_of(batch):
-    return {name: batch[name] for name in ("item", "history", "fixed")}
+    return [[batch_of(rng, 0 if (step + part) % 7 == 0 else SIZE, step) for part in range(M)] for step in range(STEPS)]
 
 
 class Program:

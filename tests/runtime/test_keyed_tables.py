@@ -31,18 +31,19 @@ POLICIES = {
 }
 
 
+def batch_of(rng, size, step):
+    """Return a batch of keys that drift: each step uses some new ones, and old ones less and less."""
+    ids = {
+        "item": rng.zipf(1.3, size).clip(0, 300) + 15 * step,
+        "history": rng.zipf(1.3, (size, 3)).clip(0, 200) + 15 * step,
+        "fixed": rng.integers(0, 30, size),
+    }
+    return ids | {"y": rng.normal(size=size).astype(np.float32)}
+
+
 def batches(steps=STEPS, seed=1):
-    """Return batches of keys that drift: each step uses some new ones, and old ones less and less."""
     rng = np.random.default_rng(seed)
-    found = []
-    for step in range(steps):
-        ids = {
-            "item": rng.zipf(1.3, 40).clip(0, 300) + 15 * step,
-            "history": rng.zipf(1.3, (40, 3)).clip(0, 200) + 15 * step,
-            "fixed": rng.integers(0, 30, 40),
-        }
-        found.append(ids | {"y": rng.normal(size=40).astype(np.float32)})
-    return found
+    return [batch_of(rng, 40, step) for step in range(steps)]
 
 
 def ids_of(batch):
