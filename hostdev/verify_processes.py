@@ -91,8 +91,7 @@ def _train_processes(
         more = [*map(str, (steps, micro_batches, mode.depth)), mode.cache or "", folder, str(mesh), json.dumps(layout)]
         output = Path(folder) / "output.log"
         with output.open("wb") as log:
-            flags = [flag for flag in to_flags(settings) if flag != "--host-device-mix"]  # the processes set it
-            command = [sys.executable, "-m", _MODULE, *more, *flags]
+            command = [sys.executable, "-m", _MODULE, *more, *to_flags(settings)]
             code = wait_for(start_processes(mesh.size, command, stdout=log, stderr=subprocess.STDOUT))
         if code:
             lines = output.read_text(errors="replace").strip().splitlines()

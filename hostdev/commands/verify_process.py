@@ -8,15 +8,15 @@ from hostdev.core import cli
 from hostdev.train import config
 
 PROG = "hostdev.verify_processes"
+_OPTIONS = (*OPTIONS, "host_device_mix")  # which `verify` sets itself
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line and run one process."""
     steps, micro_batches, depth, cache, folder, mesh, layout = argv[:7]
     parser = cli.parser(prog, "Run one of the processes that hostdev.verify starts.")
-    config.add_flags(parser, OPTIONS)
-    given = parser.parse_args(argv[7:])
-    settings = config.from_flags(given, OPTIONS, host_device_mix=given.tables == "dynamic")
+    config.add_flags(parser, _OPTIONS)
+    settings = config.from_flags(parser.parse_args(argv[7:]), _OPTIONS)
     with cli.importing(prog):
         from hostdev.verify import Mode
         from hostdev.verify_processes import run_rank

@@ -39,6 +39,11 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     )
 
 
+def take_least(values: Mapping[str, int], each: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return, for each of this rank's values, the least over the ranks that have it; `each` has those of all ranks."""
+    return {name: min(other.get(name, value) for other in each) for name, value in values.items()}
+
+
 def shown(value: Any, text: str) -> list[Any]:
     """Return a value for `compare`, which compares `value` and shows `text` in its message."""
     return [value, text]

@@ -16,7 +16,6 @@ from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_reads import KeyedReads
 from hostdev.host.key_snapshot import KeySnapshot, gone_since
 from hostdev.kernels.key_directory import EMPTY
-from hostdev.kernels.key_parts import owners_of
 from hostdev.kernels.pool import run_tasks
 
 Keys = npt.NDArray[np.int64]
@@ -31,19 +30,6 @@ class CheckpointedKeys(KeyedReads):
     _lock: threading.RLock  # held while the index is read or changed
     _noting: threading.Lock  # held while rows are recorded as changed
     _gone: list[Keys]  # keys that have lost their rows since the last checkpoint
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process has the out-of-vocabulary rows."""
-        return self.part is None or self.part[0] == 0
-
-    def owns(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Return which keys, int64 [N], this rank owns, bool [N]; they depend on the number of ranks only."""
-        if self.part is None:
-            return np.ones(len(keys), np.bool_)
-        rank, ranks = self.part
-        found: npt.NDArray[np.bool_] = owners_of(keys, ranks) == rank
-        return found
 
     def unknown_row(self, name: str = "") -> int:
         """Return the out-of-vocabulary row of this name."""

@@ -1,4 +1,4 @@
-"""Reads of whole columns of a table by key, in the order of its keys."""
+"""The keys that a table by key has, and reads of its whole columns in their order."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -10,13 +10,28 @@ from hostdev.core.keys import KeyArrays
 from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.key_columns import OrderedColumn, columns_in_order
 from hostdev.host.table import HostTable
+from hostdev.kernels.key_parts import owners_of
 from hostdev.kernels.norm import partial_squares
 
+Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 
 
 class KeyedReads(HostTable):
-    """The methods of a table by key that read all its rows."""
+    """The methods of a table by key that tell which keys it has, and that read all its rows."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the out-of-vocabulary rows."""
+        return self.part is None or self.part[0] == 0
+
+    def owns(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Return which keys, int64 [N], this rank owns, bool [N]; they depend on the number of ranks only."""
+        if self.part is None:
+            return np.ones(len(keys), np.bool_)
+        rank, ranks = self.part
+        found: npt.NDArray[np.bool_] = owners_of(keys, ranks) == rank
+        return found
 
     def committed(self) -> CommittedKeys:
         """Return the table's keys after its last finished step, with their rows."""

@@ -12,6 +12,7 @@ from hostdev.core.memory import TableShape
 from hostdev.core.primitive import OpLog
 from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
+from hostdev.distributed.agreement import take_least
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
 from hostdev.host.key_table import KeyTable
@@ -107,10 +108,11 @@ def agree_on_capacity(groups: list[GroupSpec], ranks: Ranks | None) -> None:
     tables = [table for group in groups for table in group.tables if isinstance(table, KeyTable)]
     if ranks is None:
         return
-    for each in ranks.control.share({table.name: table.capacity for table in tables}):
-        for table in tables:
-            if table.has_default_capacity:
-                table.limit(each.get(table.name, table.capacity))
+    mine = {table.name: table.capacity for table in tables}
+    least = take_least(mine, ranks.control.share(mine))
+    for table in tables:
+        if table.has_default_capacity:
+            table.limit(least[table.name])
 
 
 def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: int, device: torch.device) -> None:

@@ -416,7 +416,7 @@ class Runtime(FrameworkLoaders):
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be a number of checkpoints, 1 or more, not {keep!r}")
-        self._begin_call("save")
+        self._begin_call("save", alike.get_erasures(list(self.tables.values())))
         self.write_back()
         return self._checkpoints.save(Path(path), extra, keep, wait=wait)
 
@@ -445,10 +445,9 @@ class Runtime(FrameworkLoaders):
         self.loops.carried.forget()
         return self._checkpoints.load(Path(path), strict=strict)
 
-    def _begin_call(self, name: str) -> None:
-        """Begin a collective call, and check that all ranks make the same one."""
-        erasures = alike.get_erasures(list(self.tables.values())) if name == "save" else None
-        self.world.agree(name, f"runtime.{name}()", erasures)
+    def _begin_call(self, name: str, values: Mapping[str, Any] | None = None) -> None:
+        """Begin a collective call, and check that all ranks make the same one, with equal values."""
+        self.world.agree(name, f"runtime.{name}()", values)
 
     @property
     def is_saved(self) -> bool:

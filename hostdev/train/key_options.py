@@ -12,6 +12,7 @@ from hostdev.core.keys import SHARED
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
 from hostdev.data.preprocess.options import is_raw
 from hostdev.data.schema import Schema
+from hostdev.distributed.agreement import take_least
 from hostdev.distributed.process_group import ranks
 from hostdev.distributed.world import World
 from hostdev.host.key_options import KEY_BYTES
@@ -82,6 +83,5 @@ def _find_capacity(model: Model, settings: Any) -> int:
 def agree_on_capacity(model: Model, world: World) -> None:
     """Set the capacity of tables by key to the least that any rank has found; all ranks must call this."""
     mine = {name: spec.rows for name, spec in model.tables.items() if spec.keys is not None}
-    shared = world.control.share(mine)
-    least = {name: min(each.get(name, rows) for each in shared) for name, rows in mine.items()}
+    least = take_least(mine, world.control.share(mine))
     model.tables = {name: replace(spec, rows=least.get(name, spec.rows)) for name, spec in model.tables.items()}
