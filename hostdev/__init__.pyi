@@ -7,6 +7,7 @@ from .cache.cache import EmbeddingCache as EmbeddingCache
 from .checkpoint.saved import open as open
 from .core.admission import MinCount as MinCount
 from .core.admission import Probability as Probability
+from .core.disk_storage import Disk as Disk
 from .core.errors import NonFiniteError as NonFiniteError
 from .core.errors import UserError as UserError
 from .core.eviction import LeastFrequent as LeastFrequent

@@ -22,7 +22,6 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, format_bytes, row_bytes
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.device.backend import get_cache_room, is_accelerator, require
-from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.unique import count_occurrences
 
 _MOST_RECORDED = 1 << 24  # unique ids that are kept to find the optimum
@@ -226,7 +225,7 @@ class EmbeddingCache:
         self._settle()
         for table, slots, ids, part in self._parts():
             block, row_slots = slots.read(torch.from_numpy(part).to(self.device))
-            run_tasks(table.write_rows_tasks(ids, block.cpu().numpy(), row_slots.cpu().numpy()))
+            table.write_now(ids, block.cpu().numpy(), row_slots.cpu().numpy())
         self._changed = False
 
     def refresh(self, changed: CachedTable | None = None, rows: Ids | None = None) -> None:
@@ -247,7 +246,7 @@ class EmbeddingCache:
                 continue
             shapes = [(len(part), *values.shape[1:]) for values in (slots.block, slots.row_slots)]
             values = [np.empty(shape, np.float32) for shape in shapes]
-            run_tasks(table.read_rows_tasks(ids, *values))
+            table.read_now(ids, *values)
             slots.write(*(torch.from_numpy(array).to(self.device) for array in (part.astype(np.int64), *values)))
 
     def _parts(self) -> Iterator[tuple[CachedTable, DeviceSlots, Ids, Positions]]:

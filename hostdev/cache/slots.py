@@ -46,6 +46,12 @@ class CachedTable(Protocol):
     def write_rows_tasks(self, ids: Any, block: Any, row_slots: Any, positions: Any = None) -> list[Task]:
         """Return tasks that overwrite rows with their optimizer state, as `HostTable.write_rows_tasks` does."""
 
+    def read_now(self, ids: Any, block: Any, row_slots: Any) -> None:
+        """Copy rows with their optimizer state, as `HostTable.read_now` does."""
+
+    def write_now(self, ids: Any, block: Any, row_slots: Any) -> None:
+        """Overwrite rows with their optimizer state, as `HostTable.write_now` does."""
+
 
 class Places(NamedTuple):
     """A plan's slots on the device, int32; all tables of a cache share them."""

@@ -109,7 +109,7 @@ class Snapshot:
                 if not count:
                     continue
                 rows = found[:count].copy()
-                self._aside.append((rows, self.storage.taken(rows), taken(self.row_slots, rows)))
+                self._aside.append((rows, self.storage.taken(rows), self.storage.taken_row_slots(rows)))
             self._budget.add(count * self._row_bytes)
         self._budget.seconds += time.perf_counter() - begin
 

@@ -32,7 +32,8 @@ def read(
     _, planes, D = storage.shape
     block = np.empty((len(ids), planes, D), np.float32)
     row_slots = np.empty((len(ids), storage.row_slots.shape[1]), np.float32)
-    run_tasks(storage.read_tasks(ids, block, row_slots, None))
+    for source, rows, at in storage.sources(ids):
+        run_tasks(source.read_tasks(rows, block, row_slots, at))
     run_tasks(bring_tasks(block, row_slots, clock))
     if formats is not None:
         round_to_nearest(block, formats)

@@ -16,7 +16,6 @@ from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_reads import KeyedReads
 from hostdev.host.key_snapshot import KeySnapshot, gone_since
 from hostdev.kernels.key_directory import EMPTY
-from hostdev.kernels.pool import run_tasks
 
 Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
@@ -84,7 +83,7 @@ class CheckpointedKeys(KeyedReads):
         with self._rekeying():
             rows = self._add(*found)
             self.index.set_uses(rows, found.last, found.uses)
-            run_tasks(self.write_rows_tasks(rows, block, row_slots))
+            self.write_now(rows, block, row_slots)
 
     def load_unknown(self, names: Sequence[str], block: Rows, row_slots: Rows) -> None:
         """Write the out-of-vocabulary rows of a checkpoint, if this rank has them; arguments as for `load_rows`."""
@@ -93,7 +92,7 @@ class CheckpointedKeys(KeyedReads):
         rows = np.array([self.unknown_row(name) for name in names], np.int32)
         self._check_values(rows, block, row_slots, None)
         with self._rekeying():
-            run_tasks(self.write_rows_tasks(rows, block, row_slots))
+            self.write_now(rows, block, row_slots)
 
     def reseed(self, seed: int) -> None:
         """Set the seed to that of a checkpoint, since it decides the values of new rows."""

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.keys import INITIAL, SHARED, ZEROS
+from hostdev.host.disk.storage import DiskStorage
 from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.guest_rows import GuestRows
 from hostdev.host.key_checkpoints import CheckpointedKeys
@@ -18,7 +19,6 @@ from hostdev.host.storage import Shape
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.counter import key64
 from hostdev.kernels.key_directory import EMPTY
-from hostdev.kernels.pool import run_tasks
 
 Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
@@ -127,13 +127,20 @@ class SteppedKeys(CheckpointedKeys):
 
     def release(self, rows: Positions) -> None:
         """Allow the use of rows that were for one step alone, once nothing uses them any more."""
+        self._forget(rows)
         with self._lock:
             self.index.release(rows)
+
+    def _forget(self, rows: Positions) -> None:
+        """Free the memory and the disk that rows take which nothing uses any more."""
+        if isinstance(self.storage, DiskStorage):
+            self.storage.tier.forget(rows)
 
     def retire(self, rows: Positions) -> None:
         """Allow the use of rows that a step has evicted, once nothing uses them any more; note them for `on_evict`."""
         if self._reports:
             self._reports.add(self.index.keys[rows], lambda at: np.ascontiguousarray(self._read(rows[at])[0][:, 0]))
+        self._forget(rows)
         with self._lock:
             self.index.release(rows)
 
@@ -172,7 +179,7 @@ class SteppedKeys(CheckpointedKeys):
             if self.history is not None:
                 row_slots[:, -1] = step
             untouched = self.untouched
-            run_tasks(self.write_rows_tasks(part, block, row_slots))
+            self.write_now(part, block, row_slots)
             self.untouched = untouched
 
     def _write_zeros(self, rows: Positions) -> None:
@@ -182,7 +189,7 @@ class SteppedKeys(CheckpointedKeys):
             zeros = np.zeros((len(part), planes, D), np.float32)
             row_slots = np.zeros((len(part), self.storage.row_slots.shape[1]), np.float32)
             untouched = self.untouched
-            run_tasks(self.write_rows_tasks(part, zeros, row_slots))
+            self.write_now(part, zeros, row_slots)
             self.untouched = untouched
 
     def _norms(self, rows: Positions) -> npt.NDArray[np.float64]:

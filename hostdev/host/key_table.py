@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from hostdev.core.admission import Admission
 from hostdev.core.checks import check_rows, require_gradients
+from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import Eviction
 from hostdev.core.history import History
@@ -26,6 +27,7 @@ from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import initial_seed
 from hostdev.host.committed_keys import CommittedKeys
+from hostdev.host.disk.storage import LOCATION_BYTES, DiskStorage
 from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.guest_rows import GuestRows
 from hostdev.host.key_index import KeyIndex
@@ -42,7 +44,6 @@ from hostdev.host.storage import Shape, make_storage
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.key_directory import EMPTY, PARTS
-from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.unique import count_occurrences, unique
 
 Keys = npt.NDArray[np.int64]
@@ -69,6 +70,7 @@ class KeyTable(SteppedKeys):
             `owns`. Methods then take and return this rank's keys only.
         dtype: See `dim`.
         slots: See `dim`.
+        storage: See `dim`; memory for keys is beside that of a `Disk`.
         capacity: Maximum number of keys with a row, or the memory for all keys, such as "24GiB"; None for what the free
             memory allows. With `part`, this is the capacity of all ranks together.
         admit: When a key gets a row; None for at once.
@@ -93,6 +95,7 @@ class KeyTable(SteppedKeys):
         part: tuple[int, int] | None = None,
         dtype: str = FP32,
         slots: str = FP32,
+        storage: Disk | None = None,
         capacity: int | str | None = None,
         admit: Admission | None = None,
         evict: Eviction | None = None,
@@ -109,7 +112,10 @@ class KeyTable(SteppedKeys):
         self.part, self.start = part, 0
         self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
         self._initial = (self.seed, require_initializer(init, dim, name))
-        self.row_bytes = TableShape(dim, optimizer, self.dtype, self.slots_dtype).nbytes(1) + KEY_BYTES
+        self.disk = storage
+        self.row_bytes = KEY_BYTES + (
+            LOCATION_BYTES if storage else TableShape(dim, optimizer, self.dtype, self.slots_dtype).nbytes(1)
+        )
         self.capacity = get_capacity(name, capacity, self.row_bytes, 1 if part is None else part[1])
         self.has_default_capacity = capacity is None
         self.admit, self.evict, self.unknown = admit, evict, unknown
@@ -144,7 +150,14 @@ class KeyTable(SteppedKeys):
         )
         self._rows = self.total_rows = self.index.row_space
         self._key_shape = self._shape(self._dim)
-        self.storage = make_storage(self.name, self._key_shape, self.dtype, self.slots_dtype)
+        if self.disk is None:
+            self.storage = make_storage(self.name, self._key_shape, self.dtype, self.slots_dtype)
+        else:
+            if isinstance(old := getattr(self, "storage", None), DiskStorage):
+                old.close()
+            formats = self.dtype, self.slots_dtype
+            get_keys = partial(_keys_of, self.index.keys)
+            self.storage = DiskStorage(self.name, self._key_shape, *formats, self.disk, get_keys, *self._initial)
         self._unknown: dict[str, int] = {}  # rows for keys without a row, by name
         self._gone: list[Keys] = []  # keys that have lost their rows since the last checkpoint
         self._first_step = 0  # the table's step count when the index was at step 0
@@ -202,6 +215,7 @@ class KeyTable(SteppedKeys):
             self.erased = zlib.crc32(np.ascontiguousarray(keys).data, self.erased)
             rows = self.index.erase(keys[self.owns(keys)])
             self._write_zeros(rows)
+            self._forget(rows)
             self.index.keys[rows] = 0
             self.index.release(rows)
             if self.changes is not None:  # earlier checkpoints have the keys, so the next one cannot build on them
@@ -217,7 +231,7 @@ class KeyTable(SteppedKeys):
             raise ValueError(f"table {self.name!r}: the keys of write_rows() must be all different")
         with self._rekeying():
             rows = self._add(keys, np.zeros(len(keys), np.uint32), np.zeros(len(keys), np.uint32))
-            run_tasks(self.write_rows_tasks(rows, block, row_slots, positions))
+            self.write_now(rows, block, row_slots, positions)
         self._after_write(rows)
 
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
@@ -369,6 +383,10 @@ class KeyTable(SteppedKeys):
         index = self.index
         where = 0, index.row_space, False, partial(_between, index.keys)  # no cycle, which would hold the memory
         return Shape(index.row_space, dim, self.optimizer, *where, self.slots_dtype, index.keys)
+
+
+def _keys_of(keys: Keys, rows: Ids) -> Keys:
+    return keys[rows]
 
 
 def _between(keys: Keys, start: int, stop: int) -> Keys:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.checks import check_rows
+from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.ids import checked_ids, checked_positions
 from hostdev.core.initializers import Initializer
@@ -36,9 +37,15 @@ class ReadableTable(Owned):
     part: tuple[int, int] | None
     start: int
     total_rows: int
+    disk: Disk | None
     storage: Storage
     _rows: int
     _initial: tuple[int, Initializer]
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether rows are on disk that are not in memory."""
+        return self.disk is not None
 
     @property
     def rows(self) -> int:
@@ -88,6 +95,8 @@ class ReadableTable(Owned):
                 f"table {self.name!r}: its optimizer changes all rows in each step, but rows in `block` lack the steps "
                 "that did not use them; use read_rows, which applies these steps"
             )
+        if self.is_on_disk:
+            raise TypeError(f"table {self.name!r} has rows on disk; use read_rows instead of block")
         if not isinstance(self.storage, Float32):
             what = "weights" if self.dtype == BF16 else "slots"
             kind = "as bfloat16" if BF16 in (self.dtype, self.slots_dtype) else "in 8 bits"
@@ -100,9 +109,9 @@ class ReadableTable(Owned):
 
     @property
     def row_slots(self) -> Rows:
-        """A read-only view of the per-row state, float32 [V, R]."""
+        """A read-only view of the per-row state, float32 [V, R]; for a table on disk, a copy."""
         self._before_read()
-        return _read_only(self.storage.row_slots)
+        return _read_only(self.storage.row_slots[:, :][:])
 
     @property
     def weights(self) -> Rows:
@@ -113,7 +122,7 @@ class ReadableTable(Owned):
         UserError if there is not enough memory for the copy.
         """
         self._before_read()
-        if self.dtype == BF16 or self.history is not None:
+        if self.dtype == BF16 or self.history is not None or self.is_on_disk:
             self._require_copies("weights", 1)
         if (clock := self.clock()) is not None:
             return _read_only(current.CurrentColumn(self.storage, clock, 0)[:])
@@ -128,13 +137,13 @@ class ReadableTable(Owned):
         memory for the copies.
         """
         self._before_read()
-        if self.slots_dtype != FP32 or self.history is not None:
+        if self.slots_dtype != FP32 or self.history is not None or self.is_on_disk:
             self._require_copies("slots", len(self.optimizer.slots))
         if (clock := self.clock()) is not None:
             found = current.columns(self.storage, clock, self.optimizer)
             return MappingProxyType({name: _read_only(found[name][:]) for name in found if name != "weights"})
         slots = {name: self.storage.slot(i) for i, name in enumerate(self.optimizer.slots)}
-        row_slots = {name: self.storage.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
+        row_slots = {name: self.storage.row_slots[:, i : i + 1][:] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType({name: _read_only(values) for name, values in (slots | row_slots).items()})
 
     def lookup(self, ids: npt.ArrayLike, out: Rows | None = None, positions: Positions | None = None) -> Rows:
@@ -157,15 +166,26 @@ class ReadableTable(Owned):
         self._before_read()
         if out is None:
             out = np.empty((len(ids), self.dim), np.float32)
-        run_tasks(self.lookup_tasks(ids, out, checked_positions(positions, len(ids), len(out), self.name)))
+        positions = checked_positions(positions, len(ids), len(out), self.name)
+        check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
+        self.lookup_now(ids, out, positions)
         return out
 
+    def lookup_now(self, ids: Ids, out: Rows, positions: Positions | None = None) -> None:
+        """Do what `lookup` does, without any check."""
+        for source, rows, at in self.storage.sources(ids, positions):
+            run_tasks(self.lookup_tasks_from(source, rows, out, at))
+
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return the work of `lookup` as tasks."""
+        """Return the work of `lookup` as tasks, for rows that are in memory."""
         check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
+        return self.lookup_tasks_from(self.storage, ids, out, positions)
+
+    def lookup_tasks_from(self, storage: Storage, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+        """Return the work of `lookup` as tasks, for rows of one of the storage's `sources`."""
         if (clock := self.clock()) is not None:
-            return self.storage.current_tasks(ids, clock, out, positions)
-        return self.storage.lookup_tasks(ids, out, positions)
+            return storage.current_tasks(ids, clock, out, positions)
+        return storage.lookup_tasks(ids, out, positions)
 
     @property
     def fetched_width(self) -> int:
@@ -205,7 +225,7 @@ class ReadableTable(Owned):
         self._check_whole(ids, block, row_slots, positions)
         self._before_read()
         if self.history is None:
-            run_tasks(self.read_rows_tasks(ids, block, row_slots, positions))
+            self.read_now(ids, block, row_slots, positions)
             return
         at = slice(None) if positions is None else positions
         block[at], row_slots[at] = self._read(ids)
@@ -217,8 +237,13 @@ class ReadableTable(Owned):
         _, planes, D = self.storage.shape
         block = np.empty((len(ids), planes, D), np.float32)
         row_slots = np.empty((len(ids), self.storage.row_slots.shape[1]), np.float32)
-        run_tasks(self.read_rows_tasks(ids, block, row_slots))
+        self.read_now(ids, block, row_slots)
         return block, row_slots
+
+    def read_now(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
+        """Do what `read_rows_tasks` does, for any rows; nothing is checked."""
+        for source, rows, at in self.storage.sources(ids, positions):
+            run_tasks(source.read_tasks(rows, block, row_slots, at))
 
     def read_rows_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> list[Task]:
         """Return tasks that copy rows as `read_rows` does, but as stored, without the steps that they have missed."""
@@ -249,7 +274,7 @@ class ReadableTable(Owned):
             return current.read(self.storage, clock, ids)[0], np.arange(len(ids))
         if isinstance(self.storage, Float32):
             return self.storage.block, ids
-        return self.storage.taken(ids), np.arange(len(ids))
+        return self._read(ids)[0], np.arange(len(ids))
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """Return the sums of squares of the weights, as `kernels.norm.partial_squares` does."""

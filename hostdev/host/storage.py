@@ -4,7 +4,7 @@ Shapes: V rows; for each row, D weights, S columns of optimizer state with D val
 N ids, int32 or int64, which must be in [0, V); this is not checked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -150,8 +150,49 @@ class Storage(Protocol):
     def taken(self, ids: Ids) -> Rows:
         """Return copies of rows, [N, 1 + S, D], without holding the GIL."""
 
+    def taken_row_slots(self, ids: Ids) -> Rows:
+        """Return copies of the per-row state of rows, [N, R], without holding the GIL."""
 
-class Float32:
+    def sources(
+        self, ids: Ids, positions: Positions | None = None
+    ) -> "Iterator[tuple[Storage, Ids, Positions | None]]":
+        """Yield, for some ids after the other: storage that has their rows in memory, their numbers there, `positions`.
+
+        The other methods that take ids need rows that are in memory: those that this yields for reads, `held` holds for
+        writes, or the pipeline has pinned.
+        """
+
+    def held(
+        self, ids: Ids, positions: Positions | None = None, *, read: bool = False
+    ) -> Iterator[tuple[Ids, Positions | None]]:
+        """Yield some distinct ids, with `positions`, after the other; their rows are in memory until the next ones.
+
+        Unless `read`, the rows have no values, and all must be written.
+        """
+
+
+class InMemory:
+    """Storage that has all rows in memory."""
+
+    row_slots: Rows
+
+    def sources(self, ids: Ids, positions: Positions | None = None) -> Iterator[tuple[Any, Ids, Positions | None]]:
+        """See `Storage`."""
+        yield self, ids, positions
+
+    def held(
+        self, ids: Ids, positions: Positions | None = None, *, read: bool = False
+    ) -> Iterator[tuple[Ids, Positions | None]]:
+        """See `Storage`."""
+        del read
+        yield ids, positions
+
+    def taken_row_slots(self, ids: Ids) -> Rows:
+        """See `Storage`."""
+        return taken(self.row_slots, ids)
+
+
+class Float32(InMemory):
     """Storage of each row's weights and optimizer state side by side: block float32 [V, 1 + S, D]."""
 
     def __init__(self, name: str, shape: Shape) -> None:
@@ -172,6 +213,11 @@ class Float32:
     def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
         """See `Storage`."""
         init.fill(block, seed, self._name, shape.slots, ids=ids)
+
+    @property
+    def planes(self) -> list[Any]:
+        """All that is stored of the rows, each [V, any]."""
+        return [values for values in (self.block, self.row_slots) if values[:1].nbytes]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -246,7 +292,7 @@ class Float32:
         return taken(self.block, ids)
 
 
-class Split:
+class Split(InMemory):
     """Storage of weights [V, D] and state in separate arrays, each in its format; see `kernels.plane_formats`.
 
     Weights are float32, or bfloat16 as uint16. The state is float32 or bfloat16, [V, S, D], or 8 bits, uint8 [V, S, P].
@@ -296,6 +342,11 @@ class Split:
         init.fill(block, seed, self._name, shape.slots, ids=ids)
         if self._formats[0] == BFLOAT16:
             rounding.round_rows(block, identity(len(ids)), ids, rounding_key(seed, self._name, 0), (BFLOAT16,))
+
+    @property
+    def planes(self) -> list[Any]:
+        """All that is stored of the rows, each [V, any]."""
+        return [values for values in (self.stored, self.slots, self.row_slots) if values[:1].nbytes]
 
     @property
     def shape(self) -> tuple[int, int, int]:

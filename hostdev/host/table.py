@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from hostdev.core.admission import Admission
 from hostdev.core.checks import check_rows, require_finite, require_gradients, require_last, require_size
+from hostdev.core.disk_storage import Disk
 from hostdev.core.eviction import Eviction
 from hostdev.core.history import History
 from hostdev.core.ids import checked_positions
@@ -20,12 +22,13 @@ from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, requ
 from hostdev.core.tables import initial_seed
 from hostdev.host import current
 from hostdev.host.changes import Changes
+from hostdev.host.disk.storage import DiskStorage, require_disk
 from hostdev.host.reads import ReadableTable
 from hostdev.host.storage import Shape, Storage, make_storage
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.pool import Task, run_tasks
-from hostdev.kernels.shards import range_of
+from hostdev.kernels.shards import ids_of, range_of
 
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
@@ -73,6 +76,7 @@ class HostTable(ReadableTable):
         dtype: How weights are stored: "fp32" or "bfloat16".
         slots: How the optimizer's state columns are stored: "fp32", "bfloat16" or "8bit". Per-row state is always
             float32. If dim is 1, "8bit" also stores state columns as float32, since a scale would take 4 bytes anyway.
+        storage: None for memory; or a `Disk`, on which rows are that do not fit in its memory. Results are the same.
         capacity: For a table by key: the maximum number of keys with a row, or the memory for all keys, such as
             "24GiB". None for what the free memory allows. Memory is taken as keys come.
         admit: For a table by key: `MinCount` or `Probability`; None to give each key a row at once.
@@ -107,6 +111,7 @@ class HostTable(ReadableTable):
         part: tuple[int, int] | None = None,
         dtype: str = FP32,
         slots: str = FP32,
+        storage: Disk | None = None,
         capacity: int | str | None = None,
         admit: Admission | None = None,
         evict: Eviction | None = None,
@@ -125,16 +130,24 @@ class HostTable(ReadableTable):
         self.start, stop = (0, rows) if part is None else range_of(rows, *part)
         rows = stop - self.start
         dtype, slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
-        require_table(name, rows, dim, optimizer, available_bytes(), "host", dtype, slots_dtype)
+        if storage is None:
+            require_table(name, rows, dim, optimizer, available_bytes(), "host", dtype, slots_dtype)
+        else:
+            require_disk(name, rows, storage, available_bytes())
         self.name, self.seed = name, initial_seed(seed)
         self.optimizer = optimizer
         self._rows = rows
         self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
         self._initial = (self.seed, initializer(init, self.total_rows, dim, name))
         self.dtype, self.slots_dtype = dtype, slots_dtype
-        shape = self._shape(dim)
-        self.storage: Storage = make_storage(name, shape, dtype, slots_dtype)
-        self.storage.fill(shape, *self._initial)
+        shape, self.disk = self._shape(dim), storage
+        self.storage: Storage
+        if storage is None:
+            self.storage = make_storage(name, shape, dtype, slots_dtype)
+            self.storage.fill(shape, *self._initial)
+        else:
+            get_keys = partial(_ids_of_rows, self.start, rows if part is None else self.total_rows, part is not None)
+            self.storage = DiskStorage(name, shape, dtype, slots_dtype, storage, get_keys, *self._initial)
         self.changes: Changes | None = None  # tracked from the first checkpoint on
         self.untouched = True  # all rows have their initial values
         self.may_train = part is not None  # if False, `_require_alone` decides
@@ -192,7 +205,7 @@ class HostTable(ReadableTable):
                 one.put(name, numbers, block[:, number])
             for number, name in enumerate(self.optimizer.row_slots):
                 one.put(name, numbers, row_slots[:, number : number + 1])
-            run_tasks(self.write_rows_tasks(ids, block, row_slots))
+            self.write_now(ids, block, row_slots)
 
     def erase(self, ids: npt.ArrayLike) -> None:
         """Reset weights and optimizer state of rows to their initial values; the table's step does not change.
@@ -214,7 +227,7 @@ class HostTable(ReadableTable):
             row_slots[:] = list(self.optimizer.row_slots.values())
             if self.history is not None:
                 row_slots[:, -1] = self.history.steps
-            run_tasks(self.write_rows_tasks(part, block, row_slots))
+            self.write_now(part, block, row_slots)
         self._after_write(ids)
 
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
@@ -264,7 +277,11 @@ class HostTable(ReadableTable):
         mine = grads if positions is None else grads[positions]
         require_gradients(self.name, ids, mine, self.optimizer.largest_gradient, summed=True)
         self._before_write()
-        run_tasks(self.update_tasks(ids, grads, step, positions))
+        step = step or self.begin_step()
+        if positions is None:
+            check_rows("grads", grads, (len(ids), self.dim), self.name)
+        for some, at in self.storage.held(ids, positions, read=True):
+            run_tasks(self.update_tasks(some, grads, step, at))
         self._after_write(ids)
 
     def update_tasks(
@@ -288,8 +305,13 @@ class HostTable(ReadableTable):
         positions = checked_positions(positions, len(ids), len(block), self.name)
         self._check_values(ids, block, row_slots, positions)
         self._before_write()
-        run_tasks(self.write_rows_tasks(ids, block, row_slots, positions))
+        self.write_now(ids, block, row_slots, positions)
         self._after_write(ids)
+
+    def write_now(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
+        """Do what `write_rows_tasks` does, for any distinct rows; nothing is checked."""
+        for some, at in self.storage.held(ids, positions):
+            run_tasks(self.write_rows_tasks(some, block, row_slots, at))
 
     def _check_values(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
         """Raise an error unless `write_rows` can write these values."""
@@ -360,7 +382,7 @@ class HostTable(ReadableTable):
                 ids = np.arange(start, min(self.rows, start + _ERASED))
                 block, row_slots = self._read(ids, self._formats)
                 row_slots[:, -1] = history.steps
-                run_tasks(self.write_rows_tasks(ids, block, row_slots))
+                self.write_now(ids, block, row_slots)
         self.history = history
         self._after_write(None)
 
@@ -373,3 +395,9 @@ class HostTable(ReadableTable):
         if self.changes is None or anew:
             self.changes = Changes(self.storage)
         return self.changes
+
+
+def _ids_of_rows(start: int, total: int, is_part: bool, rows: Ids) -> npt.NDArray[np.int64]:
+    """Return the ids, in the whole table, of local rows [N]; not a method, because the table's storage keeps it."""
+    local = rows.astype(np.int64)
+    return ids_of(local + start, total) if is_part else local

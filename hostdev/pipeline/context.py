@@ -15,6 +15,7 @@ from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.row_ids import RowOffsets
 from hostdev.pipeline.scheduling.turns import Turns
+from hostdev.pipeline.tiers import find_tiers
 
 
 class Context:
@@ -54,6 +55,7 @@ class Context:
         self.before_stage = hooks.before_stage or (lambda stage, number: None)
         self.on_host = any(group.on_host for group in groups)
         self.cached = [number for number, group in enumerate(groups) if group.cache is not None]
+        self.tiers = find_tiers(groups)
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
         on_cpu = staging.device.type == "cpu"
         forwards = (staging.copies or hooks.forward) and not self.cached and not exchanges

@@ -82,7 +82,8 @@ class _Group:
                 self._rows.append(table.lookup_now(torch.from_numpy(ids).to(device)))
             elif len(ids) > _FEW:
                 self._rows.append(np.empty((len(ids), table.dim), np.float32))
-                self.tasks += table.lookup_tasks(ids, self._rows[-1])
+                for source, rows, at in table.storage.sources(ids):
+                    self.tasks += table.lookup_tasks_from(source, rows, self._rows[-1], at)
             else:  # waking the host's threads would take longer
                 block, at = table.where(ids)
                 self._rows.append(block[at, 0])

@@ -21,7 +21,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hostdev.device.rows import GroupUses
-from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.results import Gradients, Request, StepBatch
 from hostdev.runtime import scaling
 from hostdev.runtime.finite import Flags, NonFiniteError
@@ -254,14 +253,14 @@ def _read(table: Any, ids: Ids) -> tuple[npt.NDArray[np.float32], npt.NDArray[np
     slots = len(table.optimizer.slots), len(table.optimizer.row_slots)
     block = np.empty((len(ids), 1 + slots[0], table.dim), np.float32)
     row_slots = np.empty((len(ids), slots[1]), np.float32)
-    run_tasks(table.read_rows_tasks(ids, block, row_slots))
+    table.read_now(ids, block, row_slots)
     return block, row_slots
 
 
 def _write(table: Any, ids: Ids, block: npt.NDArray[np.float32], row_slots: npt.NDArray[np.float32]) -> None:
     """Overwrite rows with the result of `_read`."""
     if table.primitive_target == "CPU":
-        run_tasks(table.write_rows_tasks(ids, block, row_slots))
+        table.write_now(ids, block, row_slots)
         return
     at = torch.from_numpy(ids).to(table.device)
     for memory, values in zip(table.memory, (block, row_slots), strict=True):

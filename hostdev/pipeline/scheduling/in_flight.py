@@ -3,12 +3,15 @@
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hostdev.distributed.gradients import SelectedRows
 from hostdev.pipeline.forwarding import Forwarded
 from hostdev.pipeline.row_ids import ConcatenatedIds, Positions, RowSubset
 from hostdev.pipeline.rows import FetchedRows
+
+if TYPE_CHECKING:
+    from hostdev.pipeline.tiers import BatchPins
 
 
 class InFlight:
@@ -28,6 +31,7 @@ class InFlight:
         "missing",
         "number",
         "pinned",
+        "pins",
         "ready",
         "rows",
         "shared",
@@ -46,6 +50,7 @@ class InFlight:
         self.after: list[tuple[InFlight, RowSubset]] = []  # later batches, with the rows that they wait for
         self.updating = False  # whether the update has begun; from then on, `shared` is not set any more
         self.pinned = False  # whether rows are being read to forward them; the update must not begin meanwhile
+        self.pins: BatchPins | None = None  # of tables on disk
         self.forwarded: Forwarded | None = None  # rows that the previous batch forwards to it
         self.awaits = 0  # number of the last batch for whose update its conflicting rows wait; 0 for none
         self.claimed = True  # whether the batch is recorded as the last writer of its rows

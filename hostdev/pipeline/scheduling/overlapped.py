@@ -56,7 +56,8 @@ from hostdev.pipeline.stages.plan import plan
 from hostdev.pipeline.stages.read import read
 from hostdev.pipeline.stages.send import send
 from hostdev.pipeline.stages.step import begin_step, end_step
-from hostdev.pipeline.stages.update import await_step, receive_sums, release, update, update_first
+from hostdev.pipeline.stages.update import await_step, receive_sums, release, unpin, update, update_first
+from hostdev.pipeline.tiers import PassPins
 
 _POLL_SECONDS = 0.2  # seconds between checks that other ranks still run, while a thread waits for them
 LONGEST_JOIN = 0.8  # seconds to wait for a thread that may be inside the user's code or wait for a failed rank
@@ -80,7 +81,8 @@ class Workers:
         self._most = options.depth + 2  # maximum number of batches that are looked up but not updated
         self._most_read = options.depth + 2 + (options.window if options.update else 0)
         self.number = options.number  # number of the last batch that was read
-        batches = look_ahead(context, self._take_read, options)
+        self.pins = PassPins(context.tiers, options.update)
+        batches = look_ahead(context, self._take_read, options, self.pins)
         work: list[Any] = [
             ("fetcher", self._fetch_next, queues.fetched, batches),
             ("updater", self._update_next, None),
@@ -175,10 +177,24 @@ class Workers:
         try:
             planned = plan(context, batch, update, unfinished)
             in_flight.writes, in_flight.claimed = planned.writes, unfinished is not None
+            if self.pins:
+                self._pin(planned, in_flight)
             return self._look_up(planned, in_flight, before)
         finally:
             if before is not None:
                 in_flights.unpin(before)
+
+    def _pin(self, batch: PlannedBatch, in_flight: InFlight) -> None:
+        """Wait until the batch's rows of tables on disk are in memory."""
+        pins = self.pins
+        with self._timeline.stall("lookup"):
+            while True:
+                before = pins.released
+                if pins.try_pin(batch.number, batch.groups):
+                    break
+                self._queues.wait(partial(pins.has_released, before))
+            in_flight.pins = pins.take(batch.number)
+            in_flight.pins.await_rows()
 
     def _look_up(self, batch: PlannedBatch, in_flight: InFlight, before: InFlight | None) -> SentBatch:
         """Look up and send a planned batch's rows; `before` is the previous batch, if it is unfinished."""
@@ -374,6 +390,7 @@ class OverlappedPass:
             return
         await_step(self._context, held[0])
         release(held[0])
+        unpin(held[0])
         self._queues.in_flight.release(batch.number)
 
     def drain(self) -> None:
@@ -435,6 +452,7 @@ class OverlappedPass:
         if self._reads_behind:
             threads[0].join(LONGEST_JOIN)
         queues.clear()
+        self._workers.pins.close()
         if self._update and self._context.forwarding is not None:
             self._context.forwarding.clear()
         if not failed:

@@ -16,7 +16,8 @@ from hostdev.pipeline.stages.plan import plan
 from hostdev.pipeline.stages.read import read
 from hostdev.pipeline.stages.send import send
 from hostdev.pipeline.stages.step import begin_step, end_step
-from hostdev.pipeline.stages.update import await_step, receive_sums, release, update
+from hostdev.pipeline.stages.update import await_step, receive_sums, release, unpin, update
+from hostdev.pipeline.tiers import PassPins
 
 
 class PassOptions(NamedTuple):
@@ -71,7 +72,7 @@ def raise_held(held: list[BaseException | None]) -> None:
 
 
 def look_ahead(
-    context: Context, take: Callable[[], ReadBatch | End], options: PassOptions
+    context: Context, take: Callable[[], ReadBatch | End], options: PassOptions, pins: PassPins
 ) -> Iterator[UniqueBatch | End]:
     """Yield deduplicated batches in order, and then an `End`. Batches are announced to the caches a window ahead.
 
@@ -79,6 +80,7 @@ def look_ahead(
         context: The pipeline's context.
         take: Called without arguments; returns the next batch that was read, or an `End`.
         options: The pass's options.
+        pins: The rows of tables on disk that the pass's batches need.
     """
     update, position = options.update, options.position
     window = options.window if update else 0
@@ -108,6 +110,7 @@ def look_ahead(
             if update:
                 announce(context, waiting, announced)
             announced = [max(0, count - 1) for count in announced]
+            pins.announce(waiting)
             yield waiting.pop(0)
         else:
             yield ends.pop()  # not kept: an error holds the frames that it passed through, including this one
@@ -128,7 +131,8 @@ class SerialPass:
         self._source = iter(source)
         self._caller = threading.get_ident()
         self._given: StepBatch | None = None  # the batch in the caller's step
-        self._batches = look_ahead(context, self._read, options)
+        self._pins = PassPins(context.tiers, options.update)
+        self._batches = look_ahead(context, self._read, options, self._pins)
 
     def _read(self) -> ReadBatch | End:
         batch = read(self._context, self._source, self.number + 1)
@@ -147,11 +151,15 @@ class SerialPass:
             return None
         context, update = self._context, self._update
         planned = plan(context, item, update, None)
+        in_flight = InFlight(item.number)
+        if self._pins:
+            self._pins.try_pin(item.number, planned.groups)
+            in_flight.pins = self._pins.take(item.number)
+            in_flight.pins.await_rows()
         looked_up = look_up(context, planned, take_memory(context, planned))
         if context.exchanges and context.on_host:
             early = remote.exchange_early(context, looked_up, None, None, update=update, overlapped=False)
             looked_up = looked_up._replace(early=early)
-        in_flight = InFlight(item.number)
         in_flight.rows = looked_up.rows
         self._given = begin_step(context, send(context, looked_up), in_flight, update)
         return self._given
@@ -164,6 +172,7 @@ class SerialPass:
         if not self._update:
             await_step(context, stepped)
             release(stepped)
+            unpin(stepped)
             return
         context.before_stage("update", batch.number)
         await_step(context, stepped)
@@ -187,3 +196,4 @@ class SerialPass:
         """See `Pass`."""
         self._given = None
         self._batches.close()  # type: ignore[attr-defined]
+        self._pins.close()

@@ -52,6 +52,7 @@ def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> 
                 if group.cache is not None and mine.planned.plan is not None:
                     group.cache.left(mine.planned.plan, table)
     _report(context, batch)
+    unpin(batch)
     for group, mine, stepped in zip(context.groups, batch.groups, batch.stepped, strict=True):
         if group.keys is not None and mine.planned.plans_keys and stepped[0]:
             group.keys.finish_step()
@@ -61,6 +62,12 @@ def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> 
             embedding.steps += one
     context.steps += 1
     release(batch)
+
+
+def unpin(batch: SteppedBatch) -> None:
+    """Allow a batch's rows of tables on disk to leave the memory."""
+    if batch.in_flight.pins is not None:
+        batch.in_flight.pins.release()
 
 
 def release(batch: SteppedBatch) -> None:

@@ -1,0 +1,44 @@
+"""The option of a table that stores its rows on disk."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hostdev.core.memory import parse_bytes
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Store a table's rows on disk, and keep as many of them in memory as fit; results do not depend on how many.
+
+    The table writes its rows to a folder of its own in `dir`, which it removes at its end. Rows that have their initial
+    values take no space.
+
+    Attributes:
+        dir: The folder, which is created if it does not exist. Several tables may use the same one.
+        memory: Memory for the rows of the table, in bytes, or such as "4GiB". Beside it, a table takes 4 bytes for each
+            of its rows (8 bytes for more than about a billion).
+    """
+
+    dir: str | os.PathLike[str]
+    memory: int | str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dir, str | os.PathLike) or not str(self.dir):
+            raise ValueError(f"Disk needs a folder, not {self.dir!r}")
+        if isinstance(self.memory, bool) or not isinstance(self.memory, int | str):
+            raise ValueError(
+                f"the memory of Disk must be a number of bytes or a size such as '4GiB', not {self.memory!r}"
+            )
+        if self.nbytes < 1:
+            raise ValueError(f"the memory of Disk must be more than {self.memory!r}")
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return Path(self.dir)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory in bytes."""
+        return parse_bytes(self.memory) if isinstance(self.memory, str) else self.memory

@@ -1,0 +1,288 @@
+"""Storage of a table whose rows are on disk, but for those in memory; see `host.storage` for the rows' layouts."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.disk_storage import Disk
+from hostdev.core.errors import UserError
+from hostdev.core.initializers import Initializer
+from hostdev.core.memory import format_bytes
+from hostdev.core.table_dtypes import TableStep
+from hostdev.host.disk.folder import TableFolder
+from hostdev.host.disk.readers import Planes
+from hostdev.host.disk.tier import Tier
+from hostdev.host.storage import Float32, Shape, Split, Storage, make_storage
+from hostdev.kernels.buffers import identity
+from hostdev.kernels.clock import Clock
+from hostdev.kernels.norm import PART
+from hostdev.kernels.pool import Task, run_tasks
+
+Rows = npt.NDArray[np.float32]
+Ids = npt.NDArray[Any]
+Positions = npt.NDArray[np.int32]
+
+LOCATION_BYTES = 4  # memory for each row of a table, to know where it is
+
+_COPIED_BYTES = 1 << 26  # bytes of rows that are copied at a time
+_HELD_OF = 16  # a call outside of the pipeline holds at most one frame in 16 at a time
+
+
+def require_disk(name: str, rows: int, disk: Disk, free: int) -> None:
+    """Raise UserError unless the `free` bytes of memory suffice for a table of `rows` rows on disk."""
+    needed = disk.nbytes + LOCATION_BYTES * rows
+    if needed > free:
+        raise UserError(
+            f"table {name!r}: its Disk takes {format_bytes(disk.nbytes)} of memory, and {LOCATION_BYTES} bytes for "
+            f"each of {rows:,} rows, but {format_bytes(free)} of host memory are free; give it less memory"
+        )
+
+
+class DiskStorage:
+    """Storage of all rows of a table on disk, and of some in memory. See `Storage`, whose methods need pinned rows.
+
+    `sources` reads any rows, and `held` holds them in memory.
+
+    Args:
+        name: The table's name.
+        shape: The dimensions of the whole table.
+        dtype: How weights are stored.
+        slots_dtype: How state columns are stored.
+        disk: Where the rows are.
+        get_keys: Returns what takes the place of the rows' ids, int64 [N], for row numbers [N].
+        seed: Of the initial values.
+        init: The initializer of the weights.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        dtype: str,
+        slots_dtype: str,
+        disk: Disk,
+        get_keys: Callable[[Ids], npt.NDArray[np.int64]],
+        seed: int,
+        init: Initializer,
+    ) -> None:
+        self._name, self._whole, self._dtypes = name, shape, (dtype, slots_dtype)
+        self._initial = seed, init
+        one = self._make(np.zeros(1, np.int64))
+        self._row_bytes = Planes.of(one.planes).row_bytes
+
+        def allocate(count: int, keys: npt.NDArray[np.int64]) -> Planes:
+            self.frames = self._make(keys)
+            return Planes.of(self.frames.planes)
+
+        def fill(frames: Positions, keys: npt.NDArray[np.int64]) -> None:
+            self._fill(self.frames, frames, keys)
+
+        shared = self._row_bytes, allocate, get_keys, fill
+        self.tier = Tier(name, TableFolder(disk.path, name), shape.rows, disk.nbytes, *shared)
+        self.row_slots: Any = RowSlots(self)
+
+    def _make(self, keys: npt.NDArray[np.int64]) -> Float32 | Split:
+        """Return storage for rows in memory, one for each of the keys."""
+        of = self._whole
+        shape = Shape(len(keys), of.dim, of.optimizer, 0, len(keys), False, of.ids, self._dtypes[1], keys)
+        return make_storage(self._name, shape, *self._dtypes)
+
+    def _fill(self, storage: Float32 | Split, rows: Positions, keys: npt.NDArray[np.int64]) -> None:
+        """Write the initial values of the rows of some keys to these rows of storage in memory."""
+        _, planes, D = self.shape
+        step = max(1, _COPIED_BYTES // (4 * planes * D))
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            n = len(rows[part])
+            block, row_slots = np.empty((n, planes, D), np.float32), np.empty((n, self.row_slots.shape[1]), np.float32)
+            storage.initial(self._whole, *self._initial, keys[part], block)
+            self._whole.fill_row_slots(row_slots)
+            run_tasks(storage.write_tasks(rows[part], block, row_slots, None))
+
+    def close(self) -> None:
+        """Remove the rows' files."""
+        self.tier.close()
+
+    def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
+        """See `Storage`."""
+        del shape, seed, init  # as they were when the storage was made
+        self.tier.reset()
+
+    def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
+        """See `Storage`."""
+        self.frames.initial(shape, seed, init, ids, block)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """See `Storage`."""
+        return self._whole.rows, *self.frames.shape[1:]
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the table takes."""
+        return self.tier.nbytes + int(self.tier.where.nbytes)
+
+    def sources(self, ids: Ids, positions: Positions | None = None) -> Iterator[tuple[Storage, Ids, Positions | None]]:
+        """See `Storage`."""
+        step = max(1, _COPIED_BYTES // self._row_bytes)
+        if positions is None and len(ids) > step:
+            positions = np.arange(len(ids), dtype=np.int32)
+        for start in range(0, len(ids), step):
+            part = np.ascontiguousarray(ids[start : start + step])
+            to = self._make(np.zeros(len(part), np.int64))
+
+            def fill(rows: Positions, keys: npt.NDArray[np.int64], to: Float32 | Split = to) -> None:
+                self._fill(to, rows, keys)
+
+            self.tier.copy(part, Planes.of(to.planes), fill)
+            yield to, identity(len(part)), None if positions is None else positions[start : start + step]
+
+    def held(
+        self, ids: Ids, positions: Positions | None = None, *, read: bool = False
+    ) -> Iterator[tuple[Ids, Positions | None]]:
+        """See `Storage`."""
+        step = max(1, self.tier.count // _HELD_OF)
+        if positions is None and len(ids) > step:
+            positions = np.arange(len(ids), dtype=np.int32)
+        for start in range(0, len(ids), step):
+            part = np.ascontiguousarray(ids[start : start + step])
+            with self.tier.held(part, change=True, read=read):
+                yield part, None if positions is None else positions[start : start + step]
+
+    def weights(self) -> Rows:
+        """See `Storage`."""
+        return _read_only(self.column(0)[:])
+
+    def column(self, number: int) -> Any:
+        """See `Storage`."""
+        return Column(self, number)
+
+    def slot(self, number: int) -> Rows:
+        """See `Storage`."""
+        return _read_only(self.column(1 + number)[:])
+
+    def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        return self.frames.lookup_tasks(self.tier.find(ids), out, positions)
+
+    def pack_tasks(self, ids: Ids, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
+        """See `Storage`."""
+        return self.frames.pack_tasks(self.tier.find(ids), out, positions, planes)
+
+    def current_tasks(self, ids: Ids, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        return self.frames.current_tasks(self.tier.find(ids), clock, out, positions)
+
+    def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        return self.frames.read_tasks(self.tier.find(ids), block, row_slots, positions)
+
+    def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        return self.frames.write_tasks(self.tier.find(ids), block, row_slots, positions)
+
+    def require_exact(self, plane: int, values: Rows) -> None:
+        """See `Storage`."""
+        self.frames.require_exact(plane, values)
+
+    def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        return self.frames.update_tasks(self.tier.find(ids), grads, step, positions)
+
+    def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
+        """See `Storage`."""
+        with self.tier.held(np.unique(ids), change=True):
+            self.frames.apply(self.tier.find(ids), grads, step)
+
+    def partial_squares(self) -> npt.NDArray[np.float64]:
+        """See `Storage`."""
+        step = max(1, _COPIED_BYTES // self._row_bytes // PART) * PART
+        found = []
+        for start in range(0, self.shape[0], step):
+            for source, _, _ in self.sources(np.arange(start, min(start + step, self.shape[0]))):
+                found.append(source.partial_squares())
+        return np.concatenate(found)
+
+    def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
+        """See `Storage`."""
+        rows = np.arange(first + start, first + stop) if ids is None else ids[start:stop]
+        for source, numbers, positions in self.sources(rows):
+            begin = start if positions is None else start + int(positions[0])
+            source.copy_to_columns(0, len(numbers), 0, numbers, columns[:, begin : begin + len(numbers)])
+
+    def taken(self, ids: Ids) -> Rows:
+        """See `Storage`."""
+        return self.frames.taken(self.tier.find(ids))
+
+    def taken_row_slots(self, ids: Ids) -> Rows:
+        """See `Storage`."""
+        return self.frames.taken_row_slots(self.tier.find(ids))
+
+
+class Column:
+    """The weights (number 0) or a state column of all rows; indexing by slices or row ids yields float32 [any, D]."""
+
+    def __init__(self, storage: DiskStorage, number: int) -> None:
+        self._storage, self._number = storage, number
+        rows, _, dim = storage.shape
+        self.shape = rows, dim
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> Rows:
+        ids = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows)
+        out = np.empty((len(ids), self.shape[1]), np.float32)
+        done = 0
+        for source, numbers, _ in self._storage.sources(ids):
+            out[done : done + len(numbers)] = source.column(self._number)[:]
+            done += len(numbers)
+        return out
+
+
+class RowSlots:
+    """The per-row state of all rows, float32 [V, R], by slices or row ids; a second index selects columns."""
+
+    def __init__(self, storage: DiskStorage) -> None:
+        self._storage = storage
+        self.shape = storage.shape[0], storage.frames.row_slots.shape[1]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        if isinstance(rows, slice) and rows == slice(None) and isinstance(columns, slice):
+            return RowSlotColumns(self, columns)
+        ids = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows)
+        out = np.empty((len(ids), self.shape[1]), np.float32)
+        if not self.shape[1]:
+            return out[:, columns]
+        done = 0
+        for source, numbers, _ in self._storage.sources(ids):
+            out[done : done + len(numbers)] = source.row_slots
+            done += len(numbers)
+        return out[:, columns]
+
+
+class RowSlotColumns:
+    """Some columns of the per-row state of all rows, by slices or row ids."""
+
+    def __init__(self, row_slots: RowSlots, columns: slice) -> None:
+        self._row_slots, self._columns = row_slots, columns
+        self.shape = len(row_slots), len(range(*columns.indices(row_slots.shape[1])))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> Rows:
+        ids = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows)
+        found: Rows = self._row_slots[ids, self._columns]
+        return found
+
+
+def _read_only(values: Rows) -> Rows:
+    values.flags.writeable = False
+    return values

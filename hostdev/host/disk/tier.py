@@ -1,0 +1,350 @@
+"""Rows of a table in memory, as many as fit, and the others on disk.
+
+Shapes: V rows, M frames (places in memory), N rows of a call.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.errors import UserError
+from hostdev.host.disk.folder import TableFolder
+from hostdev.host.disk.readers import Planes, Read
+from hostdev.host.disk.store import SEGMENT_BYTES, SegmentStore
+from hostdev.kernels import disk_records, frames
+from hostdev.kernels.buffers import reserved
+from hostdev.kernels.disk_records import Format
+
+Ids = npt.NDArray[Any]
+Positions = npt.NDArray[np.int32]
+
+FRAME_BYTES = 32  # memory of a frame beside its row
+_BUFFERS_OF = 16  # buffers for writing take at most one part in 16 of the memory
+_RESERVED_OF = 8  # one frame in 8 is for reads and writes outside of the pipeline
+
+
+class NoFramesError(UserError):
+    """There is not enough memory for rows that are needed at once."""
+
+
+class Pinned(NamedTuple):
+    """Rows that stay in memory until they are unpinned."""
+
+    frames: Positions  # int32 [N]
+    read: Read | None  # for those that are read from disk
+
+
+class Tier:
+    """The rows of a table that are in memory, in frames, above a store of segments.
+
+    Any thread may call the methods. Values of pinned rows may be read and written without a lock.
+
+    Args:
+        name: The table's name.
+        folder: The folder for the segments.
+        rows: V.
+        nbytes: Memory for frames and buffers.
+        row_bytes: Bytes of a row in memory.
+        allocate: Called with M and an int64 [M] for the keys of frames; returns the frames' planes.
+        get_keys: Returns the keys, int64 [N], of rows.
+        fill: Called with frames [N] and the keys of rows; writes the rows' initial values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: TableFolder,
+        rows: int,
+        nbytes: int,
+        row_bytes: int,
+        allocate: Callable[[int, npt.NDArray[np.int64]], Planes],
+        get_keys: Callable[[Ids], npt.NDArray[np.int64]],
+        fill: Callable[[Positions, npt.NDArray[np.int64]], None],
+    ) -> None:
+        self._name, self.rows, self._get_keys, self._fill = name, rows, get_keys, fill
+        format_ = Format.of(row_bytes, SEGMENT_BYTES)
+        buffers = nbytes // _BUFFERS_OF // format_.chunk_bytes
+        each = row_bytes + FRAME_BYTES
+        self.count = min(rows, (nbytes - max(buffers, 4) * format_.chunk_bytes) // each)
+        if self.count < 1:
+            least = 4 * format_.chunk_bytes + 1024 * each
+            raise UserError(
+                f"table {name!r}: its Disk has {nbytes:,} bytes of memory, but needs at least {least:,}, most of them "
+                "for buffers"
+            )
+        self._changed = threading.Condition()
+        dtype = np.int32 if 3 * rows < np.iinfo(np.int32).max else np.int64
+        self.where: Any = reserved((rows,), dtype)
+        self.keys = np.zeros(self.count, np.int64)
+        self._row_of = np.full(self.count, frames.FREE, np.int64)
+        self._pins = np.zeros(self.count, np.int32)
+        self._saved = np.zeros(self.count, np.int64)
+        self._state = np.zeros(self.count, np.uint8)
+        self._free = np.arange(self.count - 1, -1, -1, dtype=np.int32)
+        self._free_count, self._hand, self._pinned = self.count, 0, 0
+        self._leaving: deque[Positions] = deque()
+        self.planes = allocate(self.count, self.keys)
+        self._folder = folder
+        shared = self.where, self._saved, self._changed
+        self.store = SegmentStore(name, folder.path, format_, *shared, buffers)
+        self._at_end = weakref.finalize(self, _end, self.store, folder)
+        self.missed = 0  # rows that were not in memory when they were pinned
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes, without that of `where`."""
+        return self.count * (self.planes.row_bytes + FRAME_BYTES) + self.store.nbytes
+
+    def close(self) -> None:
+        """Remove the files. The rows are lost."""
+        self._at_end()
+
+    def reset(self) -> None:
+        """Give all rows their initial values; nothing may be pinned."""
+        for start in range(0, self.rows, 1 << 20):
+            with self._changed:
+                self.forget(np.arange(start, min(self.rows, start + (1 << 20))))
+
+    def try_pin(self, rows: Ids, *, change: bool, reserve: bool = False, read: bool = True) -> Pinned | None:
+        """Pin rows: keep them in memory until `unpin`, and begin to read those that are on disk.
+
+        Args:
+            rows: int32 or int64 [N], distinct.
+            change: Whether the rows may be written.
+            reserve: Whether to use the frames that are reserved for calls outside of the pipeline.
+            read: Whether the rows' values are needed; if not, all must be written before `unpin`.
+
+        Returns:
+            The pinned rows; None if other rows must be unpinned first.
+
+        Raises:
+            NoFramesError: The rows do not fit, even alone.
+            UserError: A read or write of the disk has failed.
+        """
+        most = self.count if reserve or self.count == self.rows else self.count - self.count // _RESERVED_OF
+        if len(rows) > most:
+            raise NoFramesError(
+                f"table {self._name!r}: a batch needs {len(rows):,} of its rows in memory, but its Disk has memory for "
+                f"{most:,}; give it more memory, or use smaller batches"
+            )
+        while True:
+            with self._changed:
+                self.store.require_good()
+                missing, fresh = frames.count_missing(rows, self.where, self._pins)
+                if self._pinned and self._pinned + fresh > most:
+                    return None
+                if missing <= self._free_count:
+                    pinned, new = self._pin(rows, change=change, read=read)
+                    break
+                if not self._evict(missing - self._free_count) and self.store.room():
+                    return None  # all other rows are pinned
+            self.store.await_room()
+        if len(new):
+            self._fill(new, self.keys[new])
+            self._arrived(new)
+        return pinned
+
+    def _pin(self, rows: Ids, *, change: bool, read: bool) -> tuple[Pinned, Positions]:
+        """Pin rows, for which there are enough free frames; return also the frames that need initial values."""
+        n, store = len(rows), self.store
+        found, missing, positions = np.empty(n, np.int32), np.empty(n + 1, np.int32), np.empty(n + 1, np.int64)
+        state = self.where, self._row_of, self._pins, self._saved, self._state, self._free, self._free_count
+        out = found, missing, positions
+        count, fresh = frames.pin(rows, change, *state, store.live, store.format.per_segment, *out)
+        self._pinned += fresh
+        self._free_count -= count
+        self.missed += count
+        missing, positions = missing[:count], positions[:count]
+        targets, keys = found[missing], self._get_keys(rows[missing])
+        self.keys[targets] = keys
+        if not read:
+            self.keys[found] = self._get_keys(rows)  # rows in memory may have new keys
+            self._state[targets] &= 255 - frames.ARRIVING
+            return Pinned(found, None), targets[:0]
+        new = targets[positions < 0]
+        at = np.flatnonzero(positions >= 0)
+        left = at[store.copy_buffered(positions[at], targets[at], self.planes)]
+        arrived = np.setdiff1d(at, left, assume_unique=True)
+        self._state[targets[arrived]] &= 255 - frames.ARRIVING
+        if not len(left):
+            return Pinned(found, None), new
+        targets, keys, positions = targets[left], keys[left], positions[left]
+        number = store.begin_read()
+
+        def done() -> None:
+            self._arrived(targets, number)
+
+        return Pinned(found, store.read(positions, keys, targets, self.planes, done)), new
+
+    def _arrived(self, targets: Positions, read: int | None = None) -> None:
+        """Record that frames have their values, which the read of this number has read."""
+        with self._changed:
+            self._state[targets] &= 255 - frames.ARRIVING
+            if read is not None:
+                self.store.end_read(read)
+            self._changed.notify_all()
+
+    def await_rows(self, pinned: Pinned) -> None:
+        """Wait until the rows are in memory; raise UserError if one could not be read."""
+        if pinned.read is not None:
+            pinned.read.wait()
+            try:
+                self.store.require_read(pinned.read)
+            except UserError as error:
+                self.store.fail(error)  # its frame has no values, so that no other call may use it
+                raise
+
+    def unpin(self, pinned: Pinned) -> None:
+        """Allow rows to leave the memory."""
+        if pinned.read is not None:
+            pinned.read.wait()
+        with self._changed:
+            self._pinned -= frames.unpin(pinned.frames, self._pins)
+            self._changed.notify_all()
+
+    def _evict(self, wanted: int) -> int:
+        """Free up to `wanted` frames, and return how many; needs the lock."""
+        chosen = self._choose(wanted)
+        if not len(chosen):
+            return 0
+        changed = np.empty(len(chosen) + 1, np.int32)
+        state = self.where, self._row_of, self._saved, self._state, self._free
+        self._free_count, count = frames.release(chosen, *state, self._free_count, changed)
+        freed = len(chosen) - count
+        changed = changed[:count]
+        kept = changed[self.store.room() :]
+        if len(kept):
+            self._state[kept] = frames.LEAVING
+            self._leaving.appendleft(kept)
+            changed = changed[: len(changed) - len(kept)]
+        if len(changed):
+            rows = self._row_of[changed]
+            done = 0
+            for position, n in self.store.append(changed, self.keys[changed], rows, self.planes):
+                shared = self.where, self._row_of, self._state, self._free, self._free_count
+                self._free_count = frames.release_to(changed[done : done + n], position, *shared)
+                done += n
+        return int(freed + len(changed))
+
+    def _choose(self, wanted: int) -> Positions:
+        """Return up to `wanted` frames whose rows may leave: first those that the plan lets go."""
+        chosen: list[Positions] = []
+        left = wanted
+        for _ in range(len(self._leaving)):
+            some = self._leaving.popleft()
+            out, kept = np.empty(len(some) + 1, np.int32), np.empty(len(some) + 1, np.int32)
+            c, k = frames.choose_leaving(some, self._pins, self._state, left, out, kept)
+            if c:
+                chosen.append(out[:c])
+                left -= int(c)
+            if k:
+                (self._leaving.append if left else self._leaving.appendleft)(kept[:k])
+            if not left:
+                break
+        if left:
+            out = np.empty(left + 1, np.int32)
+            c, self._hand = frames.choose_by_clock(self._hand, self._row_of, self._pins, self._state, left, out)
+            chosen.append(out[:c])
+        return np.concatenate(chosen)
+
+    def let_go(self, rows: Ids) -> None:
+        """Note rows that may leave the memory before others, as soon as no batch has pinned them."""
+        out = np.empty(len(rows) + 1, np.int32)
+        with self._changed:
+            if count := frames.mark_leaving(rows, self.where, self._state, out):
+                self._leaving.append(out[:count])
+
+    def keep(self, rows: Ids) -> None:
+        """Undo `let_go`."""
+        with self._changed:
+            frames.mark_staying(rows, self.where, self._state)
+
+    def forget(self, rows: Ids) -> None:
+        """Give rows their initial values, unless they are pinned."""
+        with self._changed:
+            state = self.where, self._row_of, self._pins, self._saved, self._state, self._free
+            store = self.store
+            self._free_count = frames.forget(rows, *state, self._free_count, store.live, store.format.per_segment)
+            self._changed.notify_all()
+
+    def find(self, rows: Ids) -> Positions:
+        """Return the frames of rows that are pinned, int32 [N]."""
+        out = np.empty(len(rows), np.int32)
+        frames.find(0, len(rows), rows, self.where, out)
+        assert not len(out) or out.min() >= 0, f"rows of table {self._name!r} are used that are not pinned"
+        return out
+
+    @contextmanager
+    def held(self, rows: Ids, *, change: bool, read: bool = True) -> Iterator[None]:
+        """Pin distinct rows for a `with` block outside of the pipeline."""
+        pinned = self.try_pin(rows, change=change, reserve=True, read=read)
+        if pinned is None:
+            raise NoFramesError(
+                f"table {self._name!r}: {len(rows):,} of its rows do not fit in memory beside those of the batches "
+                "that are in progress; give its Disk more memory"
+            )
+        try:
+            self.await_rows(pinned)
+            yield
+        except BaseException:
+            if not read:
+                self.store.fail(
+                    UserError(f"table {self._name!r}: a write of its rows was interrupted; load a checkpoint again")
+                )
+            raise
+        finally:
+            self.unpin(pinned)
+
+    def copy(self, rows: Ids, planes: Planes, fill: Callable[[Positions, npt.NDArray[np.int64]], None]) -> None:
+        """Copy rows to the first N rows of other planes, wherever they are, without moving them.
+
+        Args:
+            rows: int32 or int64 [N], duplicates allowed.
+            planes: Of at least N rows.
+            fill: As for `Tier`, for the other planes.
+        """
+        n = len(rows)
+        places, keys = np.empty(n, np.int32), self._get_keys(rows)
+        with self._changed:
+            self.store.require_good()
+            self._changed.wait_for(lambda: not self._arriving(rows, places))
+            here = np.flatnonzero(places >= 0).astype(np.int32)
+            widths = planes.widths
+            shared = self.planes.addresses, planes.addresses, widths
+            disk_records.copy_rows(0, len(here), places[here], here, *shared)
+            there = np.flatnonzero(places < 0).astype(np.int32)
+            positions = self.where[rows[there]].astype(np.int64) - 1
+            new = there[positions < 0]
+            there, positions = there[positions >= 0], positions[positions >= 0]
+            left = self.store.copy_buffered(positions, there, planes)
+            there, positions = there[left], positions[left]
+            number = self.store.begin_read() if len(there) else 0
+        if len(new):
+            fill(new, keys[new])
+        if not number:
+            return
+
+        def done() -> None:
+            with self._changed:
+                self.store.end_read(number)
+
+        read = self.store.read(positions, keys[there], there, planes, done)
+        read.wait()
+        self.store.require_read(read)
+
+    def _arriving(self, rows: Ids, places: Positions) -> bool:
+        """Find rows, as `find` does; return whether one of them is still being read."""
+        frames.find(0, len(rows), rows, self.where, places)
+        here = places[places >= 0]
+        return bool((self._state[here] & frames.ARRIVING).any())
+
+
+def _end(store: SegmentStore, folder: TableFolder) -> None:
+    store.close()
+    folder.remove()

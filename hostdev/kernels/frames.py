@@ -1,0 +1,298 @@
+"""Which rows of a table are in memory, each in a frame, and which are on disk.
+
+Shapes: V rows, M frames, N rows of a call.
+
+`where` [V], int32 or int64, has for each row 0 if it has its initial values and is nowhere, `position + 1` if it is on
+disk, or `-1 - frame`. Each frame has:
+
+- `row_of` int64 [M]: its row, or -1 if the frame is free.
+- `pins` int32 [M]: how many batches need the row in memory.
+- `saved` int64 [M]: what `where` was before the row came, if the row has not changed since; else CHANGED.
+- `state` uint8 [M]: LEAVING, RECENT, ARRIVING and CHOSEN.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from hostdev.kernels.jit import kernel, prefetch_to_read
+
+FREE = -1
+CHANGED = -1
+# Its row may leave; was used of late; is being read or initialized; is about to leave.
+LEAVING, RECENT, ARRIVING, CHOSEN = 1, 2, 4, 8
+_AHEAD = 16
+
+
+@kernel
+def count_missing(rows: Any, where: Any, pins: Any) -> Any:
+    """Return how many of the rows [N] are not in memory, and how many frames would be pinned that are not yet."""
+    missing, fresh, n = np.int64(0), np.int64(0), np.uint64(len(rows))
+    for i in range(n):
+        if i + np.uint64(_AHEAD) < n:
+            prefetch_to_read(where, rows[i + np.uint64(_AHEAD)], 1)
+        place = np.int64(where[np.uint64(rows[i])])
+        if place >= 0:
+            missing += 1
+            fresh += 1
+        else:
+            fresh += np.int64(pins[np.uint64(-1 - place)] == 0)
+    return missing, fresh
+
+
+@kernel
+def pin(
+    rows: Any,
+    change: Any,
+    where: Any,
+    row_of: Any,
+    pins: Any,
+    saved: Any,
+    state: Any,
+    free: Any,
+    free_count: Any,
+    live: Any,
+    per_segment: Any,
+    frames: Any,
+    missing: Any,
+    positions: Any,
+) -> Any:
+    """Pin rows; those that are not in memory get free frames, of which there must be enough.
+
+    Args:
+        rows: int32 or int64 [N], distinct.
+        change: Whether the rows may change, so that their records on disk are dropped.
+        where: See the module, like `row_of`, `pins`, `saved` and `state`.
+        row_of: See `where`.
+        pins: See `where`.
+        saved: See `where`.
+        state: See `where`.
+        free: int32 [M], the free frames.
+        free_count: Number of free frames, the last of which are taken.
+        live: int64 [segments], live records; reduced by those that are dropped.
+        per_segment: Records of a segment.
+        frames: int32 [N], output: the rows' frames.
+        missing: int32 [N + 1], output: the places of the rows that were not in memory.
+        positions: int64 [N + 1], output: their positions on disk; -1 for initial values.
+
+    Returns:
+        How many rows were not in memory, and how many frames were not pinned before.
+    """
+    m = fresh = np.uint64(0)
+    left, n = np.int64(free_count), np.uint64(len(rows))
+    for i in range(n):
+        if i + np.uint64(_AHEAD) < n:
+            prefetch_to_read(where, rows[i + np.uint64(_AHEAD)], 1)
+        row = np.uint64(rows[i])
+        place = np.int64(where[row])
+        if place < 0:
+            frame = np.uint64(-1 - place)
+            fresh += np.uint64(pins[frame] == 0)
+            pins[frame] += 1
+            state[frame] |= RECENT
+            if change:
+                if saved[frame] > 0:
+                    live[np.uint64(saved[frame] - 1) // np.uint64(per_segment)] -= 1
+                saved[frame] = CHANGED
+        else:
+            left -= 1
+            frame = np.uint64(free[np.uint64(left)])
+            row_of[frame], pins[frame], state[frame] = np.int64(row), 1, RECENT | ARRIVING
+            saved[frame] = place
+            where[row] = -1 - np.int64(frame)
+            missing[m], positions[m] = i, place - 1
+            m, fresh = m + np.uint64(1), fresh + np.uint64(1)
+            if change:
+                if place > 0:
+                    live[np.uint64(place - 1) // np.uint64(per_segment)] -= 1
+                saved[frame] = CHANGED
+        frames[i] = frame
+    return np.int64(m), np.int64(fresh)
+
+
+@kernel
+def unpin(frames: Any, pins: Any) -> Any:
+    """Undo a `pin` of these frames; return how many are not pinned any more."""
+    found = np.int64(0)
+    for i in range(np.uint64(len(frames))):
+        frame = np.uint64(frames[i])
+        pins[frame] -= 1
+        found += np.int64(pins[frame] == 0)
+    return found
+
+
+@kernel
+def mark_leaving(rows: Any, where: Any, state: Any, out: Any) -> Any:
+    """Mark the frames of rows [N] as LEAVING; write those that were not to `out`, int32 [N + 1]; return how many."""
+    found = np.uint64(0)
+    for i in range(np.uint64(len(rows))):
+        place = np.int64(where[np.uint64(rows[i])])
+        if place < 0:
+            frame = np.uint64(-1 - place)
+            out[found] = frame
+            found += np.uint64((state[frame] & LEAVING) == 0)
+            state[frame] |= LEAVING
+    return np.int64(found)
+
+
+@kernel
+def mark_staying(rows: Any, where: Any, state: Any) -> None:
+    """Undo `mark_leaving` for rows [N]."""
+    for i in range(np.uint64(len(rows))):
+        place = np.int64(where[np.uint64(rows[i])])
+        if place < 0:
+            state[np.uint64(-1 - place)] &= np.uint8(255 - LEAVING)
+
+
+@kernel
+def choose_leaving(frames: Any, pins: Any, state: Any, wanted: Any, chosen: Any, kept: Any) -> Any:
+    """Choose up to `wanted` frames [N] that are LEAVING and not pinned; keep those that are pinned.
+
+    Args:
+        frames: int32 [N].
+        pins: See the module.
+        state: See the module.
+        wanted: The most frames to choose.
+        chosen: int32 [N + 1], output: the chosen frames.
+        kept: int32 [N + 1], output: frames that are still LEAVING, in their order.
+
+    Returns:
+        The numbers of chosen and of kept frames.
+    """
+    c = k = np.uint64(0)
+    for i in range(np.uint64(len(frames))):
+        frame = np.uint64(frames[i])
+        if state[frame] & LEAVING == 0:
+            continue
+        if pins[frame] == 0 and c < np.uint64(wanted):
+            state[frame] = CHOSEN
+            chosen[c] = frame
+            c += np.uint64(1)
+        else:
+            kept[k] = frame
+            k += np.uint64(1)
+    return np.int64(c), np.int64(k)
+
+
+@kernel
+def choose_by_clock(hand: Any, row_of: Any, pins: Any, state: Any, wanted: Any, chosen: Any) -> Any:
+    """Choose up to `wanted` frames that are not pinned: first those not used since the clock's hand last passed them.
+
+    Args:
+        hand: The frame at which to begin.
+        row_of: See the module.
+        pins: See the module.
+        state: See the module.
+        wanted: The most frames to choose.
+        chosen: int32 [wanted + 1], output.
+
+    Returns:
+        The number of chosen frames, and the new hand.
+    """
+    M, c, at = np.int64(len(row_of)), np.uint64(0), np.int64(hand)
+    for _ in range(2 * M):
+        if c == np.uint64(wanted):
+            break
+        frame = np.uint64(at)
+        at = at + 1 if at + 1 < M else np.int64(0)
+        if row_of[frame] < 0 or pins[frame] > 0 or state[frame] & CHOSEN:
+            continue
+        if state[frame] & RECENT:
+            state[frame] &= np.uint8(255 - RECENT)
+            continue
+        state[frame] = CHOSEN
+        chosen[c] = frame
+        c += np.uint64(1)
+    return np.int64(c), at
+
+
+@kernel
+def release(
+    frames: Any, where: Any, row_of: Any, saved: Any, state: Any, free: Any, free_count: Any, changed: Any
+) -> Any:
+    """Free the frames [N] of unchanged rows, whose values are those on disk or the initial ones.
+
+    Args:
+        frames: int32 [N].
+        where: See the module, like `row_of`, `saved` and `state`.
+        row_of: See `where`.
+        saved: See `where`.
+        state: See `where`.
+        free: int32 [M], the free frames.
+        free_count: Number of free frames.
+        changed: int32 [N + 1], output: the frames of changed rows, which stay.
+
+    Returns:
+        The number of free frames, and of frames of changed rows.
+    """
+    left, c = np.uint64(free_count), np.uint64(0)
+    for i in range(np.uint64(len(frames))):
+        frame = np.uint64(frames[i])
+        if saved[frame] == CHANGED:
+            changed[c] = frame
+            c += np.uint64(1)
+            continue
+        where[np.uint64(row_of[frame])] = saved[frame]
+        row_of[frame], state[frame], free[left] = FREE, 0, frame
+        left += np.uint64(1)
+    return np.int64(left), np.int64(c)
+
+
+@kernel
+def release_to(frames: Any, first: Any, where: Any, row_of: Any, state: Any, free: Any, free_count: Any) -> Any:
+    """Free frames [N] whose rows were written to the positions from `first` on; return the number of free frames."""
+    left = np.uint64(free_count)
+    for i in range(np.uint64(len(frames))):
+        frame = np.uint64(frames[i])
+        where[np.uint64(row_of[frame])] = np.int64(first) + np.int64(i) + 1
+        row_of[frame], state[frame], free[left] = FREE, 0, frame
+        left += np.uint64(1)
+    return np.int64(left)
+
+
+@kernel
+def forget(
+    rows: Any,
+    where: Any,
+    row_of: Any,
+    pins: Any,
+    saved: Any,
+    state: Any,
+    free: Any,
+    free_count: Any,
+    live: Any,
+    per_segment: Any,
+) -> Any:
+    """Give rows [N] their initial values again, but for pinned ones; return the number of free frames."""
+    left = np.uint64(free_count)
+    for i in range(np.uint64(len(rows))):
+        row = np.uint64(rows[i])
+        place = np.int64(where[row])
+        if place < 0:
+            frame = np.uint64(-1 - place)
+            if pins[frame] > 0:
+                continue
+            place = saved[frame]
+            row_of[frame], state[frame], free[left] = FREE, 0, frame
+            left += np.uint64(1)
+        if place > 0:
+            live[np.uint64(place - 1) // np.uint64(per_segment)] -= 1
+        where[row] = 0
+    return np.int64(left)
+
+
+@kernel
+def find(start: Any, stop: Any, rows: Any, where: Any, frames: Any) -> Any:
+    """Write the frames of rows[start:stop], int32; a negative number for a row that is not in memory."""
+    end = np.uint64(stop)
+    for i in range(np.uint64(start), end):
+        if i + np.uint64(_AHEAD) < end:
+            prefetch_to_read(where, rows[i + np.uint64(_AHEAD)], 1)
+        frames[i] = -1 - np.int64(where[np.uint64(rows[i])])
+
+
+@kernel
+def move_to(rows: Any, first: Any, where: Any) -> None:
+    """Record that the records of rows [N] were copied to the positions from `first` on."""
+    for i in range(np.uint64(len(rows))):
+        where[np.uint64(rows[i])] = np.int64(first) + np.int64(i) + 1

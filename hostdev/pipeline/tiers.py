@@ -1,0 +1,191 @@
+"""Tables on disk in the pipeline: which of their rows are in memory while batches use them.
+
+A batch's rows are pinned when it is planned, and read at once if they are on disk; without a cache on the device, this
+happens a few batches earlier. They are unpinned when the batch's update is done. A planner that knows the coming
+batches decides which rows stay in memory afterwards.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.cache.options import WINDOW
+from hostdev.cache.planner import Planner
+from hostdev.cache.prices import Costs
+from hostdev.host.disk.storage import DiskStorage
+from hostdev.host.disk.tier import NoFramesError, Pinned, Tier
+from hostdev.host.table import HostTable
+from hostdev.pipeline.groups import Group
+from hostdev.pipeline.results import PlannedGroup, UniqueBatch
+
+Ids = npt.NDArray[Any]
+
+_AHEAD = 3  # batches whose rows are read before their turn
+_SPARE_BATCHES = 4  # rows of so many batches are in memory although the plan does not keep them
+_COSTS = Costs(passed=1.25, admitted=1.0, evicted=0.25)  # of a read, and of a row's part of a large write
+
+
+class TableTier:
+    """A table on disk: its rows in memory, and the planner that decides which of them stay.
+
+    Args:
+        group: The number of the table's group.
+        tier: The table's rows.
+        after_plan: Whether a cache decides which of a batch's rows the table needs.
+    """
+
+    def __init__(self, group: int, tier: Tier, after_plan: bool) -> None:
+        self.group, self.tier, self.after_plan = group, tier, after_plan
+        self._planner: Planner | None = None
+        self._announced = 0  # number of the last batch
+
+    def announce(self, batches: Sequence[UniqueBatch]) -> None:
+        """Announce those of the batches, in order, that were not announced."""
+        for batch in batches:
+            if batch.number <= self._announced:
+                continue
+            ids, inverse = batch.groups[self.group][:2]
+            if self._planner is None:
+                count = self.tier.count
+                kept = count if count == self.tier.rows else max(count // 2, count - _SPARE_BATCHES * len(ids))
+                self._planner = Planner(self.tier.rows, kept, costs=_COSTS)
+            if len(self._planner) > self._planner.window:
+                return
+            self._planner.announce(ids, len(inverse))
+            self._announced = batch.number
+
+    def plan(self) -> None:
+        """Decide what stays in memory after the earliest announced batch."""
+        if self._planner is not None and len(self._planner):
+            plan = self._planner.plan()
+            self.tier.keep(plan.ids[plan.admitted])
+            self.tier.let_go(plan.ids[plan.passed])
+            self.tier.let_go(plan.evicted)
+
+    def end_pass(self) -> None:
+        """Forget the batches that were announced and not planned."""
+        if self._planner is not None and len(self._planner):
+            self._planner.restore(self._planner.slot_ids)
+
+
+class BatchPins:
+    """The rows of a batch that are pinned, until `release`."""
+
+    def __init__(self, owner: "PassPins") -> None:
+        self._owner = owner
+        self.held: list[tuple[TableTier, Pinned]] = []
+
+    def await_rows(self) -> None:
+        """Wait until all rows are in memory; raise UserError if one cannot be read."""
+        for table, pinned in self.held:
+            table.tier.await_rows(pinned)
+
+    def release(self) -> None:
+        """Unpin the rows; calls after the first have no effect."""
+        self._owner.release(self)
+
+
+class PassPins:
+    """The pinned rows of a pass's batches.
+
+    The thread that looks batches up calls all methods but `release` and `close`.
+
+    Args:
+        tables: The tables on disk.
+        update: Whether the pass updates the tables.
+    """
+
+    def __init__(self, tables: Sequence[TableTier], update: bool) -> None:
+        self._tables, self._update = tables, update
+        self._batches: dict[int, BatchPins] = {}
+        self._lock = threading.Lock()
+        self._held: set[BatchPins] = set()
+        self.released = 0  # batches
+
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
+    def announce(self, batches: Sequence[UniqueBatch]) -> None:
+        """Announce batches that are not planned yet, and pin the rows of the first ones as far as there is room."""
+        if not self._update:
+            return
+        for table in self._tables:
+            table.announce(batches)
+        for batch in batches[: 1 + _AHEAD]:
+            for table in self._tables:
+                if not table.after_plan and not self._try_pin(table, batch.number, batch.groups[table.group].ids):
+                    return
+
+    def try_pin(self, number: int, groups: Sequence[PlannedGroup]) -> bool:
+        """Pin all rows that a planned batch needs; return False if `release` must be called first."""
+        return all(self._try_pin(table, number, _get_rows(groups[table.group])) for table in self._tables)
+
+    def _try_pin(self, table: TableTier, number: int, rows: Ids) -> bool:
+        pins = self._batches.setdefault(number, BatchPins(self))
+        if any(held is table for held, _ in pins.held):
+            return True
+        pinned = table.tier.try_pin(rows, change=self._update, reserve=not self._update)
+        if pinned is None:
+            with self._lock:
+                if self._held:
+                    return False
+            raise NoFramesError(
+                "there is no memory for the rows of a batch beside those of the loops that are open; give the Disk of "
+                "its tables more memory, or use smaller batches"
+            )
+        with self._lock:
+            pins.held.append((table, pinned))
+            self._held.add(pins)
+        if self._update:
+            table.plan()
+        return True
+
+    def has_released(self, before: int) -> bool:
+        """Return whether more than `before` batches have been released."""
+        return self.released > before
+
+    def take(self, number: int) -> BatchPins:
+        """Return the pinned rows of a batch, for its owner to release."""
+        return self._batches.pop(number)
+
+    def release(self, pins: BatchPins) -> None:
+        """Unpin a batch's rows."""
+        with self._lock:
+            held, pins.held = pins.held, []
+            self._held.discard(pins)
+            self.released += 1
+        for table, pinned in held:
+            table.tier.unpin(pinned)
+
+    def close(self) -> None:
+        """Unpin all rows; the threads of the pass have ended."""
+        for pins in list(self._held):
+            self.release(pins)
+        if self._update:
+            for table in self._tables:
+                table.end_pass()
+
+
+def find_tiers(groups: Sequence[Group]) -> list[TableTier]:
+    """Return the tables of the groups that are on disk."""
+    return [
+        TableTier(number, one.table.storage.tier, group.cache is not None)
+        for number, group in enumerate(groups)
+        for one in group.embeddings
+        if isinstance(one.table, HostTable) and isinstance(one.table.storage, DiskStorage)
+    ]
+
+
+def get_window(group: Group) -> int:
+    """Return the number of batches that a group's planners look ahead."""
+    on_disk = any(isinstance(one.table, HostTable) and one.table.is_on_disk for one in group.embeddings)
+    return max(group.window, WINDOW if on_disk else 0)
+
+
+def _get_rows(group: PlannedGroup) -> Ids:
+    """Return the rows that a batch reads or writes on the host, each once."""
+    plan = group.plan
+    return group.ids if plan is None else np.concatenate([plan.reads, plan.evicted])
