@@ -31,6 +31,8 @@ OPTIONS = (
     "admit_count",
     "unknown_ids",
     "evict_unused",
+    "table_dir",
+    "table_memory",
     "initial_vectors",
     "frozen_vectors",
     "precision",

@@ -124,6 +124,7 @@ def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: 
             on_host(group),
             spec,
             group.has_keys,
+            [getattr(table, "disk", None) for table in group.tables],
         )
         for group, spec in zip(groups, specs, strict=True)
     ]

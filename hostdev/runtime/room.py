@@ -10,8 +10,10 @@ import numpy as np
 
 from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.planner import MOST_ROWS, planner_bytes
+from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
+from hostdev.host.disk.storage import LOCATION_BYTES
 from hostdev.host.key_options import KEY_BYTES
 from hostdev.runtime.spec import CacheSpec
 
@@ -29,6 +31,24 @@ class GroupSize(NamedTuple):
     on_host: bool
     cache: CacheSpec | None = None
     by_key: bool = False  # a table by key; `rows` is its capacity
+    disks: Sequence[Disk | None] = ()  # for each table, where its rows are that are not in memory; empty for nowhere
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of memory that the tables' rows take."""
+        disks = self.disks or [None] * len(self.tables)
+        pairs = zip(self.tables, disks, strict=True)
+        return sum(table.nbytes(self.rows) if disk is None else disk.nbytes for table, disk in pairs)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of memory that it takes to know which rows are where."""
+        found = 0
+        for table, disk in zip(self.tables, self.disks, strict=False):
+            if disk is not None:
+                frames = min(self.rows, disk.nbytes // table.nbytes(1))
+                found += LOCATION_BYTES * self.rows + planner_bytes(self.rows, frames)
+        return found
 
 
 def kept(
@@ -48,6 +68,7 @@ def kept(
     """
     names = (
         "tables",
+        "places of rows on disk",
         "directories of keys",
         "cached rows",
         "the cache's plan",
@@ -61,7 +82,8 @@ def kept(
         if not group.on_host:
             continue
         row, whole = row_bytes(group.tables)
-        parts["tables"] += sum(table.nbytes(group.rows) for table in group.tables)
+        parts["tables"] += group.row_bytes
+        parts["places of rows on disk"] += group.disk_bytes
         if group.by_key:
             parts["directories of keys"] += KEY_BYTES * group.rows * len(group.tables)
         if depth:

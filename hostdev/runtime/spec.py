@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from hostdev.cache.options import WINDOW
 from hostdev.core.admission import Admission
+from hostdev.core.disk_storage import Disk
 from hostdev.core.eviction import Eviction
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.keys import SHARED
@@ -38,7 +39,8 @@ class KeySpec:
 class TableSpec:
     """A table that a model needs: its size, optimizer, initial values and dtypes.
 
-    With `keys`, it is a table by key, and `rows` is its capacity.
+    With `keys`, it is a table by key, and `rows` is its capacity. With `disk`, the rows that do not fit in
+    its memory are on disk.
     """
 
     rows: int
@@ -48,6 +50,7 @@ class TableSpec:
     dtype: str = FP32  # of the weights
     slots: str = FP32  # of the optimizer state
     keys: KeySpec | None = None
+    disk: Disk | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", require_table_dtype(self.dtype, "of a model"))

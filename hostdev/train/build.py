@@ -36,6 +36,7 @@ from hostdev.runtime.features import read_ids
 from hostdev.runtime.room import require
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
+from hostdev.train.disk_options import set_disks
 from hostdev.train.initial_vectors import set_initial_vectors
 from hostdev.train.key_options import require_kind, set_keys
 from hostdev.train.staged import inputs_like
@@ -72,6 +73,7 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
     if settings.initial_vectors is not None:
         set_initial_vectors(model, settings, schema)
     set_keys(model, settings)
+    set_disks(model, settings)
     return model
 
 

@@ -214,6 +214,14 @@ class TrainConfig:
         choices=UNKNOWN,
     )
     evict_unused: int | None = _flag("remove keys that N steps have not used (default: never)", kind=int, metavar="N")
+    table_dir: Path | None = _flag(
+        "folder on a disk for the rows of embedding tables that do not fit in --table-memory; empty again at the end",
+        kind=Path,
+        metavar="DIR",
+    )
+    table_memory: str | None = _flag(
+        "memory for the rows of the tables in --table-dir, in each process, such as 4GiB", kind=str, metavar="X"
+    )
     initial_vectors: str | None = _flag(
         "files with a vector for each value of a column, with which its embeddings begin, such as item=items.parquet; "
         "separate several by commas",
@@ -345,6 +353,7 @@ class TrainConfig:
         config_checks.check_vectors(self)
         config_checks.check_order(self)
         config_checks.check_keys(self)
+        config_checks.check_disk(self)
 
     def _check_checkpoints(self) -> None:
         minutes = self.checkpoint_minutes

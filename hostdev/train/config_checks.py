@@ -103,3 +103,22 @@ def parse_capacity(capacity: str | None) -> int | str | None:
     except UserError as error:
         raise UserError(f"--capacity: {error}") from None
     return capacity
+
+
+def check_disk(settings: Any) -> None:
+    """Raise UserError for options of tables on disk that contradict each other or have no effect."""
+    for one, other in (("table_dir", "table_memory"), ("table_memory", "table_dir")):
+        if getattr(settings, one) is not None and getattr(settings, other) is None:
+            raise UserError(f"{option_name(one)} needs {option_name(other)}; give both")
+    if settings.table_dir is None:
+        return
+    if not settings.host_device_mix:
+        raise UserError("--table-dir needs --host-device-mix: tables on disk belong to the host")
+    if settings.l2 == "table":
+        raise UserError(
+            "--l2 table would read all rows from disk in every step; use --l2 batch, or leave out --table-dir"
+        )
+    try:
+        parse_bytes(settings.table_memory)
+    except UserError as error:
+        raise UserError(f"--table-memory: {error}") from None

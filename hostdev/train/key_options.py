@@ -15,6 +15,7 @@ from hostdev.data.schema import Schema
 from hostdev.distributed.agreement import take_least
 from hostdev.distributed.process_group import ranks
 from hostdev.distributed.world import World
+from hostdev.host.disk.storage import LOCATION_BYTES
 from hostdev.host.key_options import KEY_BYTES
 from hostdev.models.model import Model
 from hostdev.runtime import room
@@ -50,16 +51,21 @@ def set_keys(model: Model, settings: Any) -> None:
     free = available_bytes() * processes
     if isinstance(given, int):
         rows = given
+    elif given is None and settings.table_dir is not None:
+        raise UserError(
+            "--tables dynamic needs a --capacity with --table-dir: the most keys, or the size of their rows"
+        )
     elif given is None:
         rows = min(processes * _find_capacity(model, settings), _MOST_ROWS)
     else:
         rows = min(parse_bytes(given) // each, _MOST_ROWS)
     if rows < 1:
         raise UserError(f"--capacity {given}: a key takes {each} bytes in the tables together; give more")
-    if rows * each > free:
+    memory = each if settings.table_dir is None else (KEY_BYTES + LOCATION_BYTES) * len(model.tables)
+    if rows * memory > free:
         raise UserError(
-            f"--capacity {settings.capacity}: {rows:,} keys take {format_bytes(rows * each)}, but {format_bytes(free)} "
-            "of host memory are free; give less, or use a smaller --emb-dim"
+            f"--capacity {settings.capacity}: {rows:,} keys take {format_bytes(rows * memory)} of memory, but "
+            f"{format_bytes(free)} of host memory are free; give less, or use a smaller --emb-dim"
         )
     keys = KeySpec(admit, evict, settings.unknown_ids or SHARED)
     model.tables = {name: replace(spec, rows=rows, keys=keys) for name, spec in model.tables.items()}

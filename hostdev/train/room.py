@@ -61,7 +61,8 @@ def estimate_host_memory(
         start, stop = (0, specs[0].rows) if part is None else range_of(specs[0].rows, *part)
         own = cache if isinstance(cache, CacheSpec | None) else next((cache[n] for n in names if n in cache), None)
         by_key = specs[0].keys is not None
-        sizes.append(room.GroupSize(stop - start, [spec.shape for spec in specs], True, own, by_key))
+        shapes, disks = [spec.shape for spec in specs], [spec.disk for spec in specs]
+        sizes.append(room.GroupSize(stop - start, shapes, True, own, by_key, disks))
     copies = SAVING_BYTES if saves else 0
     return room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device), uses=uses, copies=copies)
 
@@ -90,6 +91,9 @@ def require_room(
         return 0
     for name, spec in sorted(tables.items()):
         start, stop = (0, spec.rows) if part is None else range_of(spec.rows, *part)
+        if spec.disk is not None:
+            free -= spec.disk.nbytes
+            continue
         dtypes = (spec.dtype, spec.slots_dtype) if host_device_mix else (FP32, FP32)
         free -= require_table(name, stop - start, spec.dim, spec.optimizer, free, where, *dtypes)
     return free

@@ -291,8 +291,9 @@ def _require_options(model: Model, l2: str, *, cached: bool, micro_batches: int)
 
 
 def _make_host_table(name: str, spec: TableSpec, seed: int, part: tuple[int, int] | None) -> HostTable:
-    """Return an embedding table in host memory, by row or by key."""
+    """Return an embedding table on the host, by row or by key."""
     about: Any = {"name": name, "seed": seed, "init": spec.init, "part": part, "dtype": spec.dtype, "slots": spec.slots}
+    about["storage"] = spec.disk
     if spec.keys is None:
         return HostTable(spec.rows, spec.dim, spec.optimizer, **about)
     keys = spec.keys
