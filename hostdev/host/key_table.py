@@ -246,8 +246,9 @@ class KeyTable(SteppedKeys):
         distinct, inverse = unique(keys)
         with self._rekeying(), self._one_step(distinct, count_occurrences(inverse, len(distinct))) as rows:
             rows = rows[inverse]
-            self._note_write(rows)
-            self.storage.apply(rows, grads, self.begin_step())
+            with self.storage.holding(rows):
+                self._note_write(rows)
+                self.storage.apply(rows, grads, self.begin_step())
         self._after_write(rows)
         self.report_evictions()
 

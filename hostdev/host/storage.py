@@ -5,6 +5,7 @@ N ids, int32 or int64, which must be in [0, V); this is not checked.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -170,6 +171,9 @@ class Storage(Protocol):
         Unless `read`, the rows have no values, and all must be written.
         """
 
+    def holding(self, ids: Ids) -> AbstractContextManager[None]:
+        """Return a context in which the rows of all ids, which may repeat, are in memory."""
+
 
 class InMemory:
     """Storage that has all rows in memory."""
@@ -186,6 +190,11 @@ class InMemory:
         """See `Storage`."""
         del read
         yield ids, positions
+
+    def holding(self, ids: Ids) -> AbstractContextManager[None]:
+        """See `Storage`."""
+        del ids
+        return nullcontext()
 
     def taken_row_slots(self, ids: Ids) -> Rows:
         """See `Storage`."""

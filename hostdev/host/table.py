@@ -251,8 +251,9 @@ class HostTable(ReadableTable):
         check_rows("grads", grads, (len(ids), self.dim), self.name)
         require_gradients(self.name, ids, grads, self.optimizer.largest_gradient, summed=False)
         self._before_write()
-        self._note_write(ids)
-        self.storage.apply(ids, grads, self.begin_step())
+        with self.storage.holding(ids):
+            self._note_write(ids)
+            self.storage.apply(ids, grads, self.begin_step())
         self._after_write(ids)
 
     def update(
@@ -310,7 +311,7 @@ class HostTable(ReadableTable):
 
     def write_now(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Do what `write_rows_tasks` does, for any distinct rows; nothing is checked."""
-        for some, at in self.storage.held(ids, positions):
+        for some, at in self.storage.held(ids, positions, read=self.changes is not None):  # a snapshot may copy them
             run_tasks(self.write_rows_tasks(some, block, row_slots, at))
 
     def _check_values(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:

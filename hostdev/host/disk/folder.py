@@ -1,5 +1,6 @@
 """The folder of a table on disk: made for one run, locked while it lasts, and removed at its end."""
 
+import itertools
 import os
 import re
 import shutil
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from hostdev.core.errors import UserError, in_words
-from hostdev.core.locks import try_lock
+from hostdev.core.locks import is_same_file, try_lock
 
 _LOCK = "in-use.lock"
 _PREFIX = "hostdev-table-"
@@ -28,19 +29,25 @@ class TableFolder:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned(parent)
-            for number in range(1 << 20):
-                self.path = parent / f"{_PREFIX}{short}-{self._owner}-{number}"
-                try:
-                    self.path.mkdir()
-                    break
-                except FileExistsError:
-                    continue
-            self._lock: IO[bytes] = (self.path / _LOCK).open("wb")
+            self.path, self._lock = self._make(parent, f"{_PREFIX}{short}-{self._owner}")
         except OSError as error:
             raise UserError(
                 f"table {name!r}: its folder in {parent} cannot be made ({in_words(error)}); give Disk another folder"
             ) from None
-        try_lock(self._lock)
+
+    @staticmethod
+    def _make(parent: Path, name: str) -> tuple[Path, IO[bytes]]:
+        for number in itertools.count():
+            path = parent / f"{name}-{number}"
+            try:
+                path.mkdir()
+                lock = (path / _LOCK).open("wb")
+            except (FileExistsError, FileNotFoundError):
+                continue
+            if try_lock(lock) and is_same_file(path / _LOCK, lock):
+                return path, lock
+            lock.close()  # another process has taken the folder for abandoned before it was locked
+        raise AssertionError
 
     def remove(self) -> None:
         """Remove the folder with its files, unless this process is a fork of the one that made it."""

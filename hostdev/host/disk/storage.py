@@ -1,6 +1,7 @@
 """Storage of a table whose rows are on disk, but for those in memory; see `host.storage` for the rows' layouts."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from hostdev.core.errors import UserError
 from hostdev.core.initializers import Initializer
 from hostdev.core.memory import format_bytes
 from hostdev.core.table_dtypes import TableStep
-from hostdev.host.disk.folder import TableFolder
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.tier import Tier
 from hostdev.host.storage import Float32, Shape, Split, Storage, make_storage
@@ -80,7 +80,7 @@ class DiskStorage:
             self._fill(self.frames, frames, keys)
 
         shared = self._row_bytes, allocate, get_keys, fill
-        self.tier = Tier(name, TableFolder(disk.path, name), shape.rows, disk.nbytes, *shared)
+        self.tier = Tier(name, disk.path, shape.rows, disk.nbytes, *shared)
         self.row_slots: Any = RowSlots(self)
 
     def _make(self, keys: npt.NDArray[np.int64]) -> Float32 | Split:
@@ -151,6 +151,10 @@ class DiskStorage:
             with self.tier.held(part, change=True, read=read):
                 yield part, None if positions is None else positions[start : start + step]
 
+    def holding(self, ids: Ids) -> AbstractContextManager[None]:
+        """See `Storage`."""
+        return self.tier.held(np.unique(ids), change=True)
+
     def weights(self) -> Rows:
         """See `Storage`."""
         return _read_only(self.column(0)[:])
@@ -193,8 +197,7 @@ class DiskStorage:
 
     def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
         """See `Storage`."""
-        with self.tier.held(np.unique(ids), change=True):
-            self.frames.apply(self.tier.find(ids), grads, step)
+        self.frames.apply(self.tier.find(ids), grads, step)
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """See `Storage`."""

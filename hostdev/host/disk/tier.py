@@ -8,12 +8,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
+from hostdev.core.memory import format_bytes
 from hostdev.host.disk.folder import TableFolder
 from hostdev.host.disk.readers import Planes, Read
 from hostdev.host.disk.store import SEGMENT_BYTES, SegmentStore
@@ -47,7 +49,7 @@ class Tier:
 
     Args:
         name: The table's name.
-        folder: The folder for the segments.
+        parent: The folder in which the tier makes one for its segments.
         rows: V.
         nbytes: Memory for frames and buffers.
         row_bytes: Bytes of a row in memory.
@@ -59,7 +61,7 @@ class Tier:
     def __init__(
         self,
         name: str,
-        folder: TableFolder,
+        parent: Path,
         rows: int,
         nbytes: int,
         row_bytes: int,
@@ -90,7 +92,7 @@ class Tier:
         self._free_count, self._hand, self._pinned = self.count, 0, 0
         self._leaving: deque[Positions] = deque()
         self.planes = allocate(self.count, self.keys)
-        self._folder = folder
+        self._folder = folder = TableFolder(parent, name)
         shared = self.where, self._saved, self._changed
         self.store = SegmentStore(name, folder.path, format_, *shared, buffers)
         self._at_end = weakref.finalize(self, _end, self.store, folder)
@@ -129,9 +131,10 @@ class Tier:
         """
         most = self.count if reserve or self.count == self.rows else self.count - self.count // _RESERVED_OF
         if len(rows) > most:
+            needed = self.nbytes + (len(rows) - most) * self.nbytes // max(most, 1)
             raise NoFramesError(
                 f"table {self._name!r}: a batch needs {len(rows):,} of its rows in memory, but its Disk has memory for "
-                f"{most:,}; give it more memory, or use smaller batches"
+                f"{most:,}; give it at least {format_bytes(needed)}, or use smaller batches"
             )
         while True:
             with self._changed:

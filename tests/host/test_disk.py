@@ -1,0 +1,350 @@
+"""Tables on disk: the same bits as in memory, at any memory; damage is found; files come and go as they should."""
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from hostdev import FTRL, SGD, Adam, Disk, HostTable, LazyAdam, RowWiseAdam, Unused, UserError
+from hostdev.host.disk import store as store_module
+from hostdev.host.disk.folder import TableFolder
+from hostdev.host.disk.readers import Planes
+from hostdev.host.key_table import KeyTable
+from hostdev.kernels import disk_records
+from hostdev.kernels.disk_records import Format
+from hostdev.kernels.xxhash import xxh64
+from tests.conftest import ROOT
+
+ROWS = 3_000
+FORMATS = ({}, {"dtype": "bfloat16", "slots": "bfloat16"}, {"dtype": "bfloat16", "slots": "8bit"})
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Small chunks and segments, so that few rows fill, free and collect many of them."""
+    monkeypatch.setattr(disk_records, "_CHUNK", 1 << 14)
+    monkeypatch.setattr("hostdev.host.disk.tier.SEGMENT_BYTES", 1 << 16)
+
+
+def memory_for(rows, dim, optimizer, **formats):
+    """Return bytes for a table's buffers and for about so many of its rows."""
+    table = HostTable(8, dim, optimizer(), name="size", **formats)
+    return 4 * (1 << 14) + rows * (Planes.of(table.storage.planes).row_bytes + 32)
+
+
+def pair(tmp_path, rows=ROWS, dim=8, optimizer=LazyAdam, kept=300, **options):
+    """Return a table in memory, and the same with `kept` rows in memory and the others on disk."""
+    formats = {name: options[name] for name in ("dtype", "slots") if name in options}
+    disk = Disk(tmp_path / "disk", memory=memory_for(kept, dim, optimizer, **formats))
+    return [HostTable(rows, dim, optimizer(), name="t", seed=3, storage=storage, **options) for storage in (None, disk)]
+
+
+def require_equal(one, other):
+    if isinstance(one, KeyTable):
+        assert np.array_equal(one.keys, other.keys)
+    assert np.array_equal(one.weights, other.weights)
+    for name, values in one.slots.items():
+        assert np.array_equal(values, other.slots[name]), name
+    assert one.sum_of_squares() == other.sum_of_squares()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "formats"),
+    [(LazyAdam, 0), (LazyAdam, 2), (Adam, 0), (Adam, 1), (FTRL, 0), (RowWiseAdam, 0), (SGD, 1)],
+)
+def test_a_table_on_disk_has_the_bits_of_one_in_memory(optimizer, formats, tmp_path, small):
+    random = np.random.default_rng(0)
+    one, other = pair(tmp_path, optimizer=optimizer, **FORMATS[formats])
+    assert other.storage.tier.count < 400
+    for step in range(60):
+        ids = random.integers(0, ROWS, 150)
+        grads = random.standard_normal((150, 8)).astype(np.float32)
+        for table in (one, other):
+            table.apply(ids, grads)
+        if step % 10 == 3:
+            ids = random.integers(0, ROWS, 2_000)
+            assert np.array_equal(one.lookup(ids), other.lookup(ids))
+            out = np.zeros((4_000, 8), np.float32), np.zeros((4_000, 8), np.float32)
+            at = random.permutation(4_000)[:2_000].astype(np.int32)
+            for table, to in zip((one, other), out, strict=True):
+                table.lookup(ids, to, at)
+            assert np.array_equal(*out)
+        if step % 10 == 7:
+            erased = random.integers(0, ROWS, 40)
+            for table in (one, other):
+                table.erase(erased)
+                with table.writing(np.arange(500, 1_500)) as edit:
+                    edit.weights[::7] = 0.5
+    require_equal(one, other)
+    assert other.storage.tier.store.read_records
+    for table in (one, other):
+        table.reset()
+    require_equal(one, other)
+
+
+def test_tables_by_key_evict_erase_and_reset_on_disk(tmp_path, small):
+    random = np.random.default_rng(1)
+    options = {"capacity": ROWS, "evict": Unused(steps=6, every=2)}
+    one, other = pair(tmp_path, rows=None, dtype="bfloat16", slots="bfloat16", **options)
+    for step in range(80):
+        keys = random.integers(0, 1_500, 120) + 40 * step
+        grads = random.standard_normal((120, 8)).astype(np.float32)
+        for table in (one, other):
+            table.apply(keys, grads)
+        if step % 9 == 5:
+            for table in (one, other):
+                table.erase(keys[:50])
+    require_equal(one, other)
+    used = int((other.storage.tier.where != 0).sum())
+    assert used <= len(other) + 200  # rows of evicted keys take no space
+    for table in (one, other):
+        table.reset()
+        table.apply(np.arange(5), np.ones((5, 8), np.float32))
+    require_equal(one, other)
+
+
+def test_rows_larger_than_a_page_are_stored_too(tmp_path, small):
+    random = np.random.default_rng(2)
+    one, other = pair(tmp_path, rows=400, dim=700, kept=120)
+    for _ in range(20):
+        ids, grads = random.integers(0, 400, 60), random.standard_normal((60, 700)).astype(np.float32)
+        for table in (one, other):
+            table.apply(ids, grads)
+    require_equal(one, other)
+    assert other.storage.tier.store.format.block_bytes > disk_records.PAGE
+
+
+def test_space_of_dead_records_is_collected(tmp_path, small):
+    random = np.random.default_rng(3)
+    _, table = pair(tmp_path)
+    store = table.storage.tier.store
+    for _ in range(400):
+        ids = random.integers(0, ROWS, 200)
+        table.apply(ids, np.ones((200, 8), np.float32))
+    live = ROWS * store.format.record_bytes
+    assert store.written_bytes["rows"] > 10 * live
+    assert store.segments * store.format.segment_bytes < 3 * live + 4 * store.format.segment_bytes
+    assert store.written_bytes["collected"] <= 1.5 * store.written_bytes["rows"]
+
+
+def test_threads_read_while_others_update(tmp_path, small):
+    _, table = pair(tmp_path, kept=600)
+    expected = HostTable(ROWS, 8, LazyAdam(), name="t", seed=3).weights[2_000:]
+    wrong, stop = [], threading.Event()
+
+    def read():
+        random = np.random.default_rng(threading.get_ident() % 1_000)
+        while not stop.is_set():
+            ids = random.integers(2_000, ROWS, 300)
+            if not np.array_equal(table.lookup_of(ids), expected[ids - 2_000]):
+                wrong.append(ids)
+
+    def lookup_of(ids):
+        out = np.empty((len(ids), 8), np.float32)
+        table.lookup_now(ids, out)
+        return out
+
+    table.lookup_of = lookup_of
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    random = np.random.default_rng(4)
+    for _ in range(150):
+        table.apply(random.integers(0, 2_000, 150), np.ones((150, 8), np.float32))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_blocks_have_the_checksum_that_their_description_says():
+    format_ = Format.of(100, 1 << 16)
+    rows = np.arange(50 * 100, dtype=np.int64).astype(np.uint8).reshape(50, 100)
+    words, planes = np.zeros(format_.chunk_bytes // 8, np.uint64), Planes.of([rows])
+    order = np.arange(50, dtype=np.int32)
+    disk_records.pack(
+        0, 50, order, order.astype(np.int64) + 7, order, 1, 0, words, format_, planes.addresses, planes.widths
+    )
+    disk_records.seal(0, 2, words, np.uint64(9 << 32), format_)
+    block = words[:512].view(np.uint8)
+    assert words[0] == xxh64(np.array([0, disk_records.PAGE - 8]), block[8:].copy())[0]
+    assert words[1] == 9 << 32 and words[512 + 1] == (9 << 32) + 1
+    assert words[2:5].tolist() == [7, 1, 0]  # key, version, row
+    assert np.array_equal(block[16 + 24 : 16 + 124], rows[0])
+
+
+def test_every_flipped_byte_of_a_block_is_found_and_named(tmp_path, small):
+    table = HostTable(
+        ROWS, 8, SGD(), name="t", seed=3, storage=Disk(tmp_path / "disk", memory=4 * (1 << 14) + 64 * 100)
+    )
+    for start in range(0, ROWS, 50):
+        table.apply(np.arange(start, start + 50), np.ones((50, 8), np.float32))
+    tier = table.storage.tier
+    row = int(np.flatnonzero((tier.where > 0) & (tier.where <= tier.store.format.per_chunk))[0])
+    block = (int(tier.where[row]) - 1) // tier.store.format.per_block
+    path = next(tier._folder.path.glob("segment-00000001"))
+    expected = table.lookup(np.array([row]))
+    for byte in [0, 7, 8, 15, 16, 23, 24, 40, 100, 2_000, 4_095]:
+        flip(path, block * 4_096 + byte)
+        with pytest.raises(UserError, match=rf"table 't': bytes {block * 4096:,} to .*segment-00000001 are damaged"):
+            table.lookup(np.array([row]))
+        flip(path, block * 4_096 + byte)
+    assert np.array_equal(table.lookup(np.array([row])), expected)
+
+
+def flip(path, at):
+    with path.open("rb+") as file:
+        file.seek(at)
+        value = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([value ^ 0x40]))
+
+
+def on_disk(table):
+    """Return rows that are on disk, not in memory or buffers."""
+    tier = table.storage.tier
+    rows = np.flatnonzero(tier.where > 0)
+    chunks = (tier.where[rows] - 1) // tier.store.format.per_chunk
+    return rows[tier.store._buffer_of[chunks] < 0]
+
+
+def filled(tmp_path, rows=ROWS, kept=200):
+    _, table = pair(tmp_path, kept=kept)
+    for start in range(0, rows, 100):
+        table.apply(np.arange(start, start + 100), np.ones((100, 8), np.float32))
+    return table
+
+
+def test_a_swapped_block_is_found(tmp_path, small):
+    table = filled(tmp_path)
+    tier, row = table.storage.tier, int(on_disk(table)[0])
+    segment, number = divmod(int(tier.where[row]) - 1, tier.store.format.per_segment)
+    path = tier.store._path(int(tier.store._source.tags[segment]) >> 32)
+    data = bytearray(path.read_bytes())
+    block = number // tier.store.format.per_block
+    other = block + 1 if block % 2 == 0 else block - 1
+    data[block * 4096 : (block + 1) * 4096] = data[other * 4096 : (other + 1) * 4096]
+    with path.open("rb+") as file:
+        file.write(data)
+    with pytest.raises(UserError, match="are those of another place"):
+        table.lookup(np.array([row]))
+
+
+def test_an_unreadable_segment_ends_training_in_one_line(tmp_path, small):
+    table = filled(tmp_path)
+    tier, row = table.storage.tier, int(on_disk(table)[0])
+    segment = (int(tier.where[row]) - 1) // tier.store.format.per_segment
+    os.truncate(tier.store._path(int(tier.store._source.tags[segment]) >> 32), 0)
+    for _ in range(2):  # and no call after it uses the row's frame
+        with pytest.raises(UserError, match=r"cannot be read \(only 0 bytes of them are there\); resume from the last"):
+            table.apply(np.array([row]), np.ones((1, 8), np.float32))
+
+
+def test_a_full_disk_is_said_and_rows_are_kept(tmp_path, small, monkeypatch):
+    one, other = pair(tmp_path, kept=300)
+    random, made = np.random.default_rng(6), []
+    allocate = os.posix_fallocate
+
+    def fail(file, offset, size):
+        made.append(size)
+        if len(made) > 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(file, offset, size)
+
+    monkeypatch.setattr(store_module.os, "posix_fallocate", fail)
+    with pytest.raises(UserError, match=r"table 't' needs 0 MiB more in .*No space left on device.*free space there"):
+        for _ in range(500):
+            ids = random.integers(0, ROWS, 100)
+            other.apply(ids, np.ones((100, 8), np.float32))
+            one.apply(ids, np.ones((100, 8), np.float32))
+    require_equal(one, other)  # all steps that were taken
+
+
+def test_a_write_that_fails_ends_training_in_one_line(tmp_path, small, monkeypatch):
+    table = filled(tmp_path)
+
+    def fail(file, data, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(store_module, "_write_all", fail)
+    with pytest.raises(UserError, match="cannot be written"):
+        for start in range(0, 10 * ROWS, 100):
+            table.apply(np.arange(start, start + 100) % ROWS, np.ones((100, 8), np.float32))
+
+
+def test_a_file_system_without_direct_io_works(tmp_path, small, monkeypatch):
+    opened = os.open
+
+    def refuse(path, flags, mode=0o777):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(store_module.os, "open", refuse)
+    table = filled(tmp_path)
+    assert not table.storage.tier.store.direct
+    row = int(on_disk(table)[0])
+    assert np.isfinite(table.lookup(np.array([row]))).all()
+
+
+def test_the_folder_is_empty_at_the_end(tmp_path, small):
+    table = filled(tmp_path)
+    assert len(list((tmp_path / "disk").glob("*/segment-*"))) > 1
+    del table
+    gc.collect()
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_removed_and_what_runs_is_not(tmp_path):
+    program = (
+        "import hostdev, os, numpy as np, sys\n"
+        "t = hostdev.HostTable(1000, 8, hostdev.SGD(), name='x', storage=hostdev.Disk(sys.argv[1], memory='8MiB'))\n"
+        "print('made', flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as one:
+        assert one.stdout.readline() == b"made\n"
+        alive = set(tmp_path.iterdir())
+        assert len(alive) == 1
+        other = TableFolder(tmp_path, "y")
+        assert alive < set(tmp_path.iterdir())  # another run's folder stays
+        other.remove()
+        one.kill()
+    assert set(tmp_path.iterdir()) == alive
+    other = TableFolder(tmp_path, "z")
+    assert set(tmp_path.iterdir()) == {other.path}
+    other.remove()
+
+
+def test_batches_that_do_not_fit_are_refused(tmp_path, small):
+    _, table = pair(tmp_path, kept=300)
+    step = table.step
+    with pytest.raises(UserError, match=r"table 't': a batch needs 2,000 of its rows in memory, .* at least"):
+        table.apply(np.arange(2_000), np.ones((2_000, 8), np.float32))
+    assert table.step == step
+    with pytest.raises(UserError, match="has 1,000 bytes of memory, but needs at least"):
+        HostTable(ROWS, 8, SGD(), name="t", storage=Disk(tmp_path, memory=1_000))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": "0"}, "must be more than"),
+        ({"memory": "many"}, "a size must be a number of bytes"),
+        ({"memory": 1.5}, "must be a number of bytes or a size"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Disk("folder", **options)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        HostTable(ROWS, 8, SGD(), name="t", storage=Disk(tmp_path / "file", memory="8MiB"))

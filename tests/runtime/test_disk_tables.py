@@ -1,0 +1,171 @@
+"""Training with tables on disk has the bits of training in memory, whatever share of the rows is in memory."""
+
+import gc
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from hostdev import Adam, Disk, Feature, HostTable, LazyAdam, LeastRecent, MinCount, Runtime, Unused, UserError
+from hostdev.core.digest import StateDigest
+from hostdev.kernels import disk_records
+from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.runtime.digest import add_table
+
+ROWS, DIM, BATCH, STEPS = 4_000, 8, 100, 36
+EACH = 4 * DIM * 3 + 32  # bytes of a row in memory
+BUFFERS = 4 << 14
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small chunks and segments, so that a short training fills, frees and collects many."""
+    monkeypatch.setattr(disk_records, "_CHUNK", 1 << 14)
+    monkeypatch.setattr("hostdev.host.disk.tier.SEGMENT_BYTES", 1 << 16)
+
+
+def draw(zipf, random, n):
+    """Return ids; `zipf` 0 stands for uniform ones."""
+    if not zipf:
+        return random.integers(0, ROWS, n)
+    shares = np.arange(1, ROWS + 1) ** -float(zipf)
+    found = np.searchsorted(np.cumsum(shares) / shares.sum(), random.random(n))
+    return np.random.default_rng(99).permutation(ROWS)[np.minimum(found, ROWS - 1)]
+
+
+def batches(zipf, seed=0, steps=STEPS):
+    random = np.random.default_rng(seed)
+    for _ in range(steps):
+        ids = torch.from_numpy(draw(zipf, random, 3 * BATCH).reshape(BATCH, 3))
+        yield ids, torch.from_numpy(random.standard_normal(BATCH).astype(np.float32))
+
+
+def read_ids(batch):
+    return {"user": batch[0][:, 0].contiguous(), "bag": batch[0][:, 1:].contiguous()}
+
+
+def make_table(disk, keys=None, optimizer=LazyAdam, **options):
+    storage = None if disk is None else Disk(*disk)
+    rows = ROWS if keys is None else None
+    return HostTable(rows, DIM, optimizer(), name="t", seed=3, storage=storage, **(keys or {}), **options)
+
+
+def train(disk, *, zipf=1.05, depth=2, cache=0, until=None, **options):
+    """Train; return a digest of the table, and all losses and predictions."""
+    torch.manual_seed(1)
+    table = make_table(disk, **options)
+    layer = torch.nn.Linear(2 * DIM, 1)
+    optimizer = torch.optim.Adam(layer.parameters())
+    features = {"user": table, "bag": Feature(table, pooling="sum")}
+    seen = []
+    with Runtime(features, device="cpu", depth=depth, cache=cache) as runtime:
+        for epoch in range(2):
+            for step, (batch, rows) in enumerate(runtime.train(batches(zipf, epoch), ids=read_ids)):
+                out = layer(torch.cat([rows["user"], rows["bag"]], 1))[:, 0]
+                loss = (out - batch[1]).square().mean()
+                optimizer.zero_grad()
+                if step % 7 == 4:
+                    continue  # without a step
+                loss.backward()
+                optimizer.step()
+                seen.append(loss.item())
+                if step == 11:
+                    seen.append(float(runtime.lookup(read_ids(batch))["bag"].sum()))
+                if step == until:
+                    break
+            for _, rows in runtime.predict(batches(zipf, 7, 2), ids=read_ids):
+                seen.append(float(rows["bag"].sum()))
+    digest = StateDigest(host_threads())
+    add_table(digest, table)
+    return digest.hexdigest(), seen
+
+
+def on(tmp_path, share):
+    """Return the arguments of `Disk` for a share of the rows in memory."""
+    return tmp_path / "disk", BUFFERS + max(int(share * ROWS), 1) * EACH
+
+
+WAYS = {
+    "by row": {},
+    "uniform": {"zipf": 0},
+    "zipf 1.2": {"zipf": 1.2},
+    "bfloat16": {"dtype": "bfloat16", "slots": "8bit"},
+    "steps that change all rows": {"optimizer": Adam},
+    "a loop that ends early": {"until": 20},
+    "by key": {"keys": {"capacity": ROWS}},
+    "unused keys evicted": {"keys": {"capacity": ROWS, "evict": Unused(steps=5, every=2)}, "dtype": "bfloat16"},
+    "down to a capacity": {"keys": {"capacity": 1_200, "evict": LeastRecent(every=3)}, "zipf": 1.2},
+    "admitted at a count": {"keys": {"capacity": ROWS, "admit": MinCount(2), "unknown": "initial"}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_results_do_not_depend_on_what_is_in_memory(way, tmp_path):
+    options = WAYS[way]
+    expected = train(None, **options)
+    for share, depth, cache in ((1, 2, 0), (0.5, 3, 0), (0.35, 0, 0), (0.35, 1, "5%"), (0.35, 2, 0)):
+        assert train(on(tmp_path, share), depth=depth, cache=cache, **options) == expected, (share, depth, cache)
+        gc.collect()
+        assert list((tmp_path / "disk").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zipf", [0, 0.9, 1.05, 1.2])
+@pytest.mark.parametrize("way", [way for way in WAYS if "zipf" not in WAYS[way]])
+def test_results_do_not_depend_on_what_is_in_memory_in_all_modes(way, zipf, tmp_path):
+    options = WAYS[way]
+    expected = train(None, zipf=zipf, **options)
+    try:
+        for share, depth, cache, threads in product((1, 0.5, 0.35), (0, 2, 4), (0, "5%", "100%"), (1, 2)):
+            set_host_threads(threads)
+            found = train(on(tmp_path, share), zipf=zipf, depth=depth, cache=cache, **options)
+            assert found == expected, (share, depth, cache, threads)
+    finally:
+        set_host_threads(2)
+
+
+@pytest.mark.parametrize("first", ["disk", "memory"])
+@pytest.mark.parametrize("way", ["by row", "unused keys evicted"])
+def test_checkpoints_are_the_same_files_of_both(way, first, tmp_path):
+    options = WAYS[way]
+    disks = {"disk": on(tmp_path, 0.35), "memory": None}
+    found = []
+    for name in (first, "disk", "memory"):
+        table = make_table(disks[name], **{k: v for k, v in options.items() if k != "zipf"})
+        with Runtime({"user": table, "bag": Feature(table, pooling="sum")}, device="cpu") as runtime:
+            if not found:
+                for step, (_, rows) in enumerate(runtime.train(batches(1.05), ids=read_ids)):
+                    (rows["user"].square().mean() + rows["bag"].mean()).backward()
+                    if step in (9, 19):  # a full one, and one of changes
+                        runtime.save(tmp_path / f"at {step}", wait=False)
+            else:
+                runtime.load(tmp_path / "at 19")
+                digest = StateDigest(host_threads())
+                add_table(digest, table)
+                found.append(digest.hexdigest())
+                continue
+        found.append("")
+    assert found[1] == found[2]
+
+
+def test_a_batch_larger_than_the_memory_is_refused_in_one_line(tmp_path):
+    table = make_table(on(tmp_path, 0.02))
+    with (
+        Runtime({"user": table, "bag": Feature(table, pooling="sum")}, device="cpu") as runtime,
+        pytest.raises(UserError, match=r"table 't': a batch needs \d+ of its rows in memory, .* give it at least"),
+    ):
+        for _, rows in runtime.train(batches(0), ids=read_ids):
+            rows["user"].sum().backward()
+    out = table.lookup(np.arange(5))
+    assert np.isfinite(out).all()  # and the table is as it was
+
+
+def test_prediction_inside_a_loop_has_frames_of_its_own(tmp_path):
+    table = make_table(on(tmp_path, 0.35))
+    with Runtime({"user": table, "bag": Feature(table, pooling="sum")}, device="cpu", depth=4) as runtime:
+        for step, (_, rows) in enumerate(runtime.train(batches(0.9, steps=12), ids=read_ids)):
+            (rows["user"].mean() + rows["bag"].mean()).backward()
+            if step % 4 == 1:
+                for _, inner in runtime.predict(batches(0.9, 5, 3), ids=read_ids):
+                    assert torch.isfinite(inner["bag"]).all()
