@@ -63,9 +63,11 @@ class Mode(NamedTuple):
     threads: int
     cache: str | None = None  # share of the rows; "some": none for the first group, different shares for the others
     policy: str = "lookahead"
+    on_disk: bool = False  # the rows of the tables that do not fit in --table-memory
 
     def __str__(self) -> str:
         tables = "host tables" if self.host_device_mix else "device tables"
+        tables = "disk tables" if self.on_disk else tables
         cache = f"cache {self.cache} {self.policy}" if self.cache is not None else ""
         threads = f"{self.threads} host thread{'s' * (self.threads > 1)}"
         return f"{tables:<14}{f'depth {self.depth}':<10}{threads:<16}{cache:<21}"
@@ -168,6 +170,8 @@ def train(
     names: list[list[Any]] = []  # (table, state names) by group; `after_update` must not keep the trainer alive
     seed_torch(settings.seed)
     model = model_of(settings, schema)
+    if not mode.on_disk:
+        model.tables = {name: replace(spec, disk=None) for name, spec in model.tables.items()}
 
     def after_update(number: int, group: int, ids: Any, places: list[tuple[Any, Any]]) -> None:
         if local_ids[group] is not None:
@@ -214,7 +218,9 @@ def train(
             progress.update()
     dense = trainer.dense_state()
     weights = {name: dense.model[name].detach().cpu().float().numpy().copy() for name in dense.names}
-    return record._replace(digest=trainer.state_sha256(), weights=weights)
+    digest = trainer.state_sha256()
+    trainer.close()
+    return record._replace(digest=digest, weights=weights)
 
 
 def _count_ids(settings: TrainConfig, schema: Schema, batches: Sequence[Batch]) -> int:
@@ -340,6 +346,8 @@ def verify(
     by_key = settings.tables == "dynamic"
     ways = list(modes(settings.host_threads or host_threads(), len(groups), by_key=by_key))
     reference, *others = [mode for mode in ways if mode.cache is None or settings.l2 != "table"]
+    if settings.table_dir is not None:
+        others = [mode._replace(on_disk=mode.host_device_mix) for mode in (reference, *others)]
     expected = train(settings, reference, batches, found.schema, None)
     report(f"{reference!s}{expected.digest[:16]}  the reference")
     with _older_objects_kept():

@@ -114,6 +114,8 @@ def test_the_list_of_flags():
         "--admit-count",
         "--unknown-ids",
         "--evict-unused",
+        "--table-dir",
+        "--table-memory",
     }
 
 

@@ -78,7 +78,8 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     """Parse the command line, verify, and return the exit code: 1 if a mode differs."""
     arguments = parser(prog).parse_args(argv)
     alone()  # even if a launcher started several processes: verify itself starts the processes to compare
-    settings = config.from_flags(arguments, OPTIONS, host_device_mix=arguments.tables == "dynamic")
+    on_host = arguments.tables == "dynamic" or arguments.table_dir is not None
+    settings = config.from_flags(arguments, OPTIONS, host_device_mix=on_host)
     if arguments.steps < 2:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")
     meshes, micro_batches = _meshes(arguments)

@@ -53,6 +53,18 @@ class TableFullError(UserError):
         self.fact = fact
 
 
+class DiskFullError(UserError):
+    """There is no space for a table's rows on disk; all finished steps are kept. Other ranks may have space.
+
+    Attributes:
+        fact: The message without its advice.
+    """
+
+    def __init__(self, fact: str, advice: str = "") -> None:
+        super().__init__(f"{fact}; {advice}" if advice else fact)
+        self.fact = fact
+
+
 class TransientError(HostdevError):
     """A transient failure, such as a lack of memory: finished work is kept, and the same command may succeed later."""
 

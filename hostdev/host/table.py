@@ -354,6 +354,14 @@ class HostTable(ReadableTable):
         """Return the state for a copy of the table, as `Owned` does; the copy does not track changes."""
         return {**super().__getstate__(), "changes": None}
 
+    def close(self) -> None:
+        """Remove the files of a table on disk, whose rows are then lost; for other tables, this has no effect.
+
+        This also happens when the table is freed, or the program ends.
+        """
+        if isinstance(self.storage, DiskStorage):
+            self.storage.close()
+
     def reset(self) -> None:
         """Reset all rows to their initial values, and the step to 0.
 

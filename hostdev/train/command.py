@@ -4,7 +4,7 @@ import hostdev.core.environment  # isort: skip  (before torch)
 
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 import hostdev
 from hostdev.checkpoint.loading import verify_others
-from hostdev.core.errors import TableFullError, UserError
+from hostdev.core.errors import DiskFullError, TableFullError, UserError
 from hostdev.data import lookalike, manifest
 from hostdev.device import backend
 from hostdev.kernels.numa import in_words
@@ -81,7 +81,8 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         return ending.abandon() if ending is not None else "interrupted before the first step"
 
     start = None
-    with GracefulStop(on_deadline, _deadline(settings, session)) as stop, _report_memory(), without_compiler():
+    stopping = GracefulStop(on_deadline, _deadline(settings, session))
+    with stopping as stop, _report_memory(), without_compiler(), ExitStack() as closing:
         if settings.resume is not None:
             if session is None:
                 start, line = checkpointing.find(settings, found, verify_others)  # rows are verified while they load
@@ -95,6 +96,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
             else:
                 origin = starting.find_together(settings, data, found, session.ranks)
         run = Run(settings, data, found, start, session, origin)
+        closing.callback(run.trainer.close)
         ending = Ending(run)
         if session is not None:
             session.on_fault = partial(ending.abandon, "failed")
@@ -125,6 +127,10 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         except Interrupted:
             raise
         except TableFullError as error:
+            raise ending.full(error) from None
+        except DiskFullError as error:
+            if session is not None:  # the other ranks go on until they miss this one
+                raise
             raise ending.full(error) from None
         except BaseException:
             ending.close_saver(save=False)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.core.errors import TableFullError, naming
+from hostdev.core.errors import DiskFullError, TableFullError, naming
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.progress import counted
 from hostdev.device import backend
@@ -84,24 +84,26 @@ class Ending:
         message = f"{_count_steps(run.steps)} saved; continue with --resume {run.saver.newest}"
         return Interrupted(number, message, saved=True)
 
-    def full(self, error: TableFullError) -> TableFullError:
+    def full(self, error: TableFullError | DiskFullError) -> TableFullError | DiskFullError:
         """Save a checkpoint if the run saves any, complete the logs, and return the error with what to do next."""
         run = self.run
+        at_once = later = resumed = "a --table-dir with more space, or a larger --table-memory"
+        if isinstance(error, TableFullError):
+            at_once, resumed = "a larger --capacity, or a smaller --batch-size", "a larger --capacity"
+            later = "a larger --capacity, --admit-count or --evict-unused"
         if run.steps == 0:
             self.close_saver(save=False)
             self.finish("failed")
             run.discard()
-            return TableFullError(error.fact, "give a larger --capacity, or a smaller --batch-size")
+            return type(error)(error.fact, f"give {at_once}")
         self.close_saver(save=True)
         self.finish("failed")
         if run.saver is None:
-            return TableFullError(
-                error.fact, f"{self._describe_steps()}; give a larger --capacity, --admit-count or --evict-unused"
-            )
+            return type(error)(error.fact, f"{self._describe_steps()}; give {later}")
         if run.saver.failed is not None:
             raise self.make_checkpoint_error()
-        saved = f"{_count_steps(run.steps)} saved; continue with --resume {run.saver.newest} and a larger --capacity"
-        return TableFullError(error.fact, saved)
+        saved = f"{_count_steps(run.steps)} saved; continue with --resume {run.saver.newest} and {resumed}"
+        return type(error)(error.fact, saved)
 
     def close_saver(self, digest: str | None = None, *, save: bool) -> None:
         """Save a last checkpoint if `save` is true, wait until checkpoints are written, and unlock their folder."""

@@ -266,6 +266,12 @@ class Trainer:
         _set_random_states(values["random"], self._device)
         return values["more"]
 
+    def close(self) -> None:
+        """Remove the files of tables on disk; the trainer cannot be used afterwards."""
+        for table in self.tables.values():
+            if isinstance(table, HostTable):
+                table.close()
+
     def load_dense(self, chain: Chain, dense: Any) -> None:
         """Load a checkpoint's dense weights and Adam state; raise UserError if they are from another model."""
         try:

@@ -19,6 +19,7 @@ def test_only_wrong_input_is_a_value_error():
         "UserError",
         "NonFiniteError",
         "TableFullError",
+        "DiskFullError",
     }
     assert errors.UserError is UserError
     assert errors.NonFiniteError is NonFiniteError

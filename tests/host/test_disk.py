@@ -257,7 +257,9 @@ def test_a_full_disk_is_said_and_rows_are_kept(tmp_path, small, monkeypatch):
         allocate(file, offset, size)
 
     monkeypatch.setattr(store_module.os, "posix_fallocate", fail)
-    with pytest.raises(UserError, match=r"table 't' needs 0 MiB more in .*No space left on device.*free space there"):
+    with pytest.raises(
+        UserError, match=r"table 't' needs 64.0 KiB more in .*No space left on device.*Free space there"
+    ):
         for _ in range(500):
             ids = random.integers(0, ROWS, 100)
             other.apply(ids, np.ones((100, 8), np.float32))

@@ -8,6 +8,7 @@ half is dead is collected: its live records are appended again, and its file is 
 import errno
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.errors import UserError, in_words
+from hostdev.core.errors import DiskFullError, UserError, in_words
+from hostdev.core.memory import format_bytes
 from hostdev.host.disk.readers import Planes, Read, Source
 from hostdev.kernels import disk_records, frames
 from hostdev.kernels.buffers import reserve
@@ -25,6 +27,7 @@ from hostdev.kernels.disk_records import DAMAGED, GOOD, UNREADABLE, Format
 
 SEGMENT_BYTES = 64 << 20
 _LEAST_BUFFERS = 4
+_RETRIED_AFTER = 0.5  # seconds after which a segment is collected again, after the disk was full
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 Positions = npt.NDArray[np.int64]
@@ -268,9 +271,9 @@ class SegmentStore:
                 raise
         except OSError as error:
             self._free_segments.append(segment)
-            raise UserError(
-                f"table {self._name!r} needs {size >> 20} MiB more in {self._folder} ({in_words(error)}); free space "
-                "there, or give its Disk more memory"
+            raise DiskFullError(
+                f"table {self._name!r} needs {format_bytes(size)} more in {self._folder} ({in_words(error)})",
+                "all finished steps are kept. Free space there, or give its Disk more memory",
             ) from None
         with self._changed:
             self._source.files[segment], self._source.tags[segment] = file, number << 32
@@ -320,6 +323,8 @@ class SegmentStore:
                     return
             try:
                 self._move_live(segment, words)
+            except DiskFullError:  # for those who append rows to say
+                time.sleep(_RETRIED_AFTER)
             except UserError as error:
                 self.fail(error)
                 return

@@ -1,6 +1,6 @@
 """Update: apply a batch's gradients to the tables on the host, and write back the rows that left the caches."""
 
-from hostdev.kernels.pool import run_tasks, urgent
+from hostdev.kernels.pool import Task, run_tasks, urgent
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.remote import exchange_gradients, exchange_rest
 from hostdev.pipeline.results import SteppedBatch
@@ -33,9 +33,11 @@ def update_first(context: Context, batch: SteppedBatch, shared: SharedRows) -> N
     """Update the rows for which the next batch waits, before the batch's other rows."""
     known, mark = batch.received_first
     context.staging.await_event(mark if known is shared else batch.received)
-    with urgent(), context.timeline.span("update first", batch.number) as span:  # the device may be waiting
+    with context.timeline.span("update first", batch.number) as span:
         span["rows"] = len(shared.first)
-        _update(context, batch, shared.first, first=known is shared)
+        tasks = _make_tasks(context, batch, shared.first, first=known is shared)  # may wait for a checkpoint's reader
+        with urgent():  # the device may be waiting
+            run_tasks(tasks)
 
 
 def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> None:
@@ -45,7 +47,7 @@ def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> 
     rest = RowSubset(batch.writes.ids, None) if shared is None else shared.rest
     with context.timeline.span("update", batch.number, flow="f") as span:
         span["rows"] = len(rest)
-        _update(context, batch, rest)
+        run_tasks(_make_tasks(context, batch, rest))
         for group, mine in zip(context.groups, batch.groups, strict=True):
             for table, rows in enumerate(mine.rows):
                 rows.updated()
@@ -78,16 +80,14 @@ def release(batch: SteppedBatch) -> None:
     batch.memory.release()
 
 
-def _update(context: Context, batch: SteppedBatch, subset: RowSubset, *, first: bool = False) -> None:
+def _make_tasks(context: Context, batch: SteppedBatch, subset: RowSubset, *, first: bool = False) -> list[Task]:
     subsets = context.offsets.split(subset, batch.writes.starts)
-    run_tasks(
-        [
-            task
-            for mine, theirs in zip(batch.groups, subsets, strict=True)
-            for rows in mine.rows
-            for task in rows.update(theirs, first=first)
-        ]
-    )
+    return [
+        task
+        for mine, theirs in zip(batch.groups, subsets, strict=True)
+        for rows in mine.rows
+        for task in rows.update(theirs, first=first)
+    ]
 
 
 def _report(context: Context, batch: SteppedBatch) -> None:

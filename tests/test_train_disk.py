@@ -1,0 +1,131 @@
+"""Tables on disk from the command line: the same digests, resuming, verifying, a full disk, and what is refused."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pyarrow.csv
+import pytest
+
+from hostdev.commands import predict, preprocess, train, verify
+from hostdev.host.disk import store as store_module
+from hostdev.kernels import disk_records
+from tests.data import events
+
+ON_DISK = ["--table-dir", "disk", "--table-memory", "200KB"]
+BY_KEY = ["--tables", "dynamic", "--capacity", "20MiB", "--admit-count", 2, "--evict-unused", 12]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(disk_records, "_CHUNK", 1 << 14)
+    monkeypatch.setattr("hostdev.host.disk.tier.SEGMENT_BYTES", 1 << 16)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Return a data set of eight days of events, with a vocabulary and with raw ids, and the file with its last day."""
+    folder = tmp_path_factory.mktemp("events")
+    table = events.make(days=8, rows=1_000)
+    pyarrow.csv.write_csv(table, folder / "events.csv")
+    pyarrow.csv.write_csv(table.slice(7_000), folder / "last.csv")
+    flags = ["--label", "clicked", "--numeric", "hour", "--categorical", "user,item,device", "--test-after", "day=6"]
+    for name, ids in (("raw", ["--ids", "raw"]), ("vocabulary", ["--threshold", "0"])):
+        arguments = ["table", folder / "events.csv", "--out", folder / name, *flags, *ids]
+        preprocess.main(list(map(str, arguments)))
+    return folder
+
+
+@pytest.fixture(params=["vocabulary", "raw"])
+def every(request, data):
+    common = ["--data", data / request.param, "--host-device-mix", "--model", "deepfm", "--emb-dim", 8]
+    common += ["--device", "cpu", "--batch-size", 100, "--order", "stored"]
+    return common + (BY_KEY if request.param == "raw" else [])
+
+
+@pytest.fixture
+def run(in_process):
+    def call(module, *arguments):
+        code, out, error = in_process(module, *arguments)
+        assert code == 0, error
+        return out
+
+    return call
+
+
+def digest_of(folder):
+    return json.loads((folder / "summary.json").read_text())["state_sha256"]
+
+
+def test_the_digest_is_that_of_memory(run, every, data, tmp_path):
+    trained = [*every, "--epochs", 1, "--checkpoint-every", 25]
+    run(train, *trained, "--run-dir", "memory")
+    out = run(train, *trained, *ON_DISK, "--run-dir", "one")
+    assert "places of rows on disk" in out
+    assert digest_of(tmp_path / "one") == digest_of(tmp_path / "memory")
+    assert list((tmp_path / "disk").iterdir()) == []
+    for name, start, more in (("in memory", "one", []), ("on disk", "memory", ON_DISK)):
+        resumed = f"{start}/checkpoints/step-0000000025"
+        run(train, *trained, *more, "--run-dir", name, "--resume", resumed)
+        assert digest_of(tmp_path / name) == digest_of(tmp_path / "memory")
+    scores = "--data", data / "last.csv", "--out", "s.parquet"
+    assert "AUC" in run(predict, "--checkpoint", "one", *scores)
+
+
+def test_by_two_processes(run, every, tmp_path):
+    trained = [*every, "--epochs", 1, "--micro-batches", 2]
+    run(train, *trained, "--run-dir", "one")
+    command = [sys.executable, "-m", "hostdev.train", *trained, "--table-dir", "disk", "--table-memory", "9MiB"]
+    done = subprocess.run(list(map(str, [*command, "--spawn", 2, "--run-dir", "two"])), check=False)
+    assert done.returncode == 0
+    assert digest_of(tmp_path / "one") == digest_of(tmp_path / "two")
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_every_mode_and_a_fault(in_process, run, every):
+    options = [*(each for each in every if each not in ("--host-device-mix", "--order", "stored")), *ON_DISK]
+    assert "all modes agree in every bit of every step" in run(verify, *options, "--steps", 10)
+    code, out, _ = in_process(verify, *options, "--steps", 10, "--inject-fault")
+    assert code == 1 and "the injected fault was caught in every group of tables" in out
+
+
+def test_a_full_disk_is_saved(run, in_process, every, tmp_path, monkeypatch):
+    trained = [*every, "--epochs", 1]
+    run(train, *trained, "--run-dir", "whole")
+    allocate, made = os.posix_fallocate, []
+
+    def fail(file, offset, size):
+        made.append(size)
+        if len(made) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(file, offset, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module.os, "posix_fallocate", fail)
+        code, _, error = in_process(train, *trained, *ON_DISK, "--checkpoint-every", 500, "--run-dir", "one")
+    assert code == 2 and error.count("\n") == 1
+    assert "(No space left on device); " in error
+    assert "continue with --resume" in error and "a --table-dir with more space" in error
+    run(train, *trained, *ON_DISK, "--checkpoint-every", 500, "--run-dir", "one", "--resume")
+    assert digest_of(tmp_path / "one") == digest_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--table-dir", "disk"], "--table-dir needs --table-memory; give both"),
+        (["--table-memory", "1GiB"], "--table-memory needs --table-dir; give both"),
+        ([*ON_DISK[:3], "much"], "--table-memory: a size must be a number of bytes"),
+        ([*ON_DISK, "--emb-dim", 1], "--table-dir has no effect: no table has rows of 64 bytes or more"),
+        ([*ON_DISK, "--model", "wide_deep", "--l2", "table"], "--l2 table would read all rows from disk in every step"),
+        ([*ON_DISK[:3], "90KB"], "of its rows in memory, but its Disk has memory for"),
+    ],
+)
+def test_what_is_refused(in_process, data, options, error):
+    every = ["--data", data / "vocabulary", "--device", "cpu", "--batch-size", 100]
+    code, _, found = in_process(train, *every, "--host-device-mix", *options)
+    assert code == 2 and error in found and found.count("\n") == 1
+    code, _, found = in_process(train, *every, *ON_DISK)
+    assert code == 2 and "--table-dir needs --host-device-mix" in found
