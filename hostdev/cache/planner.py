@@ -17,7 +17,7 @@ from hostdev.cache import planning
 from hostdev.cache.directory import ROW, AllRows, Directory, find_quantile, most_bytes
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
 from hostdev.cache.plan import Ids, Plan, Positions, Statistics, take
-from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, STATIC, PlanContext
+from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, NEAREST, STATIC, PlanContext
 from hostdev.cache.prices import MOST_BITS, Costs, get_price_index, prices
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
@@ -74,8 +74,11 @@ class Planner:
         capacity: Number of slots, in 0..V.
         policy: "lookahead" minimizes the cost, given the uses within the window and the probability of later uses;
             "lru" keeps the rows used last, "lfu" the rows used most so far, cached or not, and "static" the rows with
-            the largest `counts`. If more than 8,192 slots are occupied, a batch may search only some for evictions.
-        window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead.
+            the largest `counts`. "nearest" keeps the rows that are used next, as they are announced or expected, for
+            caches in which each row must enter that a batch uses. If more than 8,192 slots are occupied, a batch may
+            search only some for evictions.
+        window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead and
+            nearest.
             Only the first 16 batches are considered individually, but all of them count for probabilities.
         counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against
             recent uses by how well each predicts; "lru" and "lfu" ignore counts.
@@ -103,7 +106,8 @@ class Planner:
         if counts is not None and np.shape(counts) != (rows,):
             raise ValueError(f"counts must have the shape ({rows},), not {np.shape(counts)}")
         self.rows, self.capacity, self.policy = rows, capacity, policy
-        self.window = window if kind == LOOKAHEAD else 0
+        self._looks_ahead = kind in (LOOKAHEAD, NEAREST)
+        self.window = window if self._looks_ahead else 0
         self.statistics = Statistics()
         self.filled = 0  # occupied slots; only `restore` frees slots
         self._kind = kind
@@ -122,7 +126,7 @@ class Planner:
         self._bits = min(self.window, MOST_BITS)
         self._indices = prices(costs, self._bits).reshape(2, -1)  # unused by other policies
         self._counts = (
-            np.asarray(counts) if kind == LOOKAHEAD and counts is not None else None
+            np.asarray(counts) if self._looks_ahead and counts is not None else None
         )  # kept until the first batch shows how many uses a batch has
         self._least, self._gate, self._counted = np.float32(0), 0, False  # from the counts, if usable
         self._least_of_late, self._gate_of_late = np.float32(0), 0
@@ -159,7 +163,7 @@ class Planner:
             uses: How often the batch uses each id, int32 [U]. For lookahead, their sum is enough; `renumber` then
                 counts the hits.
         """
-        if isinstance(uses, int) and self._kind != LOOKAHEAD:
+        if isinstance(uses, int) and not self._looks_ahead:
             raise ValueError(f"the policy {self.policy} needs the uses of each id, not their sum")
         if len(self._announced) > self.window:
             raise ValueError(f"{len(self._announced)} batches are already announced; plan one before announcing more")
@@ -172,7 +176,7 @@ class Planner:
         of_each = None if isinstance(uses, int) else uses
         args = (positions, of_each, now, self._directory.rows, self._directory.values, _DECAYS)
         parallel_for(planning.announce, len(ids), *args, grain=_GRAIN)
-        if self._kind == LOOKAHEAD:
+        if self._looks_ahead:
             self._learn(ids, now)
 
     def plan(self) -> Plan:
@@ -285,7 +289,7 @@ class Planner:
         if len(taken) and taken[-1] >= len(taken):
             raise ValueError("slot_ids must have the free slots (-1) last, but a free slot precedes an occupied slot")
         for _, uses, positions in self._announced if self._kind != STATIC else ():
-            added = 1 if self._kind == LOOKAHEAD else uses
+            added = 1 if self._looks_ahead else uses
             rows = self._directory.rows
             counts = rows[positions, planning.COUNT] - added  # an interrupted `announce` may have added only some
             rows[positions, planning.COUNT] = np.maximum(counts, 0)
@@ -359,6 +363,8 @@ def _get_least_rows(budget: int) -> int:
 
 
 def _kind(policy: str) -> int:
+    if policy == "nearest":
+        return NEAREST
     if policy not in POLICIES:
         raise ValueError(f"the policy must be one of {', '.join(POLICIES)}, not {policy!r}")
     return POLICIES.index(policy)

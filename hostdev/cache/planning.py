@@ -21,7 +21,7 @@ import numpy as np
 from hostdev.cache.prices import ENTER, RATES, STAY
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read
 
-LOOKAHEAD, LRU, LFU, STATIC = range(4)  # in the order of `options.POLICIES`
+LOOKAHEAD, LRU, LFU, STATIC, NEAREST = range(5)  # in the order of `options.POLICIES`, then NEAREST
 
 KEYS = 1 << 12
 FINE_BITS = 4  # low bits of a lookahead key: bits of the probability, below the Whittle index
@@ -82,6 +82,17 @@ def _chance(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
     counted = values[row, CHANCE] + np.float32(rows[row, COUNT]) * now.per_announced
     of_late = values[row, RECENT] * decays[ago] * now.per_batch
     return min(_mean(counted, of_late, now.believed, now.per_batch), np.float32(1))
+
+
+@inline
+def _nearness(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
+    """Return 1 / the number of batches until the row's next use: its announced one, or else the expected one."""
+    coming = _coming(rows, row, now)
+    if coming > np.uint64(0):
+        highest: Any = (np.float64(coming).view(np.int64) >> np.int64(52)) - np.int64(1023)
+        return np.float32(1) / np.float32(np.int64(now.bits) - highest)
+    chance = max(_chance(rows, values, row, now, decays), np.float32(1e-9))
+    return np.float32(1) / (np.float32(now.bits + 1) + np.float32(1) / chance)
 
 
 @kernel
@@ -149,7 +160,7 @@ def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, va
         gone: Any = number - np.int64(rows[row, LAST])
         before = np.uint64(np.uint32(rows[row, BEFORE])) << np.uint64(min(gone, 63))
         rows[row, LAST], rows[row, BEFORE] = number, np.uint32(before | np.uint64(1))
-        if now.kind == LOOKAHEAD:
+        if now.kind == LOOKAHEAD or now.kind == NEAREST:
             values[row, RECENT] = values[row, RECENT] * decays[np.uint64(min(gone, DECAYS - 1))] + np.float32(1)
             rows[row, COUNT] += 1
         elif now.kind != STATIC and uses is not None:
@@ -234,6 +245,8 @@ def classify(
                 key = np.uint16(index * np.int64(willing))
             else:
                 key = _key_of(1.0) if now.kind == LRU else _key_of(rows[row, COUNT])  # static: keys above 0 enter
+                if now.kind == NEAREST:
+                    key = _key_of(_nearness(rows, values, row, now, decays))
             keys[valued + i] = key
             histogram[np.uint64(key)] += 1
         valued = m
@@ -274,6 +287,8 @@ def score(
                 key = block_keys[i]
             elif now.kind == LRU:
                 key = _key_of(np.float32(1) / np.float32(now.number - rows[row, LAST] + 1))
+            elif now.kind == NEAREST:
+                key = _key_of(_nearness(rows, values, row, now, decays))
             else:
                 key = _key_of(rows[row, COUNT])
             keys[begin + i] = key

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from hostdev.cache.options import WINDOW
 from hostdev.cache.planner import Planner
-from hostdev.cache.prices import Costs
 from hostdev.host.disk.storage import DiskStorage
 from hostdev.host.disk.tier import NoFramesError, Pinned, Tier
 from hostdev.host.table import HostTable
@@ -25,7 +24,6 @@ Ids = npt.NDArray[Any]
 
 _AHEAD = 3  # batches whose rows are read before their turn
 _SPARE_BATCHES = 4  # rows of so many batches are in memory although the plan does not keep them
-_COSTS = Costs(passed=1.25, admitted=1.0, evicted=0.25)  # of a read, and of a row's part of a large write
 
 
 class TableTier:
@@ -51,7 +49,7 @@ class TableTier:
             if self._planner is None:
                 count = self.tier.count
                 kept = count if count == self.tier.rows else max(count // 2, count - _SPARE_BATCHES * len(ids))
-                self._planner = Planner(self.tier.rows, kept, costs=_COSTS)
+                self._planner = Planner(self.tier.rows, kept, "nearest")
             if len(self._planner) > self._planner.window:
                 return
             self._planner.announce(ids, len(inverse))

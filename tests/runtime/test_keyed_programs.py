@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 
 import hostdev
 from hostdev.core.errors import UserError
+from hostdev.host.disk.tier import Tier
+from hostdev.kernels import disk_records
 from hostdev.kernels.counter import key64
 from tests import naive
 from tests.naive_keys import Naive, hash_of
 
 DIM, SEED, CAPACITY = 3, 7, 10
-MODES = [(0, None), (2, None), (0, 4), (2, 4), (4, hostdev.CacheSpec(3, "lru")), (3, hostdev.CacheSpec(5, window=3))]
+CACHES = [(0, None), (2, None), (0, 4), (2, 4), (4, hostdev.CacheSpec(3, "lru")), (3, hostdev.CacheSpec(5, window=3))]
+MODES = [(*mode, on_disk) for mode, on_disk in product(CACHES, (False, True))]
 ADMISSIONS = [None, hostdev.MinCount(2), hostdev.MinCount(3, expires=4), hostdev.Probability(0.6)]
 EVICTIONS = [
     None,
@@ -47,6 +50,21 @@ ACTION = st.one_of(
     st.tuples(st.just("save"), st.none()),
     st.tuples(st.just("resume"), st.tuples(st.sampled_from(MODES), st.sampled_from([0, 5]))),
 )
+
+
+@pytest.fixture(autouse=True)
+def evict_all(monkeypatch):
+    """Whenever rows of a table on disk are needed, let all others leave the memory, into small files."""
+    pin = Tier.try_pin
+
+    def try_pin(self, *args, **options):
+        with self._changed:
+            self._evict(self.count)
+        return pin(self, *args, **options)
+
+    monkeypatch.setattr(Tier, "try_pin", try_pin)
+    monkeypatch.setattr(disk_records, "_CHUNK", disk_records.PAGE)
+    monkeypatch.setattr("hostdev.host.disk.tier.SEGMENT_BYTES", 4 * disk_records.PAGE)
 
 
 class Expected:
@@ -140,9 +158,10 @@ class Real:
         self.begin(SEED)
 
     def begin(self, seed):
-        depth, cache = self.mode
+        depth, cache, on_disk = self.mode
         rules = {"admit": self.admit, "evict": self.evict, "unknown": self.expected.policy}
-        options = {**rules, "capacity": self.capacity}
+        disk = hostdev.Disk(self.folder / "disk", memory=1 << 18) if on_disk else None
+        options = {**rules, "capacity": self.capacity, "storage": disk}
         optimizer = type(self.expected.optimizer)(lr=self.expected.optimizer.lr)
         self.table = hostdev.HostTable(None, DIM, optimizer, name="t", seed=seed, **options)
         features = {"a": self.table, "h": hostdev.Feature(self.table, pooling="sum", unknown="h")}
@@ -153,6 +172,7 @@ class Real:
 
     def close(self):
         self.runtime.close()
+        self.table.close()
 
     def check(self):
         table, values = self.table, self.expected.values
@@ -200,7 +220,7 @@ class Real:
     def resume(self, mode, more):
         self.runtime.save(self.folder)
         self.saved = True
-        self.runtime.close()
+        self.close()
         self.capacity, self.mode = self.capacity + more, mode
         self.expected.rules.capacity = self.capacity
         self.begin(99)
