@@ -63,6 +63,10 @@ BENCHES = {
     "peers": Bench("bench_peers"),
     "bags": Bench("bench_bags"),
     "keys": Bench("bench_keys", trial=("--sizes", "20000", "--rounds", "1", "--no-peers")),
+    "disk": Bench(
+        "bench_disk",
+        trial=("--rows", "200000", "--memory", "80000000", "--warm", "2", "--steps", "2", "--no-peers"),
+    ),
     "unbounded": Bench("bench_unbounded", trial=("--sizes", "20000", "--rounds", "1", "--large", "30000")),
     "dlrm": Bench("bench_dlrm"),
     "ctr": Bench("bench_ctr"),

@@ -198,6 +198,11 @@ class SegmentStore:
             self._segment, self._next = -1, 0
         return position
 
+    def are_written(self, positions: Positions) -> npt.NDArray[np.bool_]:
+        """Return which records [N] are on disk, and not in a buffer; needs the lock."""
+        found: npt.NDArray[np.bool_] = self._buffer_of[positions // self.format.per_chunk] < 0
+        return found
+
     def copy_buffered(self, positions: Positions, targets: Any, planes: Planes) -> Any:
         """Copy those records [N] that are in buffers to rows of `planes`; return the places of the others, int64 [any].
 
