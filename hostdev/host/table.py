@@ -352,6 +352,8 @@ class HostTable(ReadableTable):
 
     def __getstate__(self) -> Mapping[str, Any]:
         """Return the state for a copy of the table, as `Owned` does; the copy does not track changes."""
+        if self.is_on_disk:
+            raise TypeError(f"table {self.name!r} is on disk and cannot be copied; save a checkpoint and load it")
         return {**super().__getstate__(), "changes": None}
 
     def close(self) -> None:

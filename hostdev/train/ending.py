@@ -168,6 +168,7 @@ class Ending:
             },
             **({"keys": run.keys.last} if run.keys is not None and run.keys.last else {}),
             **summary.get_caches(run.trainer.caches, ops),
+            **summary.get_disks(run.trainer.tables.values()),
             **summary.get_ranks(run.ranks, run.trainer, run.settings.mesh, self._exchanged),
             **({"checkpoints": run.saver.summary()} if run.saver is not None else {}),
             **summary.get_ops_log(run.files.ops),

@@ -39,6 +39,8 @@ def start_lines(
         statistics: The statistics in the data set's manifest.
     """
     where = "host memory" if config["host_device_mix"] else "device memory"
+    if any(getattr(table, "disk", None) is not None for table in tables.values()):
+        where += " and disk"
     if interleaving := in_words():
         where += f", {interleaving}"
     arithmetic = config["precision"] + " with TF32" * config["tf32"]
@@ -51,6 +53,7 @@ def start_lines(
         f"data     {data}: {rows['train']:,} training{validation} and {rows['test']:,} test rows{evaluated}",
         *(f"         {line}" for line in unknown_lines(statistics or {})),
         f"tables   {tables_line(tables.values(), on_host=config['host_device_mix'])} of {where}",
+        *_disk_lines(tables.values()),
         *map(_cache_line, caches),
         *([f"memory   {memory}"] if memory else []),
         f"dense    {arithmetic} on {device}; batch size {config['batch_size']:,}, {epochs}",
@@ -71,6 +74,16 @@ def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
     )
     each = [f"{table.name} {_size(table)} x {table.dim} ({kind(table)})" for table in shapes]
     return f"{', '.join(each)}: {format_bytes(size)}"
+
+
+def _disk_lines(tables: Iterable[Any]) -> list[str]:
+    """Return a line for each table on disk."""
+    return [
+        f"disk     {table.name} in {table.disk.path}, {table.storage.tier.count:,} of its rows in "
+        f"{format_bytes(table.disk.nbytes)} of memory"
+        for table in sorted(tables, key=lambda table: table.name)
+        if getattr(table, "disk", None) is not None
+    ]
 
 
 def kind(table: Any) -> str:
@@ -182,6 +195,7 @@ def summary_lines(
         *([f"keys           {describe(summary['keys'])}"] if "keys" in summary else []),
         *([f"cache          {_cache(summary['cache'])}"] if "cache" in summary else []),
         *(f"cache          {name}: {_cache(one)}" for name, one in summary.get("caches", {}).items()),
+        *(f"disk           {name}: {_disk(one, summary['steps'])}" for name, one in summary.get("disk", {}).items()),
         *([f"processes      {_ranks(summary['ranks'], summary['steps'])}"] if "ranks" in summary else []),
         *([f"checkpoints    {_checkpoints(summary['checkpoints'])}"] if "checkpoints" in summary else []),
         f"peak memory    {format_bytes(summary['peak_rss_bytes'])}",
@@ -229,6 +243,19 @@ def _cache(cache: dict[str, Any]) -> str:
         f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of lookups hit; "
         f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, bypasses "
         f"{cache['bypassed'] // steps:,} and moves {format_bytes(moved)}{time}"
+    )
+
+
+def _disk(disk: dict[str, Any], steps: int) -> str:
+    """Return as text how many of a table's rows were in memory, and what a step read and wrote."""
+    steps = max(1, steps)
+    written = sum(disk["written_bytes"].values()) // steps
+    missed = disk["missed"] / disk["used"] if disk["used"] else 0.0
+    page_cache = "" if disk["direct"] else ", through the system's page cache"
+    return (
+        f"{disk['rows_in_memory']:,} of {disk['rows']:,} rows in memory, which had {1 - missed:.2%} of the rows that "
+        f"batches used; a step read {disk['read'] // steps:,} rows and wrote {format_bytes(written)}{page_cache}; "
+        f"prefetching waited {disk['waited_us'] / 1e6:.1f} s for reads"
     )
 
 

@@ -1,6 +1,6 @@
 """Parts of summary.json: the caches, the ranks, the removed lines of ops.log."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
@@ -11,6 +11,8 @@ from hostdev.core.rotation import RotatedFile
 from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.two_levels import TwoLevelChannel
+from hostdev.host.disk.storage import DiskStorage
+from hostdev.host.table import HostTable
 from hostdev.train.trainer import Trainer
 
 
@@ -29,6 +31,16 @@ def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict
     if not found:
         return {}
     return {"cache": next(iter(found.values()))} if len(found) == 1 else {"caches": found}
+
+
+def get_disks(tables: Iterable[Any]) -> dict[str, Any]:
+    """Return the entry "disk" of summary.json: for each table on disk, what has moved; empty if there is none."""
+    found = {
+        table.name: table.storage.summary()
+        for table in tables
+        if isinstance(table, HostTable) and isinstance(table.storage, DiskStorage)
+    }
+    return {"disk": found} if found else {}
 
 
 def get_host_costs(ops: Mapping[str, Mapping[str, Any]], tables: Sequence[Any]) -> Costs | None:

@@ -1,5 +1,6 @@
 """Tables on disk: the same bits as in memory, at any memory; damage is found; files come and go as they should."""
 
+import copy
 import errno
 import gc
 import os
@@ -349,3 +350,11 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be made"):
         HostTable(ROWS, 8, SGD(), name="t", storage=Disk(tmp_path / "file", memory="8MiB"))
+
+
+def test_a_table_on_disk_is_not_copied(tmp_path):
+    table = HostTable(ROWS, 8, SGD(), name="t", storage=Disk(tmp_path, memory="8MiB"))
+    with pytest.raises(TypeError, match="table 't' is on disk and cannot be copied; save a checkpoint and load it"):
+        copy.deepcopy(table)
+    with pytest.raises(TypeError, match="table 't' has rows on disk; use read_rows instead of block"):
+        table.block  # noqa: B018

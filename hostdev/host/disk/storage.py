@@ -105,6 +105,22 @@ class DiskStorage:
         """Remove the rows' files."""
         self.tier.close()
 
+    def summary(self) -> dict[str, Any]:
+        """Return what has moved between memory and disk so far."""
+        tier, store = self.tier, self.tier.store
+        return {
+            "rows": tier.rows,
+            "rows_in_memory": tier.count,
+            "memory_bytes": tier.nbytes,
+            "used": tier.used,
+            "missed": tier.missed,
+            "read": store.read_records,
+            "read_bytes": store.read_records * store.format.block_bytes,
+            "written_bytes": dict(store.written_bytes),
+            "waited_us": round(tier.waited * 1e6),
+            "direct": store.direct,
+        }
+
     def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
         """See `Storage`."""
         del shape, seed, init  # as they were when the storage was made

@@ -4,6 +4,7 @@ Shapes: V rows, M frames (places in memory), N rows of a call.
 """
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -96,7 +97,8 @@ class Tier:
         shared = self.where, self._saved, self._changed
         self.store = SegmentStore(name, folder.path, format_, *shared, buffers)
         self._at_end = weakref.finalize(self, _end, self.store, folder)
-        self.missed = 0  # rows that were not in memory when they were pinned
+        self.used = self.missed = 0  # rows that were pinned, and those of them that were not in memory
+        self.waited = 0.0  # seconds of waiting for pinned rows
 
     @property
     def nbytes(self) -> int:
@@ -162,6 +164,7 @@ class Tier:
         count, fresh = frames.pin(rows, change, *state, store.live, store.format.per_segment, *out)
         self._pinned += fresh
         self._free_count -= count
+        self.used += n
         self.missed += count
         missing, positions = missing[:count], positions[:count]
         targets, keys = found[missing], self._get_keys(rows[missing])
@@ -196,7 +199,9 @@ class Tier:
     def await_rows(self, pinned: Pinned) -> None:
         """Wait until the rows are in memory; raise UserError if one could not be read."""
         if pinned.read is not None:
+            begin = time.perf_counter()
             pinned.read.wait()
+            self.waited += time.perf_counter() - begin
             try:
                 self.store.require_read(pinned.read)
             except UserError as error:
