@@ -31,6 +31,7 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.shards import ShardReader
+from hostdev.host.disk.warm_up import warm_up_disk
 from hostdev.host.key_warm_up import warm_up_keys
 from hostdev.host.table import HostTable
 from hostdev.host.warm_up import warm_up_feature, warm_up_ids, warm_up_table
@@ -96,6 +97,7 @@ def _tasks() -> list[Task]:
         (_prepare, ()),
         (warm_up_keys, ()),
         *((planner.warm_up, (dtype,)) for dtype in _ID_DTYPES),
+        *((warm_up_disk, (dtype,)) for dtype in _ID_DTYPES),
         *((warm_up_ids, (dtype,)) for dtype in _ID_DTYPES),
         *((_warm_up_table, (ids, stored, optimizer, 32)) for ids, stored, optimizer in tables),
         *((_warm_up_feature, kind) for kind in features),

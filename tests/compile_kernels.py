@@ -9,6 +9,7 @@ import numpy as np
 
 from hostdev import FTRL, SGD, Adagrad, Adam, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
 from hostdev.cache import planner
+from hostdev.host.disk.warm_up import warm_up_disk
 from hostdev.host.key_warm_up import warm_up_keys
 from hostdev.host.warm_up import warm_up, warm_up_table
 
@@ -32,6 +33,7 @@ def compile_eight_bits():
 def compile_others():
     for id_dtype in ("int32", "int64"):
         planner.warm_up(id_dtype)
+        warm_up_disk(id_dtype)
         for dtype in ("fp32", "bf16"):
             warm_up(id_dtype, (dtype, "fp32"))
     warm_up("int32", ("bf16", "bf16"))

@@ -22,6 +22,7 @@ from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
+from hostdev.host.disk.warm_up import warm_up_disk
 from hostdev.host.key_warm_up import warm_up_keys
 from hostdev.host.warm_up import warm_up_batches, warm_up_deduplication, warm_up_feature, warm_up_table
 from hostdev.kernels.compiling import run_calls
@@ -227,8 +228,9 @@ def warm_up_kernels(
     """
     specs = model.tables.values()
     by_key = any(spec.keys is not None for spec in specs)
-    # int32 for slot numbers, and for row numbers of tables by key
-    dtypes = {np.dtype(id_type), *([np.dtype(np.int32)] if cached or by_key else [])}
+    # int32 for slot numbers, for row numbers of tables by key, and for frames
+    on_disk = any(spec.disk is not None for spec in specs)
+    dtypes = {np.dtype(id_type), *([np.dtype(np.int32)] if cached or by_key or on_disk else [])}
     kinds = {(type(spec.optimizer), spec.dim == 1): (spec.optimizer, spec.dim) for spec in specs}
     stored = {(FP32, FP32), *((spec.dtype, spec.slots_dtype) for spec in specs)}  # float32 for cached rows
     features = {}
@@ -252,6 +254,7 @@ def warm_up_kernels(
             ),
             *features.values(),
             *([warm_up_keys] if by_key else []),
+            *([partial(warm_up_disk, np.dtype(np.int32 if by_key else id_type))] if on_disk else []),
         ],
         processes,
     )

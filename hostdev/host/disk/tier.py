@@ -57,6 +57,7 @@ class Tier:
         allocate: Called with M and an int64 [M] for the keys of frames; returns the frames' planes.
         get_keys: Returns the keys, int64 [N], of rows.
         fill: Called with frames [N] and the keys of rows; writes the rows' initial values.
+        segment_bytes: The size of a segment, at least a chunk; None for the usual one.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class Tier:
         allocate: Callable[[int, npt.NDArray[np.int64]], Planes],
         get_keys: Callable[[Ids], npt.NDArray[np.int64]],
         fill: Callable[[Positions, npt.NDArray[np.int64]], None],
+        segment_bytes: int | None = None,
     ) -> None:
         self._name, self.rows, self._get_keys, self._fill = name, rows, get_keys, fill
-        format_ = Format.of(row_bytes, SEGMENT_BYTES)
+        format_ = Format.of(row_bytes, SEGMENT_BYTES if segment_bytes is None else segment_bytes)
         buffers = nbytes // _BUFFERS_OF // format_.chunk_bytes
         each = row_bytes + FRAME_BYTES
         self.count = min(rows, (nbytes - max(buffers, 4) * format_.chunk_bytes) // each)

@@ -1,0 +1,46 @@
+"""Compile the kernels of tables on disk, or load them from numba's cache, before the first step is timed."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.cache.planner import Planner
+from hostdev.host.disk.readers import Planes
+from hostdev.host.disk.tier import FRAME_BYTES, Tier
+from hostdev.kernels.disk_records import Format
+
+_ROWS, _WIDTH, _FRAMES = 4096, 1024, 512  # two chunks of rows, of which some must leave the memory
+
+
+def warm_up_disk(id_dtype: npt.DTypeLike) -> None:
+    """Call each kernel once with row numbers of this dtype, on a small table in a temporary folder."""
+    format_ = Format.of(_WIDTH, 0)
+    nbytes = 4 * format_.chunk_bytes + _FRAMES * (_WIDTH + FRAME_BYTES)
+
+    def allocate(count: int, keys: npt.NDArray[np.int64]) -> Planes:
+        del keys
+        return Planes.of([np.zeros((count, _WIDTH), np.uint8)])
+
+    def get_keys(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return rows.astype(np.int64)
+
+    with tempfile.TemporaryDirectory(prefix="hostdev-warm-up-") as folder:
+        functions = allocate, get_keys, lambda frames, keys: None
+        tier = Tier("warm-up", Path(folder), _ROWS, nbytes, _WIDTH, *functions, segment_bytes=0)
+        planes = allocate(_FRAMES, np.zeros(0, np.int64))
+        for turn in range(3):
+            for start in range(0, _ROWS, _FRAMES // 4):
+                rows = np.arange(start, start + _FRAMES // 4).astype(id_dtype)
+                with tier.held(rows, change=turn != 1):
+                    tier.find(rows)
+                tier.let_go(rows[::2])
+                tier.keep(rows[:1])
+        tier.copy(np.arange(0, _ROWS, 16).astype(id_dtype), planes, lambda frames, keys: None)
+        tier.forget(rows)
+        tier.close()
+    planner = Planner(8, 1, "nearest", window=1)
+    for _ in range(2):
+        planner.announce(np.zeros(1, id_dtype), 1)
+    planner.plan()
