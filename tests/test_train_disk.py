@@ -15,6 +15,9 @@ from hostdev.kernels import disk_records
 from tests.data import events
 
 ON_DISK = ["--table-dir", "disk", "--table-memory", "200KB"]
+BOTH = pytest.mark.parametrize("kind", ["vocabulary", "raw"])
+RAW_IS_SLOW = pytest.mark.parametrize("kind", ["vocabulary", pytest.param("raw", marks=pytest.mark.slow)])
+VOCABULARY_IS_SLOW = pytest.mark.parametrize("kind", [pytest.param("vocabulary", marks=pytest.mark.slow), "raw"])
 BY_KEY = ["--tables", "dynamic", "--capacity", "20MiB", "--admit-count", 2, "--evict-unused", 12]
 
 
@@ -38,11 +41,11 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["vocabulary", "raw"])
-def every(request, data):
-    common = ["--data", data / request.param, "--host-device-mix", "--model", "deepfm", "--emb-dim", 8]
+@pytest.fixture
+def every(kind, data):
+    common = ["--data", data / kind, "--host-device-mix", "--model", "deepfm", "--emb-dim", 8]
     common += ["--device", "cpu", "--batch-size", 100, "--order", "stored"]
-    return common + (BY_KEY if request.param == "raw" else [])
+    return common + (BY_KEY if kind == "raw" else [])
 
 
 @pytest.fixture
@@ -59,6 +62,7 @@ def digest_of(folder):
     return json.loads((folder / "summary.json").read_text())["state_sha256"]
 
 
+@BOTH
 def test_the_digest_is_that_of_memory(run, every, data, tmp_path):
     trained = [*every, "--epochs", 1, "--checkpoint-every", 25]
     run(train, *trained, "--run-dir", "memory")
@@ -74,6 +78,7 @@ def test_the_digest_is_that_of_memory(run, every, data, tmp_path):
     assert "AUC" in run(predict, "--checkpoint", "one", *scores)
 
 
+@VOCABULARY_IS_SLOW
 def test_by_two_processes(run, every, tmp_path):
     trained = [*every, "--epochs", 1, "--micro-batches", 2]
     run(train, *trained, "--run-dir", "one")
@@ -84,6 +89,7 @@ def test_by_two_processes(run, every, tmp_path):
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+@RAW_IS_SLOW
 def test_every_mode_and_a_fault(in_process, run, every):
     options = [*(each for each in every if each not in ("--host-device-mix", "--order", "stored")), *ON_DISK]
     assert "all modes agree in every bit of every step" in run(verify, *options, "--steps", 10)
@@ -91,6 +97,7 @@ def test_every_mode_and_a_fault(in_process, run, every):
     assert code == 1 and "the injected fault was caught in every group of tables" in out
 
 
+@VOCABULARY_IS_SLOW
 def test_a_full_disk_is_saved(run, in_process, every, tmp_path, monkeypatch):
     trained = [*every, "--epochs", 1]
     run(train, *trained, "--run-dir", "whole")
@@ -104,6 +111,7 @@ def test_a_full_disk_is_saved(run, in_process, every, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(store_module.os, "posix_fallocate", fail)
+        patch.setattr("hostdev.train.build.warm_up_disk", lambda dtype: None)
         code, _, error = in_process(train, *trained, *ON_DISK, "--checkpoint-every", 500, "--run-dir", "one")
     assert code == 2 and error.count("\n") == 1
     assert "(No space left on device); " in error

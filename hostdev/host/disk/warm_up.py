@@ -1,5 +1,6 @@
 """Compile the kernels of tables on disk, or load them from numba's cache, before the first step is timed."""
 
+import contextlib
 import tempfile
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache.planner import Planner
+from hostdev.core.errors import UserError
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.tier import FRAME_BYTES, Tier
 from hostdev.kernels.disk_records import Format
@@ -15,7 +17,19 @@ _ROWS, _WIDTH, _FRAMES = 4096, 1024, 512  # two chunks of rows, of which some mu
 
 
 def warm_up_disk(id_dtype: npt.DTypeLike) -> None:
-    """Call each kernel once with row numbers of this dtype, on a small table in a temporary folder."""
+    """Call each kernel once with row numbers of this dtype, on a small table in a temporary folder.
+
+    If there is no space for it, kernels compile when they are needed.
+    """
+    with contextlib.suppress(UserError, OSError), tempfile.TemporaryDirectory(prefix="hostdev-warm-up-") as folder:
+        _use(Path(folder), id_dtype)
+    planner = Planner(8, 1, "nearest", window=1)
+    for _ in range(2):
+        planner.announce(np.zeros(1, id_dtype), 1)
+    planner.plan()
+
+
+def _use(folder: Path, id_dtype: npt.DTypeLike) -> None:
     format_ = Format.of(_WIDTH, 0)
     nbytes = 4 * format_.chunk_bytes + _FRAMES * (_WIDTH + FRAME_BYTES)
 
@@ -26,21 +40,16 @@ def warm_up_disk(id_dtype: npt.DTypeLike) -> None:
     def get_keys(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return rows.astype(np.int64)
 
-    with tempfile.TemporaryDirectory(prefix="hostdev-warm-up-") as folder:
-        functions = allocate, get_keys, lambda frames, keys: None
-        tier = Tier("warm-up", Path(folder), _ROWS, nbytes, _WIDTH, *functions, segment_bytes=0)
-        planes = allocate(_FRAMES, np.zeros(0, np.int64))
-        for turn in range(3):
-            for start in range(0, _ROWS, _FRAMES // 4):
-                rows = np.arange(start, start + _FRAMES // 4).astype(id_dtype)
-                with tier.held(rows, change=turn != 1):
-                    tier.find(rows)
-                tier.let_go(rows[::2])
-                tier.keep(rows[:1])
-        tier.copy(np.arange(0, _ROWS, 16).astype(id_dtype), planes, lambda frames, keys: None)
-        tier.forget(rows)
-        tier.close()
-    planner = Planner(8, 1, "nearest", window=1)
-    for _ in range(2):
-        planner.announce(np.zeros(1, id_dtype), 1)
-    planner.plan()
+    functions = allocate, get_keys, lambda frames, keys: None
+    tier = Tier("warm-up", folder, _ROWS, nbytes, _WIDTH, *functions, segment_bytes=0)
+    planes = allocate(_FRAMES, np.zeros(0, np.int64))
+    for turn in range(3):
+        for start in range(0, _ROWS, _FRAMES // 4):
+            rows = np.arange(start, start + _FRAMES // 4).astype(id_dtype)
+            with tier.held(rows, change=turn != 1):
+                tier.find(rows)
+            tier.let_go(rows[::2])
+            tier.keep(rows[:1])
+    tier.copy(np.arange(0, _ROWS, 16).astype(id_dtype), planes, lambda frames, keys: None)
+    tier.forget(rows)
+    tier.close()
