@@ -358,3 +358,11 @@ def test_a_table_on_disk_is_not_copied(tmp_path):
         copy.deepcopy(table)
     with pytest.raises(TypeError, match="table 't' has rows on disk; use read_rows instead of block"):
         table.block  # noqa: B018
+
+
+def test_a_file_system_without_locks_works_and_nothing_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("hostdev.host.disk.folder.lock_state", lambda number: "none")
+    one, other = TableFolder(tmp_path, "t"), TableFolder(tmp_path, "t")
+    assert one.path != other.path and set(tmp_path.iterdir()) == {one.path, other.path}
+    for folder in (one, other):
+        folder.remove()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from hostdev.core.errors import UserError, in_words
-from hostdev.core.locks import is_same_file, try_lock
+from hostdev.core.locks import is_same_file, lock_state
 
 _LOCK = "in-use.lock"
 _PREFIX = "hostdev-table-"
@@ -44,7 +44,7 @@ class TableFolder:
                 lock = (path / _LOCK).open("wb")
             except (FileExistsError, FileNotFoundError):
                 continue
-            if try_lock(lock) and is_same_file(path / _LOCK, lock):
+            if lock_state(lock.fileno()) != "held" and is_same_file(path / _LOCK, lock):
                 return path, lock
             lock.close()  # another process has taken the folder for abandoned before it was locked
         raise AssertionError
@@ -57,11 +57,11 @@ class TableFolder:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders of tables whose processes have ended without removing them."""
+    """Remove the folders of tables whose processes have ended without removing them, if the file system has locks."""
     for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
         try:
             with lock.open("rb+") as file:
-                if try_lock(file):
+                if lock_state(file.fileno()) == "locked":
                     shutil.rmtree(lock.parent, ignore_errors=True)
         except OSError:
             continue  # it belongs to somebody else, or has just gone
