@@ -27,7 +27,7 @@ from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import initial_seed
 from hostdev.host.committed_keys import CommittedKeys
-from hostdev.host.disk.storage import LOCATION_BYTES, DiskStorage
+from hostdev.host.disk.storage import DiskStorage
 from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.guest_rows import GuestRows
 from hostdev.host.key_index import KeyIndex
@@ -50,6 +50,7 @@ Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
+_LOCATION_BYTES = 8  # at most, for each key of a table on disk, to know where its row is
 _AT_ONCE = 1 << 16  # rows that are filled or read at a time
 
 
@@ -114,7 +115,7 @@ class KeyTable(SteppedKeys):
         self._initial = (self.seed, require_initializer(init, dim, name))
         self.disk = storage
         self.row_bytes = KEY_BYTES + (
-            LOCATION_BYTES if storage else TableShape(dim, optimizer, self.dtype, self.slots_dtype).nbytes(1)
+            _LOCATION_BYTES if storage else TableShape(dim, optimizer, self.dtype, self.slots_dtype).nbytes(1)
         )
         self.capacity = get_capacity(name, capacity, self.row_bytes, 1 if part is None else part[1])
         self.has_default_capacity = capacity is None

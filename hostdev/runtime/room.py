@@ -13,7 +13,7 @@ from hostdev.cache.planner import MOST_ROWS, planner_bytes
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
-from hostdev.host.disk.storage import LOCATION_BYTES
+from hostdev.host.disk.tier import get_location_bytes
 from hostdev.host.key_options import KEY_BYTES
 from hostdev.runtime.spec import CacheSpec
 
@@ -47,7 +47,7 @@ class GroupSize(NamedTuple):
         for table, disk in zip(self.tables, self.disks, strict=False):
             if disk is not None:
                 frames = min(self.rows, disk.nbytes // table.nbytes(1))
-                found += LOCATION_BYTES * self.rows + planner_bytes(self.rows, frames)
+                found += get_location_bytes(self.rows) * self.rows + planner_bytes(self.rows, frames)
         return found
 
 

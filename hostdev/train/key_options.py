@@ -15,7 +15,7 @@ from hostdev.data.schema import Schema
 from hostdev.distributed.agreement import take_least
 from hostdev.distributed.process_group import ranks
 from hostdev.distributed.world import World
-from hostdev.host.disk.storage import LOCATION_BYTES
+from hostdev.host.disk.tier import get_location_bytes
 from hostdev.host.key_options import KEY_BYTES
 from hostdev.models.model import Model
 from hostdev.runtime import room
@@ -61,7 +61,7 @@ def set_keys(model: Model, settings: Any) -> None:
         rows = min(parse_bytes(given) // each, _MOST_ROWS)
     if rows < 1:
         raise UserError(f"--capacity {given}: a key takes {each} bytes in the tables together; give more")
-    memory = each if settings.table_dir is None else (KEY_BYTES + LOCATION_BYTES) * len(model.tables)
+    memory = each if settings.table_dir is None else (KEY_BYTES + get_location_bytes(rows)) * len(model.tables)
     if rows * memory > free:
         raise UserError(
             f"--capacity {settings.capacity}: {rows:,} keys take {format_bytes(rows * memory)} of memory, but "

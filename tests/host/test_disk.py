@@ -366,3 +366,15 @@ def test_a_file_system_without_locks_works_and_nothing_is_removed(tmp_path, monk
     assert one.path != other.path and set(tmp_path.iterdir()) == {one.path, other.path}
     for folder in (one, other):
         folder.remove()
+
+
+def test_a_fork_leaves_the_files_alone(tmp_path, small):
+    table = filled(tmp_path)
+    files = set((tmp_path / "disk").rglob("*"))
+    child = os.fork()
+    if not child:
+        table.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert set((tmp_path / "disk").rglob("*")) == files
+    assert np.isfinite(table.lookup(np.arange(ROWS))).all()

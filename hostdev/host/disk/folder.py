@@ -49,11 +49,15 @@ class TableFolder:
             lock.close()  # another process has taken the folder for abandoned before it was locked
         raise AssertionError
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has made the folder; a fork of it has not."""
+        return os.getpid() == self._owner
+
     def remove(self) -> None:
-        """Remove the folder with its files, unless this process is a fork of the one that made it."""
-        if os.getpid() == self._owner:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self._lock.close()
+        """Remove the folder with its files."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
 
 
 def remove_abandoned(parent: Path) -> None:

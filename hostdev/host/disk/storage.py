@@ -13,7 +13,7 @@ from hostdev.core.initializers import Initializer
 from hostdev.core.memory import format_bytes
 from hostdev.core.table_dtypes import TableStep
 from hostdev.host.disk.readers import Planes
-from hostdev.host.disk.tier import Tier
+from hostdev.host.disk.tier import Tier, get_location_bytes
 from hostdev.host.storage import Float32, Shape, Split, Storage, make_storage
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.clock import Clock
@@ -24,19 +24,17 @@ Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
-LOCATION_BYTES = 4  # memory for each row of a table, to know where it is
-
 _COPIED_BYTES = 1 << 26  # bytes of rows that are copied at a time
 _HELD_OF = 16  # a call outside of the pipeline holds at most one frame in 16 at a time
 
 
 def require_disk(name: str, rows: int, disk: Disk, free: int) -> None:
     """Raise UserError unless the `free` bytes of memory suffice for a table of `rows` rows on disk."""
-    needed = disk.nbytes + LOCATION_BYTES * rows
+    needed = disk.nbytes + get_location_bytes(rows) * rows
     if needed > free:
         raise UserError(
-            f"table {name!r}: its Disk takes {format_bytes(disk.nbytes)} of memory, and {LOCATION_BYTES} bytes for "
-            f"each of {rows:,} rows, but {format_bytes(free)} of host memory are free; give it less memory"
+            f"table {name!r}: its Disk takes {format_bytes(disk.nbytes)} of memory, and {get_location_bytes(rows)} bytes "
+            f"for each of {rows:,} rows, but {format_bytes(free)} of host memory are free; give it less memory"
         )
 
 

@@ -84,8 +84,7 @@ class Tier:
                 "for buffers"
             )
         self._changed = threading.Condition()
-        dtype = np.int32 if 3 * rows < np.iinfo(np.int32).max else np.int64
-        self.where: Any = reserved((rows,), dtype)
+        self.where: Any = reserved((rows,), f"i{get_location_bytes(rows)}")
         self.keys = np.zeros(self.count, np.int64)
         self._row_of = np.full(self.count, frames.FREE, np.int64)
         self._pins = np.zeros(self.count, np.int32)
@@ -355,6 +354,12 @@ class Tier:
         return bool((self._state[here] & frames.ARRIVING).any())
 
 
+def get_location_bytes(rows: int) -> int:
+    """Return the bytes of memory for each of a table's rows, to know where it is."""
+    return 4 if 3 * rows < np.iinfo(np.int32).max else 8  # with dead records, positions may be twice the rows
+
+
 def _end(store: SegmentStore, folder: TableFolder) -> None:
-    store.close()
-    folder.remove()
+    if folder.is_own:  # this process is not a fork of the one that has the threads
+        store.close()
+        folder.remove()
