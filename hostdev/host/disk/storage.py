@@ -33,8 +33,8 @@ def require_disk(name: str, rows: int, disk: Disk, free: int) -> None:
     needed = disk.nbytes + get_location_bytes(rows) * rows
     if needed > free:
         raise UserError(
-            f"table {name!r}: its Disk takes {format_bytes(disk.nbytes)} of memory, and {get_location_bytes(rows)} bytes "
-            f"for each of {rows:,} rows, but {format_bytes(free)} of host memory are free; give it less memory"
+            f"table {name!r}: its Disk takes {format_bytes(disk.nbytes)} of memory, and {get_location_bytes(rows)} "
+            f"bytes for each of {rows:,} rows, but {format_bytes(free)} of host memory are free; give it less memory"
         )
 
 
