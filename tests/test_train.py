@@ -125,6 +125,8 @@ def test_flags_and_settings_are_inverse():
     flags = ["--host-device-mix", "--epochs", "3", "--l2", "batch", "--run-dir", "a b"]
     settings = config.from_flags(parser.parse_args(flags))
     assert config.to_flags(settings) == flags
+    for dtypes in (["--table-dtype", "bfloat16"], ["--table-slots", "bfloat16"], ["--table-slots", "8bit"]):
+        assert config.to_flags(config.from_flags(parser.parse_args(dtypes))) == dtypes
     for resume in (["--resume"], ["--resume", "x"]):
         flags = ["--checkpoint-every", "2", "--checkpoint-dir", "c", *resume]
         assert config.to_flags(config.from_flags(parser.parse_args(flags))) == flags

@@ -147,7 +147,7 @@ def check(folder: Path) -> Report:
 def _check_rejected(folder: Path, found: Manifest, report: Report) -> None:
     """Check the file of malformed lines, and add the result to the report."""
     path, expected = folder / REJECTED_FILE, found.rejected_sha256
-    about = counted(found.statistics.get("rejected", 0), "malformed line")
+    about = printable(counted(found.statistics.get("rejected", 0), "malformed line"), _SHOWN)
     try:
         if expected is not None:
             require_checksum(path, expected)

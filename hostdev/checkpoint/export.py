@@ -28,6 +28,7 @@ from hostdev.checkpoint.state import find_file, read_values
 from hostdev.core import arrow_files, outputs
 from hostdev.core.errors import UserError, in_words, naming
 from hostdev.core.memory import format_bytes
+from hostdev.core.printable import printable
 from hostdev.core.progress import Progress, bar
 
 VOCABULARY = "data/vocabulary.arrow"
@@ -94,7 +95,7 @@ def _describe_left_out(layers: Layers, options: Options) -> Iterator[str]:
     newest = layers.manifest
     slots = {table.name: [*table.slots, *table.row_slots] for table in newest.tables}
     if any(slots.values()) and not options.slots:
-        named = ", ".join(f"{name} ({', '.join(columns)})" for name, columns in slots.items() if columns)
+        named = printable(", ".join(f"{name} ({', '.join(columns)})" for name, columns in slots.items() if columns))
         yield f"not exported: the optimizer slots of {named}; --slots writes them"
     state = newest.state if isinstance(newest.state, dict) else {}
     if state.get("extra") is not None and not options.slots:

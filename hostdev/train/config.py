@@ -467,7 +467,7 @@ def to_flags(settings: TrainConfig) -> list[str]:
         value = getattr(settings, item.name)
         if value == item.default:
             continue
-        if item.name in _DTYPES:
+        if item.name in _DTYPES and value == BF16:
             value = BFLOAT16
         alone = item.metadata["type"] is None or value == item.metadata.get("const")
         flags += [_option(item.name)] if alone else [_option(item.name), str(value)]
