@@ -408,7 +408,7 @@ def _join_parts(values: Positions, starts: Iterable[int], stops: Iterable[int]) 
 def warm_up(id_dtype: npt.DTypeLike) -> None:
     """Compile all kernels that a planner uses for ids of this dtype, or load the kernels from numba's cache."""
     for policy, counts, budget in itertools.product(
-        ("lookahead", "lru"), (None, np.arange(8)), (BUDGET, 0)
+        ("lookahead", "lru", "nearest"), (None, np.arange(8)), (BUDGET, 0)
     ):  # with lru, every batch swaps rows
         planner = Planner(8, 1, policy, window=1, counts=counts, budget=budget)
         for row, uses in ((0, 1), (1, 8), (1, 8), (2, 1)):

@@ -244,7 +244,7 @@ def warm_up_kernels(
             features[dim, *how.values()] = partial(warm_up_feature, dim, **how)
     run_calls(
         [
-            *([partial(warm_up_planner, np.dtype(np.int32 if by_key else id_type))] if cached else []),
+            *([partial(warm_up_planner, np.dtype(np.int32 if by_key else id_type))] if cached or on_disk else []),
             *(partial(each, dtype) for dtype in dtypes for each in (warm_up_deduplication, warm_up_batches)),
             *(
                 partial(warm_up_table, dtype, how, optimizer, dim, squares=squares)

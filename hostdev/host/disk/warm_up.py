@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.cache.planner import Planner
 from hostdev.core.errors import UserError
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.tier import FRAME_BYTES, Tier
@@ -23,10 +22,6 @@ def warm_up_disk(id_dtype: npt.DTypeLike) -> None:
     """
     with contextlib.suppress(UserError, OSError), tempfile.TemporaryDirectory(prefix="hostdev-warm-up-") as folder:
         _use(Path(folder), id_dtype)
-    planner = Planner(8, 1, "nearest", window=1)
-    for _ in range(2):
-        planner.announce(np.zeros(1, id_dtype), 1)
-    planner.plan()
 
 
 def _use(folder: Path, id_dtype: npt.DTypeLike) -> None:
