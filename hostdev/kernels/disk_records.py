@@ -16,15 +16,12 @@ import numpy.typing as npt
 from numba import types
 
 from hostdev.kernels.jit import inline, kernel
+from hostdev.kernels.xxhash import add_to_lane, add_word, finish, first_lanes, merge_lanes
 
 PAGE = 4096
 _BLOCK_HEADER, _RECORD_HEADER = 16, 24
 _CHUNK = 1 << 20  # bytes that are written at once
 _MERGED = 1 << 16  # bytes of neighbouring blocks that are read at once
-_P1, _P2, _P3, _P4, _P5 = (
-    np.uint64(prime)
-    for prime in (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
-)
 
 GOOD, UNREADABLE, DAMAGED, MISPLACED = 0, 1, 2, 3  # results of reading a block
 
@@ -74,38 +71,21 @@ class Format(NamedTuple):
 
 
 @inline
-def _rotate(x, bits):
-    return (x << np.uint64(bits)) | (x >> np.uint64(64 - bits))
-
-
-@inline
-def _round(lane, word):
-    return _rotate(lane + word * _P2, 31) * _P1
-
-
-@inline
 def _checksum(words, first, count):
     """Return XXH64 of `count` >= 4 words from words[first] on."""
     at, end, one = np.uint64(first), np.uint64(first) + np.uint64(count), np.uint64(1)
-    a, b, c, d = _P1 + _P2, _P2, np.uint64(0), np.uint64(0) - _P1
+    a, b, c, d = first_lanes()
     while end - at >= np.uint64(4):
-        a = _round(a, words[at])
-        b = _round(b, words[at + one])
-        c = _round(c, words[at + np.uint64(2)])
-        d = _round(d, words[at + np.uint64(3)])
+        a = add_to_lane(a, words[at])
+        b = add_to_lane(b, words[at + one])
+        c = add_to_lane(c, words[at + np.uint64(2)])
+        d = add_to_lane(d, words[at + np.uint64(3)])
         at += np.uint64(4)
-    found = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
-    found = (found ^ _round(np.uint64(0), a)) * _P1 + _P4
-    found = (found ^ _round(np.uint64(0), b)) * _P1 + _P4
-    found = (found ^ _round(np.uint64(0), c)) * _P1 + _P4
-    found = (found ^ _round(np.uint64(0), d)) * _P1 + _P4
-    found += np.uint64(8) * np.uint64(count)
+    found = merge_lanes(a, b, c, d) + np.uint64(8) * np.uint64(count)
     while at < end:
-        found = _rotate(found ^ _round(np.uint64(0), words[at]), 27) * _P1 + _P4
+        found = add_word(found, words[at])
         at += one
-    found = (found ^ (found >> np.uint64(33))) * _P2
-    found = (found ^ (found >> np.uint64(29))) * _P3
-    return found ^ (found >> np.uint64(32))
+    return finish(found)
 
 
 @inline

@@ -30,8 +30,39 @@ def _read(data, at, nbytes):
 
 
 @inline
-def _round(lane, word):
+def first_lanes():
+    """Return the four lanes before the first word; word i belongs to lane i % 4."""
+    return _P1 + _P2, _P2, np.uint64(0), np.uint64(0) - _P1
+
+
+@inline
+def add_to_lane(lane, word):
+    """Return a lane after one more word of 8 bytes."""
     return _rotate(lane + word * _P2, 31) * _P1
+
+
+@inline
+def merge_lanes(a, b, c, d):
+    """Return the hash of whole groups of four words, to which the length is then added, and the other words."""
+    found = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
+    found = (found ^ add_to_lane(np.uint64(0), a)) * _P1 + _P4
+    found = (found ^ add_to_lane(np.uint64(0), b)) * _P1 + _P4
+    found = (found ^ add_to_lane(np.uint64(0), c)) * _P1 + _P4
+    return (found ^ add_to_lane(np.uint64(0), d)) * _P1 + _P4
+
+
+@inline
+def add_word(found, word):
+    """Return the hash after one of the words that are left over."""
+    return _rotate(found ^ add_to_lane(np.uint64(0), word), 27) * _P1 + _P4
+
+
+@inline
+def finish(found):
+    """Return the final hash."""
+    found = (found ^ (found >> np.uint64(33))) * _P2
+    found = (found ^ (found >> np.uint64(29))) * _P3
+    return found ^ (found >> np.uint64(32))
 
 
 @kernel
@@ -41,23 +72,19 @@ def _hash(start, stop, offsets, data, hashes):
         at, end = np.uint64(offsets[i]), np.uint64(offsets[i + one])
         length = end - at
         if length >= np.uint64(32):
-            a, b, c, d = _P1 + _P2, _P2, np.uint64(0), np.uint64(0) - _P1
+            a, b, c, d = first_lanes()
             while end - at >= np.uint64(32):
-                a = _round(a, _read(data, at, 8))
-                b = _round(b, _read(data, at + eight, 8))
-                c = _round(c, _read(data, at + np.uint64(16), 8))
-                d = _round(d, _read(data, at + np.uint64(24), 8))
+                a = add_to_lane(a, _read(data, at, 8))
+                b = add_to_lane(b, _read(data, at + eight, 8))
+                c = add_to_lane(c, _read(data, at + np.uint64(16), 8))
+                d = add_to_lane(d, _read(data, at + np.uint64(24), 8))
                 at += np.uint64(32)
-            found = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
-            found = (found ^ _round(np.uint64(0), a)) * _P1 + _P4
-            found = (found ^ _round(np.uint64(0), b)) * _P1 + _P4
-            found = (found ^ _round(np.uint64(0), c)) * _P1 + _P4
-            found = (found ^ _round(np.uint64(0), d)) * _P1 + _P4
+            found = merge_lanes(a, b, c, d)
         else:
             found = _P5
         found += length
         while end - at >= eight:
-            found = _rotate(found ^ _round(np.uint64(0), _read(data, at, 8)), 27) * _P1 + _P4
+            found = add_word(found, _read(data, at, 8))
             at += eight
         if end - at >= four:
             found = _rotate(found ^ (_read(data, at, 4) * _P1), 23) * _P2 + _P3
@@ -65,9 +92,7 @@ def _hash(start, stop, offsets, data, hashes):
         while at < end:
             found = _rotate(found ^ (np.uint64(data[at]) * _P5), 11) * _P1
             at += one
-        found = (found ^ (found >> np.uint64(33))) * _P2
-        found = (found ^ (found >> np.uint64(29))) * _P3
-        hashes[i] = found ^ (found >> np.uint64(32))
+        hashes[i] = finish(found)
 
 
 def xxh64(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
