@@ -41,8 +41,8 @@ class NonFiniteError(UserError):
         self.step = step
 
 
-class TableFullError(UserError):
-    """A table by key has no room for a batch's new keys; all finished steps are kept. All ranks raise it alike.
+class FullError(UserError):
+    """There is no space for a table's rows; all finished steps are kept.
 
     Attributes:
         fact: The message without its advice.
@@ -53,16 +53,12 @@ class TableFullError(UserError):
         self.fact = fact
 
 
-class DiskFullError(UserError):
-    """There is no space for a table's rows on disk; all finished steps are kept. Other ranks may have space.
+class TableFullError(FullError):
+    """A table by key has no room for a batch's new keys. All ranks raise it alike."""
 
-    Attributes:
-        fact: The message without its advice.
-    """
 
-    def __init__(self, fact: str, advice: str = "") -> None:
-        super().__init__(f"{fact}; {advice}" if advice else fact)
-        self.fact = fact
+class DiskFullError(FullError):
+    """There is no space for a table's rows on disk. Other ranks may have space."""
 
 
 class TransientError(HostdevError):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.core.errors import DiskFullError, TableFullError, naming
+from hostdev.core.errors import FullError, TableFullError, naming
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.progress import counted
 from hostdev.device import backend
@@ -84,7 +84,7 @@ class Ending:
         message = f"{_count_steps(run.steps)} saved; continue with --resume {run.saver.newest}"
         return Interrupted(number, message, saved=True)
 
-    def full(self, error: TableFullError | DiskFullError) -> TableFullError | DiskFullError:
+    def full(self, error: FullError) -> FullError:
         """Save a checkpoint if the run saves any, complete the logs, and return the error with what to do next."""
         run = self.run
         at_once = later = resumed = "a --table-dir with more space, or a larger --table-memory"
