@@ -12,7 +12,6 @@ one run, on the disk of --folder:
 """
 
 import gc
-import heapq
 import json
 import os
 import shutil
@@ -30,6 +29,7 @@ import hostdev
 from bench.bench_large import Memory
 from bench.bench_unbounded import draw
 from bench.record import make_parser, record
+from hostdev.cache.optimum import optimal
 from hostdev.host.disk.readers import Planes
 from hostdev.kernels.unique import unique
 
@@ -72,29 +72,6 @@ def run_steps(runtime: hostdev.Runtime, batches: list[np.ndarray]) -> tuple[floa
     for _, rows in runtime.train(batches, ids=lambda batch: {"t": batch}):
         rows["t"].backward(grads)
     return (time.perf_counter() - begin) / len(batches), (time.process_time() - used) / len(batches)
-
-
-def count_least(batches: list[np.ndarray], kept: int, warm: int) -> int:
-    """Return the misses in batches[warm:] of the cache of `kept` rows that knows the whole stream."""
-    following: dict[int, int] = {}
-    nexts = []
-    for number in range(len(batches) - 1, -1, -1):
-        rows = batches[number].tolist()
-        nexts.append([following.get(row, len(batches)) for row in rows])
-        following.update(dict.fromkeys(rows, number))
-    cached: dict[int, int] = {}
-    heap: list[tuple[int, int]] = []
-    misses = 0
-    for number, (batch, later) in enumerate(zip(batches, reversed(nexts), strict=True)):
-        for row, use in zip(batch.tolist(), later, strict=True):
-            misses += number >= warm and row not in cached
-            cached[row] = use
-            heapq.heappush(heap, (-use, row))
-        while len(cached) > kept:
-            use, row = heapq.heappop(heap)
-            if cached.get(row) == -use:
-                del cached[row]
-    return misses
 
 
 def measure_reads(table: Any, count: int = 100_000) -> dict[str, float]:
@@ -214,7 +191,8 @@ def measure(rows: int, memory: int, folder: Path, warm: int, steps: int, *, peer
     seconds, cpu = run_steps(runtime, batches[warm:])
     found |= {"step on disk, ms": seconds * 1e3, "CPU of the process in it, ms": cpu * 1e3}
     found["rows read a step"] = (tier.store.read_records - reads) / steps
-    found["least rows that any cache reads a step"] = count_least(distinct, tier.count, warm) / steps
+    best = optimal([(ids, np.ones(len(ids), np.int32)) for ids in distinct], rows, tier.count, since=warm)
+    found["least rows that any cache reads a step"] = (best.unique - best.unique_hits) / steps
     changed = sum(map(len, distinct[warm:])) * ROW_BYTES
     wrote = {name: tier.store.written_bytes[name] - written[name] for name in written}
     found["written / changed"] = sum(wrote.values()) / changed
