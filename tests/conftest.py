@@ -1,6 +1,7 @@
 """Fixtures for many tests: threads, devices, small data sets, the real sample, ways to run a command."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -143,6 +144,23 @@ def in_process(capsys, tmp_path, monkeypatch):
         return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def run(in_process):
+    """Run a command's module as `in_process` does; it must succeed. Return what it printed."""
+
+    def run(module, *arguments):
+        code, out, error = in_process(module, *arguments)
+        assert code == 0, error
+        return out
+
+    return run
+
+
+def digest_of(folder):
+    """Return the digest in a run directory's summary."""
+    return json.loads((folder / "summary.json").read_text())["state_sha256"]
 
 
 def environment(tmp_path):

@@ -1,7 +1,6 @@
 """Tables on disk from the command line: the same digests, resuming, verifying, a full disk, and what is refused."""
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 from hostdev.commands import predict, preprocess, train, verify
 from hostdev.host.disk import store as store_module
 from hostdev.kernels import disk_records
+from tests.conftest import digest_of
 from tests.data import events
 
 ON_DISK = ["--table-dir", "disk", "--table-memory", "200KB"]
@@ -46,20 +46,6 @@ def every(kind, data):
     common = ["--data", data / kind, "--host-device-mix", "--model", "deepfm", "--emb-dim", 8]
     common += ["--device", "cpu", "--batch-size", 100, "--order", "stored"]
     return common + (BY_KEY if kind == "raw" else [])
-
-
-@pytest.fixture
-def run(in_process):
-    def call(module, *arguments):
-        code, out, error = in_process(module, *arguments)
-        assert code == 0, error
-        return out
-
-    return call
-
-
-def digest_of(folder):
-    return json.loads((folder / "summary.json").read_text())["state_sha256"]
 
 
 @BOTH

@@ -13,6 +13,7 @@ from hostdev.commands import advise, predict, preprocess, train, verify
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.train import raw_start
+from tests.conftest import digest_of
 from tests.data import events
 
 OPTIONS = ["--host-device-mix", "--tables", "dynamic", "--capacity", "20MiB", "--model", "deepfm", "--emb-dim", 4]
@@ -32,20 +33,6 @@ def data(tmp_path_factory):
         arguments = ["table", folder / "events.csv", "--out", folder / name, *options, *ids]
         preprocess.main(list(map(str, arguments)))
     return folder
-
-
-@pytest.fixture
-def run(in_process):
-    def call(module, *arguments):
-        code, out, error = in_process(module, *arguments)
-        assert code == 0, error
-        return out
-
-    return call
-
-
-def digest_of(folder):
-    return json.loads((folder / "summary.json").read_text())["state_sha256"]
 
 
 def test_raw_ids(data):
