@@ -78,8 +78,7 @@ class Planner:
             caches in which each row must enter that a batch uses. If more than 8,192 slots are occupied, a batch may
             search only some for evictions.
         window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead and
-            nearest.
-            Only the first 16 batches are considered individually, but all of them count for probabilities.
+            nearest. Only the first 16 batches are considered individually, but all of them count for probabilities.
         counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against
             recent uses by how well each predicts; "lru" and "lfu" ignore counts.
         costs: Costs of a bypass, an admission and an eviction; only for lookahead.

@@ -71,7 +71,7 @@ class ReadableTable(Owned):
 
     def row_ids(self, ids: Ids) -> Ids:
         """Return the ids, in the whole table, of the local rows `ids`."""
-        return ids if self.part is None else ids_of(ids.astype(np.int64) + self.start, self.total_rows)
+        return get_row_ids(self.part, self.start, self.total_rows, ids)
 
     @property
     def dim(self) -> int:
@@ -305,6 +305,11 @@ class ReadableTable(Owned):
 
     def _checked(self, ids: npt.ArrayLike) -> Ids:
         return checked_ids(ids, self.rows, self.name)
+
+
+def get_row_ids(part: tuple[int, int] | None, start: int, total: int, rows: Ids) -> Ids:
+    """Return the ids, in a whole table of `total` rows, of local rows; `start` is the position of the part's first."""
+    return rows if part is None else ids_of(rows.astype(np.int64) + start, total)
 
 
 def _read_only(values: Rows) -> Rows:

@@ -23,12 +23,12 @@ from hostdev.core.tables import initial_seed
 from hostdev.host import current
 from hostdev.host.changes import Changes
 from hostdev.host.disk.storage import DiskStorage, require_disk
-from hostdev.host.reads import ReadableTable
+from hostdev.host.reads import ReadableTable, get_row_ids
 from hostdev.host.storage import Shape, Storage, make_storage
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.pool import Task, run_tasks
-from hostdev.kernels.shards import ids_of, range_of
+from hostdev.kernels.shards import range_of
 
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
@@ -146,7 +146,7 @@ class HostTable(ReadableTable):
             self.storage = make_storage(name, shape, dtype, slots_dtype)
             self.storage.fill(shape, *self._initial)
         else:
-            get_keys = partial(_ids_of_rows, self.start, rows if part is None else self.total_rows, part is not None)
+            get_keys = partial(get_row_ids, part, self.start, self.total_rows)  # not a method: the storage keeps it
             self.storage = DiskStorage(name, shape, dtype, slots_dtype, storage, get_keys, *self._initial)
         self.changes: Changes | None = None  # tracked from the first checkpoint on
         self.untouched = True  # all rows have their initial values
@@ -406,9 +406,3 @@ class HostTable(ReadableTable):
         if self.changes is None or anew:
             self.changes = Changes(self.storage)
         return self.changes
-
-
-def _ids_of_rows(start: int, total: int, is_part: bool, rows: Ids) -> npt.NDArray[np.int64]:
-    """Return the ids, in the whole table, of local rows [N]; not a method, because the table's storage keeps it."""
-    local = rows.astype(np.int64)
-    return ids_of(local + start, total) if is_part else local

@@ -378,3 +378,18 @@ def test_a_fork_leaves_the_files_alone(tmp_path, small):
     assert os.waitpid(child, 0)[1] == 0
     assert set((tmp_path / "disk").rglob("*")) == files
     assert np.isfinite(table.lookup(np.arange(ROWS))).all()
+
+
+def test_an_interrupt_while_new_rows_are_filled_leaves_nobody_waiting(tmp_path, monkeypatch):
+    table = HostTable(ROWS, 8, SGD(), name="t", storage=Disk(tmp_path, memory="8MiB"))
+
+    def interrupt(frames, keys):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table.storage.tier, "_fill", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            table.apply(np.arange(5), np.ones((5, 8), np.float32))
+    for call in (table.lookup, lambda ids: table.apply(ids, np.ones((5, 8), np.float32))):
+        with pytest.raises(UserError, match="table 't': new rows were not filled; load a checkpoint again"):
+            call(np.arange(5))

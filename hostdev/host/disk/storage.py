@@ -49,7 +49,7 @@ class DiskStorage:
         dtype: How weights are stored.
         slots_dtype: How state columns are stored.
         disk: Where the rows are.
-        get_keys: Returns what takes the place of the rows' ids, int64 [N], for row numbers [N].
+        get_keys: Returns what takes the place of the rows' ids, integers [N], for row numbers [N].
         seed: Of the initial values.
         init: The initializer of the weights.
     """
@@ -61,7 +61,7 @@ class DiskStorage:
         dtype: str,
         slots_dtype: str,
         disk: Disk,
-        get_keys: Callable[[Ids], npt.NDArray[np.int64]],
+        get_keys: Callable[[Ids], Ids],
         seed: int,
         init: Initializer,
     ) -> None:
@@ -175,7 +175,7 @@ class DiskStorage:
 
     def column(self, number: int) -> Any:
         """See `Storage`."""
-        return Column(self, number)
+        return Column(self, self.shape[2], lambda source: source.column(number)[:])
 
     def slot(self, number: int) -> Rows:
         """See `Storage`."""
@@ -239,12 +239,17 @@ class DiskStorage:
 
 
 class Column:
-    """The weights (number 0) or a state column of all rows; indexing by slices or row ids yields float32 [any, D]."""
+    """Values of all rows, by slices or row ids: float32 [any, width].
 
-    def __init__(self, storage: DiskStorage, number: int) -> None:
-        self._storage, self._number = storage, number
-        rows, _, dim = storage.shape
-        self.shape = rows, dim
+    Args:
+        storage: The rows.
+        width: Number of values of a row.
+        take: Returns the values [N, width] of all N rows of a storage in memory.
+    """
+
+    def __init__(self, storage: DiskStorage, width: int, take: Callable[[Storage], Any]) -> None:
+        self._storage, self._take = storage, take
+        self.shape = storage.shape[0], width
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -253,14 +258,17 @@ class Column:
         ids = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows)
         out = np.empty((len(ids), self.shape[1]), np.float32)
         done = 0
-        for source, numbers, _ in self._storage.sources(ids):
-            out[done : done + len(numbers)] = source.column(self._number)[:]
+        for source, numbers, _ in self._storage.sources(ids) if out.size else ():
+            out[done : done + len(numbers)] = self._take(source)
             done += len(numbers)
         return out
 
 
 class RowSlots:
-    """The per-row state of all rows, float32 [V, R], by slices or row ids; a second index selects columns."""
+    """The per-row state of all rows, float32 [V, R], by slices or row ids; a second index, a slice, selects columns.
+
+    `[:, columns]` reads nothing yet, and returns a `Column`.
+    """
 
     def __init__(self, storage: DiskStorage) -> None:
         self._storage = storage
@@ -271,33 +279,9 @@ class RowSlots:
 
     def __getitem__(self, index: Any) -> Any:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
-        if isinstance(rows, slice) and rows == slice(None) and isinstance(columns, slice):
-            return RowSlotColumns(self, columns)
-        ids = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows)
-        out = np.empty((len(ids), self.shape[1]), np.float32)
-        if not self.shape[1]:
-            return out[:, columns]
-        done = 0
-        for source, numbers, _ in self._storage.sources(ids):
-            out[done : done + len(numbers)] = source.row_slots
-            done += len(numbers)
-        return out[:, columns]
-
-
-class RowSlotColumns:
-    """Some columns of the per-row state of all rows, by slices or row ids."""
-
-    def __init__(self, row_slots: RowSlots, columns: slice) -> None:
-        self._row_slots, self._columns = row_slots, columns
-        self.shape = len(row_slots), len(range(*columns.indices(row_slots.shape[1])))
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: Any) -> Rows:
-        ids = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows)
-        found: Rows = self._row_slots[ids, self._columns]
-        return found
+        width = len(range(*columns.indices(self.shape[1])))
+        found = Column(self._storage, width, lambda source: source.row_slots[:, columns])
+        return found if isinstance(index, tuple) and rows == slice(None) else found[rows]
 
 
 def _read_only(values: Rows) -> Rows:

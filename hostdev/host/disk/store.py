@@ -82,11 +82,8 @@ class SegmentStore:
         count = max(_LEAST_BUFFERS, buffers)
         self._words = reserve(count * format_.chunk_bytes, huge=True)[1].view(np.uint64).reshape(count, -1)
         self._free_buffers, self._free_segments = list(range(count)), deque(range(most))
-        self._segment, self._next, self._buffer = (
-            -1,
-            0,
-            -1,
-        )  # segment that is being filled, its records, its last buffer
+        self._segment, self._next = -1, 0  # the segment that is being filled, and its records
+        self._buffer = -1  # for its last records
         self._spare = -1  # an empty segment
         self._preparing = threading.Lock()
         self._files = 0  # that were ever made

@@ -55,7 +55,7 @@ class Tier:
         nbytes: Memory for frames and buffers.
         row_bytes: Bytes of a row in memory.
         allocate: Called with M and an int64 [M] for the keys of frames; returns the frames' planes.
-        get_keys: Returns the keys, int64 [N], of rows.
+        get_keys: Returns the keys, integers [N], of rows.
         fill: Called with frames [N] and the keys of rows; writes the rows' initial values.
         segment_bytes: The size of a segment, at least a chunk; None for the usual one.
     """
@@ -68,7 +68,7 @@ class Tier:
         nbytes: int,
         row_bytes: int,
         allocate: Callable[[int, npt.NDArray[np.int64]], Planes],
-        get_keys: Callable[[Ids], npt.NDArray[np.int64]],
+        get_keys: Callable[[Ids], Ids],
         fill: Callable[[Positions, npt.NDArray[np.int64]], None],
         segment_bytes: int | None = None,
     ) -> None:
@@ -113,8 +113,7 @@ class Tier:
     def reset(self) -> None:
         """Give all rows their initial values; nothing may be pinned."""
         for start in range(0, self.rows, 1 << 20):
-            with self._changed:
-                self.forget(np.arange(start, min(self.rows, start + (1 << 20))))
+            self.forget(np.arange(start, min(self.rows, start + (1 << 20))))
 
     def try_pin(self, rows: Ids, *, change: bool, reserve: bool = False, read: bool = True) -> Pinned | None:
         """Pin rows: keep them in memory until `unpin`, and begin to read those that are on disk.
@@ -152,8 +151,14 @@ class Tier:
                     return None  # all other rows are pinned
             self.store.await_room()
         if len(new):
-            self._fill(new, self.keys[new])
-            self._arrived(new)
+            try:
+                self._fill(new, self.keys[new])
+            except BaseException:
+                self.store.fail(UserError(f"table {self._name!r}: new rows were not filled; load a checkpoint again"))
+                self.unpin(pinned)
+                raise
+            finally:
+                self._arrived(new)  # nobody waits for them in vain
         return pinned
 
     def _pin(self, rows: Ids, *, change: bool, read: bool) -> tuple[Pinned, Positions]:
@@ -168,10 +173,10 @@ class Tier:
         self.used += n
         self.missed += count
         missing, positions = missing[:count], positions[:count]
-        targets, keys = found[missing], self._get_keys(rows[missing])
+        targets, keys = found[missing], self._keys_of(rows[missing])
         self.keys[targets] = keys
         if not read:
-            self.keys[found] = self._get_keys(rows)  # rows in memory may have new keys
+            self.keys[found] = self._keys_of(rows)  # rows in memory may have new keys
             self._state[targets] &= 255 - frames.ARRIVING
             return Pinned(found, None), targets[:0]
         new = targets[positions < 0]
@@ -188,6 +193,10 @@ class Tier:
             self._arrived(targets, number)
 
         return Pinned(found, store.read(positions, keys, targets, self.planes, done)), new
+
+    def _keys_of(self, rows: Ids) -> npt.NDArray[np.int64]:
+        """Return the rows' keys, int64 [N], as records have them."""
+        return self._get_keys(rows).astype(np.int64, copy=False)
 
     def _arrived(self, targets: Positions, read: int | None = None) -> None:
         """Record that frames have their values, which the read of this number has read."""
@@ -319,7 +328,7 @@ class Tier:
             fill: As for `Tier`, for the other planes.
         """
         n = len(rows)
-        places, keys = np.empty(n, np.int32), self._get_keys(rows)
+        places, keys = np.empty(n, np.int32), self._keys_of(rows)
         with self._changed:
             self.store.require_good()
             self._changed.wait_for(lambda: not self._arriving(rows, places))

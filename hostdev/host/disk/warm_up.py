@@ -32,10 +32,7 @@ def _use(folder: Path, id_dtype: npt.DTypeLike) -> None:
         del keys
         return Planes.of([np.zeros((count, _WIDTH), np.uint8)])
 
-    def get_keys(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return rows.astype(np.int64)
-
-    functions = allocate, get_keys, lambda frames, keys: None
+    functions = allocate, lambda rows: rows, lambda frames, keys: None
     tier = Tier("warm-up", folder, _ROWS, nbytes, _WIDTH, *functions, segment_bytes=0)
     planes = allocate(_FRAMES, np.zeros(0, np.int64))
     for turn in range(3):
