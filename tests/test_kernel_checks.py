@@ -55,7 +55,7 @@ CHECKS = {
     "kernels.cardinality": {"_note": (OWN,)},
     "kernels.claims": dict.fromkeys(("_claim", "_forget", "_intersect", "_others"), (REQUESTED,)),
     "kernels.clip": {"clip_rows": (POSITIONS, REQUESTED)},
-    "kernels.disk_records": dict.fromkeys(("read", "find_live", "move", "moved_rows"), (OWN,)),
+    "kernels.disk_records": dict.fromkeys(("read", "find_live", "move"), (OWN,)),
     "kernels.columns": {"_place": (JOURNAL,), "_hash_rows": (OWN,)},
     "kernels.counter": {"_sort_by_hash": (OWN,)},
     "kernels.criteo": {"parse_lines": (OWN,)},
@@ -64,8 +64,12 @@ CHECKS = {
     "kernels.forms": {"_form": (ARROW, TEXTS)},
     "kernels.eight_bits": dict.fromkeys(("_decode", "decode_to_columns"), (OWN,)),
     "kernels.frames": {
-        **dict.fromkeys(("count_missing", "pin", "mark_leaving", "mark_staying", "forget", "find"), (IDS, REQUESTED)),
-        **dict.fromkeys(("unpin", "choose_leaving", "release", "release_to", "move_to"), (OWN,)),
+        **dict.fromkeys(
+            ("count_missing", "pin", "mark_leaving", "mark_staying", "forget", "find", "locate"), (IDS, REQUESTED)
+        ),
+        **dict.fromkeys(
+            ("unpin", "choose_leaving", "release", "release_to", "move_to", "record_saved", "find_records"), (OWN,)
+        ),
     },
     "kernels.ftrl": dict.fromkeys(("_ftrl_sqrt", "_ftrl_power"), (IDS, POSITIONS, REQUESTED)),
     "kernels.gather": {"_scale": (OWN,)},

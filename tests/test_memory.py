@@ -8,7 +8,7 @@ from hostdev import Feature, HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserE
 from hostdev.cache.planner import planner_bytes
 from hostdev.core import memory
 from hostdev.core.memory import TableShape
-from hostdev.host.changes import Budget
+from hostdev.host.snapshot import Budget
 from hostdev.runtime.room import GroupSize, kept
 from hostdev.runtime.spec import CacheSpec, TableSpec
 from hostdev.train import room

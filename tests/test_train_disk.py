@@ -9,7 +9,7 @@ import pyarrow.csv
 import pytest
 
 from hostdev.commands import predict, preprocess, train, verify
-from hostdev.host.disk import store as store_module
+from hostdev.host.disk import segments as segments_module
 from hostdev.kernels import disk_records
 from tests.conftest import digest_of
 from tests.data import events
@@ -96,7 +96,7 @@ def test_a_full_disk_is_saved(run, in_process, every, tmp_path, monkeypatch):
         allocate(file, offset, size)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module.os, "posix_fallocate", fail)
+        patch.setattr(segments_module.os, "posix_fallocate", fail)
         patch.setattr("hostdev.train.build.warm_up_disk", lambda dtype: None)
         code, _, error = in_process(train, *trained, *ON_DISK, "--checkpoint-every", 500, "--run-dir", "one")
     assert code == 2 and error.count("\n") == 1

@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from hostdev.checkpoint import best, folder
 from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.items import Item
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import VERSION, Table
 from hostdev.checkpoint.state import read_dense_tensors
-from hostdev.checkpoint.writer import AsyncWriter, Content, Item
+from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
 
 Rows = npt.NDArray[np.float32]
@@ -85,7 +86,7 @@ def merge(chain: Chain, path: Path) -> Path:
 def merged_item(layers: Layers, table: Table) -> Item:
     """Return a table's merged rows as an item to write."""
     rows = _MergedRows(layers, table.name)
-    item = Item(replace(table, files=[]), rows, True, lambda: None, lambda saved: None)
+    item = Item(replace(table, files=[], segments=None, whole=False), rows, True, lambda: None, lambda saved: None)
     if table.keys is None:
         return item
     others = layers.merged(table.name).others

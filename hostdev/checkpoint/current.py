@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.checkpoint.columns import Mapped, open_column
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.keyed_lookup import MappedKeys
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.core.catch_up import LAST, CatchUp
@@ -50,14 +49,6 @@ def _catch_up(about: Table) -> CatchUp:
     return CatchUp(float(given["weight_decay"]))
 
 
-Mapped = MappedTable | MappedKeys
-
-
-def _map(chain: Chain, name: str, column: str = WEIGHTS) -> Mapped:
-    by_key = chain[-1].manifest.table(name).keys is not None
-    return MappedKeys(chain, name, column) if by_key else MappedTable(chain, name, column)
-
-
 class CurrentTable:
     """A table's weights as of its last step, float32 [rows, dim], with the interface of `MappedTable`.
 
@@ -71,8 +62,8 @@ class CurrentTable:
         about = chain[-1].manifest.table(name)
         self._clock = history.clock()
         planes = [WEIGHTS, *about.slots] if history.how.betas is not None else [WEIGHTS]
-        self._planes = [_map(chain, name, column) for column in planes]
-        self._last = _map(chain, name, LAST)
+        self._planes = [open_column(chain, name, column) for column in planes]
+        self._last = open_column(chain, name, LAST)
         self.is_by_key = self._last.is_by_key
         self.name, self.rows, self.dim = name, self._planes[0].rows, about.dim
 
@@ -89,7 +80,7 @@ class CurrentTable:
 def open_table(chain: Chain, name: str) -> Mapped | CurrentTable:
     """Return a table's weights for lookups."""
     history = history_of(chain, name)
-    return _map(chain, name) if history is None else CurrentTable(chain, name, history)
+    return open_column(chain, name) if history is None else CurrentTable(chain, name, history)
 
 
 class CurrentLayers(Layers):

@@ -66,7 +66,7 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
     out = options.out
     if os.path.lexists(out):
         raise outputs.taken_folder(out)
-    verify(chain)
+    verify(chain, segments=True)
     layers = CurrentLayers(chain)
     out.parent.mkdir(parents=True, exist_ok=True)
     with outputs.new_folder(out) as partial, naming(out):

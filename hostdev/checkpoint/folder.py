@@ -122,6 +122,13 @@ def read_chain(path: Path) -> Chain:
     return chain
 
 
+def chain_of_table(chain: Chain, name: str) -> Chain:
+    """Return the end of a chain that has all rows of a table: it begins with the newest checkpoint that has all."""
+    entries = [checkpoint.manifest.table(name) for checkpoint in chain]
+    first = max((n for n, table in enumerate(entries) if table.segments is not None or table.whole), default=0)
+    return chain[first:]
+
+
 def _find_difference(parent: Manifest, child: Manifest) -> str | None:
     """Return None if a checkpoint's tables agree with its parent's, or else text that the parent's path follows."""
     if {table.name for table in parent.tables} != {table.name for table in child.tables}:

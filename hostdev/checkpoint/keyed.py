@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hostdev.checkpoint.folder import Chain, Checkpoint
+from hostdev.checkpoint.adopting import Adopted, can_adopt, find_used, open_segments
+from hostdev.checkpoint.files import check_file, mapped
+from hostdev.checkpoint.folder import Chain, Checkpoint, chain_of_table
 from hostdev.checkpoint.manifest import BrokenCheckpointError, KeyState, RangeFile, Table
-from hostdev.checkpoint.ranges import WEIGHTS, check_file, mapped, parse_range
+from hostdev.checkpoint.ranges import WEIGHTS, parse_range
 from hostdev.core.admission import MinCount
 from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.core.keys import SHARED, FormerIds, KeyColumns
@@ -122,18 +124,22 @@ def counting_of(admit: Any) -> str:
 def load_keys(chain: Chain, name: str, table: Any, *, check: bool) -> None:
     """Load a table by key; see `loading.load_rows`. Each checkpoint's rows overwrite its parent's."""
     decays = 0
-    for checkpoint in chain:
+    for checkpoint in chain_of_table(chain, name):
         about = checkpoint.manifest.table(name)
         own = keys_of(about)
         others = read_others(checkpoint, own, check=check)
         table.index.decay(own.decay, own.decays - decays)
         table.forget(others.gone)
         unknown, decays = len(own.unknown), own.decays
+        if can_adopt(about, table):
+            _adopt_keys(checkpoint, about, table, check=check)
+            continue
+        segments = open_segments(checkpoint, name)
         for file in bar_over(sorted(about.files, key=lambda file: file.start)):
             path = checkpoint.path / file.file
             if check:
                 check_file(path, file)
-            rows = parse_range(path, mapped(path), about, file)
+            rows = parse_range(path, mapped(path), about, file, segments)
             assert rows.keys is not None
             block = np.stack([rows.columns[column] for column in (WEIGHTS, *about.slots)], axis=1)
             row_slots = np.empty((len(rows), 0), np.float32)
@@ -146,6 +152,24 @@ def load_keys(chain: Chain, name: str, table: Any, *, check: bool) -> None:
             except ValueError as error:
                 raise BrokenCheckpointError(f"{path} cannot be loaded ({error})") from None
     table.restore_keys(own.step, own.decays, others.waiting, others.counts, others.sketch)
+
+
+def _adopt_keys(checkpoint: Checkpoint, about: Table, table: Any, *, check: bool) -> None:
+    """Let a table on disk hold the segments of a checkpoint; see `adopting`."""
+    unknown = keys_of(about).unknown
+    used = find_used(checkpoint, about, about.files, check=check)
+    with Adopted(checkpoint, about, table.storage, used) as adopted:
+        for file in bar_over(sorted(about.files, key=lambda file: file.start)):
+            path = checkpoint.path / file.file
+            rows = parse_range(path, mapped(path), about, file)
+            assert rows.keys is not None and rows.locations is not None
+            first = max(0, min(len(rows), len(unknown) - file.start))
+            if not rows.locations.all():
+                raise BrokenCheckpointError(f"{path} is broken (keys have no location)")
+            own = table.place_unknown(unknown[file.start : file.start + first])
+            adopted.place(own, rows.locations[: len(own)])
+            placed, mine = table.place_rows(rows.keys.at(slice(first, None)))
+            adopted.place(placed, rows.locations[first:][mine])
 
 
 def load_ids(layers: Any, name: str, table: Any, former: FormerIds | None = None) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.files import mapped
+from hostdev.checkpoint.folder import Chain, chain_of_table
 from hostdev.checkpoint.keyed import keys_of, read_others
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
-from hostdev.checkpoint.ranges import WEIGHTS, mapped, parse_range
+from hostdev.checkpoint.ranges import LOCATION, WEIGHTS, get_column, get_width, parse_range
 from hostdev.core.catch_up import LAST
 from hostdev.core.errors import UserError
 from hostdev.core.ids import to_keys
@@ -115,18 +116,19 @@ class MappedKeys:
     Args:
         chain: A full checkpoint and its increments, from `read_chain`.
         name: The table.
-        column: "weights" or the name of a state column.
+        column: "weights", the name of a state column, or "location", which is 0 for keys without a row that read
+            their initial values.
     """
 
     is_by_key = True
 
     def __init__(self, chain: Chain, name: str, column: str = WEIGHTS) -> None:
-        about = chain[-1].manifest.table(name)
+        about, chain = chain[-1].manifest.table(name), chain_of_table(chain, name)
         state = keys_of(about)
         self.name, self.rows, self.unknown = name, state.count, state.unknown
-        self.dim = 1 if column in about.row_slots else about.dim
+        self.dim = get_width(about, column)
         self._shares = state.unknown_values == SHARED
-        self._initial = _initial_values(about, column) if state.unknown_values == INITIAL else None
+        self._initial = get_initial_values(about, column) if state.unknown_values == INITIAL else None
         self._held: list[Any] = []  # keeps alive the memory that the addresses point into
         self._unknown = np.empty((len(state.unknown), self.dim), np.float32)
         found: list[list[int]] = []
@@ -142,7 +144,7 @@ class MappedKeys:
                 path = checkpoint.path / file.file
                 rows = parse_range(path, mapped(path), table, file)
                 assert rows.keys is not None
-                values = rows.row_columns[column] if column in about.row_slots else rows.columns[column]
+                values = get_column(rows, column)
                 first = max(0, min(len(rows), len(own.unknown) - file.start))
                 if checkpoint is chain[-1]:
                     self._unknown[file.start : file.start + first] = values[:first].reshape(first, self.dim)
@@ -153,6 +155,8 @@ class MappedKeys:
             gone.append(self._describe(read_others(checkpoint, own).gone))
         if self._initial is not None:
             self._unknown = np.full((1, self.dim), np.nan, np.float32)  # no row has such values
+            if column == LOCATION:
+                self._unknown, self._initial = np.zeros((1, self.dim), np.float32), None
         self._files = np.array(found, np.int64).reshape(-1, 5)
         self._layers, self._gone = np.array(layers, np.int64), np.array(gone, np.int64)
 
@@ -200,7 +204,7 @@ class MappedKeys:
         return out
 
 
-def _initial_values(table: Table, column: str) -> Callable[[Keys], Rows]:
+def get_initial_values(table: Table, column: str) -> Callable[[Keys], Rows]:
     """Return a function that returns what keys [N] without a row have in a column, float32 [N, dim]."""
     state, seed = keys_of(table), table.seed
     assert seed is not None

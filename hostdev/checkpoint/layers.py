@@ -9,19 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.lookup import MappedTable
+from hostdev.checkpoint.columns import open_column
+from hostdev.checkpoint.files import mapped
+from hostdev.checkpoint.folder import Chain, chain_of_table
 from hostdev.checkpoint.manifest import RangeFile, Table
 from hostdev.checkpoint.merged_keys import merge_keys
-from hostdev.checkpoint.ranges import (
-    SPREAD,
-    WEIGHTS,
-    RowChunk,
-    mapped,
-    parse_range,
-    require_covered,
-    rows_per_file,
-)
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, parse_range, require_covered, rows_per_file
+from hostdev.checkpoint.segment_rows import SegmentRows
 from hostdev.core.keys import KeyColumns, join_columns
 
 Rows = npt.NDArray[np.float32]
@@ -35,8 +29,9 @@ class Layers:
         tables = [_merged_entry(table) for table in chain[-1].manifest.tables]
         self.manifest = replace(chain[-1].manifest, tables=tables)
         self.merged = lru_cache(maxsize=None)(partial(merge_keys, chain))  # called with the name of a table by key
-        self._parsed = lru_cache(maxsize=None)(partial(_parse, chain))
-        self._mapped = lru_cache(maxsize=None)(partial(MappedTable, chain))
+        self._parsed = lru_cache(maxsize=None)(self._parse)
+        self._mapped = lru_cache(maxsize=None)(partial(open_column, chain))
+        self._segments = lru_cache(maxsize=None)(self._open_segments)
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
         """Return the row ranges of a table's files; raise BrokenCheckpointError unless they cover the table.
@@ -47,7 +42,7 @@ class Layers:
         if table.keys is not None:
             step = rows_per_file(table)
             return [(start, min(start + step, table.rows)) for start in range(0, table.rows, step)]
-        return require_covered(self.chain, name)
+        return require_covered(self._chain(name), name)
 
     def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowChunk:
         """Return the rows [start, stop), one of `ranges`, in stored order, with `columns` or, for None, all columns."""
@@ -55,10 +50,12 @@ class Layers:
         wanted = [WEIGHTS, *table.slots, *table.row_slots] if columns is None else list(columns)
         if table.keys is not None:
             return self._keyed_rows(table, start, stop, wanted)
-        base = next(file for file in self.chain[0].manifest.table(name).files if file.start == start)
-        found = {column: _column(self._rows_of(0, table, base), column) for column in wanted}
+        chain = self._chain(name)
+        first = len(self.chain) - len(chain)
+        base = next(file for file in chain[0].manifest.table(name).files if file.start == start)
+        found = {column: _column(self._rows_of(first, table, base), column) for column in wanted}
         copied = False
-        for layer, checkpoint in enumerate(self.chain[1:], 1):
+        for layer, checkpoint in enumerate(chain[1:], first + 1):
             for file in checkpoint.manifest.table(name).files:
                 if file.stop <= start or stop <= file.start:
                     continue
@@ -98,6 +95,18 @@ class Layers:
     def _rows_of(self, layer: int, table: Table, file: RangeFile) -> RowChunk:
         found: RowChunk = self._parsed(layer, table.name, file)
         return found
+
+    def _chain(self, name: str) -> Chain:
+        return chain_of_table(self.chain, name)
+
+    def _parse(self, layer: int, name: str, file: RangeFile) -> RowChunk:
+        path: Path = self.chain[layer].path / file.file
+        table = self.chain[layer].manifest.table(name)
+        segments = None if table.segments is None else self._segments(layer, name)
+        return parse_range(path, mapped(path), table, file, segments)
+
+    def _open_segments(self, layer: int, name: str) -> SegmentRows:
+        return SegmentRows(self.chain[layer].path, self.chain[layer].manifest.table(name))
 
     def _keyed_rows(self, table: Table, start: int, stop: int, wanted: Sequence[str]) -> RowChunk:
         """Return the merged rows [start, stop) of a table by key."""
@@ -146,11 +155,6 @@ class Layers:
                     for column, values in found.items():
                         values[at] = _column(chunk, column)[positions[at] - file.start]
         return found
-
-
-def _parse(chain: Chain, layer: int, name: str, file: RangeFile) -> RowChunk:
-    path: Path = chain[layer].path / file.file
-    return parse_range(path, mapped(path), chain[layer].manifest.table(name), file)
 
 
 def _merged_entry(table: Table) -> Table:

@@ -11,25 +11,30 @@ from typing import Any
 
 import numpy as np
 
+from hostdev.checkpoint.adopting import adopt_rows, has_local_rows, map_rows, open_segments
 from hostdev.checkpoint.current import history_of
-from hostdev.checkpoint.folder import Chain, Found, candidates, read_chain
+from hostdev.checkpoint.files import check_file, check_segment, mapped
+from hostdev.checkpoint.folder import Chain, Found, candidates, chain_of_table, read_chain
 from hostdev.checkpoint.keyed import is_by_key, load_ids, load_keys, require_kind
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
-from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, check_file, mapped, parse_range
+from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, SegmentEntry, Table
+from hostdev.checkpoint.ranges import WEIGHTS, parse_range
+from hostdev.checkpoint.segment_rows import SegmentRows
 from hostdev.checkpoint.state import read_values
 from hostdev.core.errors import UserError
 from hostdev.core.keys import FormerIds
 from hostdev.core.optimizers import hyperparameters
 from hostdev.core.progress import bar
-from hostdev.kernels.shards import get_positions, ids_of
 
 _THREADS = 4
 
 
-def verify(chain: Chain) -> None:
-    """Verify the checksums of all files of a chain; raise BrokenCheckpointError for the first damaged file."""
-    for _, error in damaged([chain]):
+def verify(chain: Chain, *, segments: bool = False) -> None:
+    """Verify the checksums of all files of a chain; raise BrokenCheckpointError for the first damaged file.
+
+    Blocks of segments are verified when they are read; with `segments`, they are also verified now.
+    """
+    for _, error in damaged([chain], segments=segments):
         raise error
 
 
@@ -40,14 +45,32 @@ def verify_others(chain: Chain) -> None:
             check_file(checkpoint.path / file.file, file)
 
 
-def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointError]]:
-    """Verify the checksums of all files of these chains; yield (checkpoint's folder, error) for each damaged file."""
+def damaged(chains: Sequence[Chain], *, segments: bool = True) -> Iterator[tuple[Path, BrokenCheckpointError]]:
+    """Verify the checksums of all files of these chains; yield (checkpoint's folder, error) for each damaged file.
+
+    Without `segments`, those are left out.
+    """
     checkpoints = {checkpoint.path: checkpoint for chain in chains for checkpoint in chain}
-    files = [(path, file) for path, checkpoint in checkpoints.items() for file in checkpoint.manifest.files]
+    files = [
+        (path, file)
+        for path, checkpoint in checkpoints.items()
+        for file in checkpoint.manifest.files
+        if segments or not isinstance(file, SegmentEntry)
+    ]
+    states = {
+        (path, file.file): table.segments
+        for path, checkpoint in checkpoints.items()
+        for table in checkpoint.manifest.tables
+        if table.segments is not None
+        for file in table.segments.files
+    }
 
     def look(path: Path, file: File) -> BrokenCheckpointError | None:
         try:
-            check_file(path / file.file, file)
+            if isinstance(file, SegmentEntry):
+                check_segment(path / file.file, file, states[path, file.file])
+            else:
+                check_file(path / file.file, file)
         except BrokenCheckpointError as error:
             return error
         return None
@@ -155,17 +178,20 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, f
             table.adopt(history, whole=chain[-1].manifest.table(name).rows == table.total_rows)
     keyed = {name: table for name, table in tables.items() if is_by_key(table)}
     tables = {name: table for name, table in tables.items() if name not in keyed}
+    tables = {name: table for name, table in tables.items() if not adopt_rows(chain[-1], name, table, check=check)}
+    chains = {name: chain_of_table(chain, name) for name in tables}
+    segments = {name: open_segments(chain[-1], name) for name in tables}
     wanted = [
         [
-            (checkpoint.path / file.file, table, file, tables[table.name])
+            (checkpoint.path / file.file, table, file, tables[table.name], segments[table.name])
             for table in checkpoint.manifest.tables
-            if table.name in tables
+            if table.name in tables and checkpoint in chains[table.name]
             for file in table.files
-            if _has_local_rows(table, file, tables[table.name])
+            if has_local_rows(table, file, tables[table.name])
         ]
         for checkpoint in chain
     ]
-    total = sum(file.bytes for work in wanted for _, _, file, _ in work)
+    total = sum(file.bytes for work in wanted for _, _, file, *_ in work)
     load = partial(_load, _Memory(), check=check)
     with _make_pool() as pool, bar(total, "loading", "B", unit_scale=True) as progress:
         for work in wanted:  # each checkpoint's rows overwrite its parent's
@@ -194,15 +220,17 @@ class _Memory(threading.local):
         return self._held[what][:n].reshape(shape)
 
 
-def _load(memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any, *, check: bool) -> int:
+def _load(
+    memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any, segments: SegmentRows | None, *, check: bool
+) -> int:
     if check:
         content = memoryview(memory.array("content", (file.bytes,), np.uint8))
         check_file(path, file, content)
     else:
         content = mapped(path)
-    rows = parse_range(path, content, about, file)
+    rows = parse_range(path, content, about, file, segments)
     numbers = rows.ids if rows.ids is not None else np.arange(file.start, file.stop)
-    numbers, chosen = _map_rows(about, numbers, table)
+    numbers, chosen = map_rows(about, numbers, table)
     columns = [rows.columns[name] for name in (WEIGHTS, *about.slots)]
     row_columns = [rows.row_columns[name] for name in about.row_slots]
     if chosen is not None:
@@ -215,32 +243,6 @@ def _load(memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any
     except ValueError as error:
         raise BrokenCheckpointError(f"{path} cannot be loaded ({error})") from None
     return file.bytes
-
-
-def _has_local_rows(about: Table, file: RangeFile, table: Any) -> bool:
-    """Return whether a file may have rows that this process holds."""
-    if getattr(table, "part", None) is None or about.order != SPREAD or about.rows != table.total_rows:
-        return True
-    return bool(file.start < table.start + table.rows and table.start < file.stop)
-
-
-def _map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
-    """Return the local rows to load, and the indices of their values among the file's rows (None for all).
-
-    Args:
-        about: The table's entry in the manifest.
-        numbers: The file's rows: ascending ids, or ascending positions if the rows were divided among processes.
-        table: The table to load into.
-    """
-    part = getattr(table, "part", None)
-    if about.order == SPREAD and (part is None or about.rows != table.total_rows):
-        numbers = ids_of(numbers, about.rows)  # positions depend on the table's number of rows
-    if part is None:
-        return numbers, None
-    same = about.order == SPREAD and about.rows == table.total_rows
-    positions = numbers if same else get_positions(numbers, table.total_rows)
-    chosen = np.flatnonzero((table.start <= positions) & (positions < table.start + table.rows))
-    return positions[chosen] - table.start, chosen
 
 
 def values_of(chain: Chain) -> Any:

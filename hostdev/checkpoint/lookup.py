@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.files import mapped
+from hostdev.checkpoint.folder import Chain, chain_of_table
 from hostdev.checkpoint.manifest import BrokenCheckpointError
-from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, mapped, parse_range, require_covered
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, get_column, get_width, parse_range, require_covered
 from hostdev.core.ids import checked_ids
 from hostdev.kernels.jit import address_of, array_at, kernel
 from hostdev.kernels.pool import get_grain, parallel_for
@@ -70,15 +71,15 @@ class MappedTable:
     Args:
         chain: A full checkpoint and its increments, from `read_chain`.
         name: The table.
-        column: "weights" or the name of a state column.
+        column: "weights", the name of a state column, or "location".
     """
 
     is_by_key = False
 
     def __init__(self, chain: Chain, name: str, column: str = WEIGHTS) -> None:
-        about = chain[-1].manifest.table(name)
+        about, chain = chain[-1].manifest.table(name), chain_of_table(chain, name)
         self.name, self.rows = name, about.rows
-        self.dim = 1 if column in about.row_slots else about.dim
+        self.dim = get_width(about, column)
         self._spread = about.order == SPREAD
         require_covered(chain, name)
         for checkpoint in chain:
@@ -95,7 +96,7 @@ class MappedTable:
             for file in sorted(table.files, key=lambda file: file.start):
                 path = checkpoint.path / file.file
                 rows = parse_range(path, mapped(path), table, file)
-                weights = rows.row_columns[column] if column in about.row_slots else rows.columns[column]
+                weights = get_column(rows, column)
                 self._held += [weights, rows.ids]
                 ids = 0 if rows.ids is None else int(address_of(rows.ids))
                 found.append([file.start, file.stop, len(rows), ids, int(address_of(weights))])

@@ -1,6 +1,6 @@
 """`CheckpointManager`, which saves the checkpoints of a runtime or of the command `train` to a folder."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +9,15 @@ from typing import IO, Any
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.device_rows import DeviceRows
 from hostdev.checkpoint.folder import Checkpoint
+from hostdev.checkpoint.items import Item, Located, describe_table
 from hostdev.checkpoint.keyed import OtherKeys, is_by_key, make_state
+from hostdev.checkpoint.locating import can_locate, describe_segments, find_held
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import FILE_BYTES
-from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content, Item, describe_table
+from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content
 from hostdev.core.errors import UserError
-from hostdev.host.changes import Budget
+from hostdev.host.disk.snapshot import LocationCopies
+from hostdev.host.snapshot import Budget
 from hostdev.kernels.bits import count_bits
 
 COPIES_BYTES = 384 << 20  # limit on the bytes of copied rows
@@ -119,10 +122,15 @@ class CheckpointManager:
             self._channel = self._ranks.channel()
         tables = sorted(tables, key=lambda table: table.name)
         budget = Budget(COPIES_BYTES)
-        parent = self._parent(tables)
+        located = self._find_located(tables)
+        parent = self._parent(tables, located)
         items: list[Item] = []
         try:
-            items += (self._item(n, table, budget, full=parent is None) for n, table in enumerate(tables))
+            for number, table in enumerate(tables):
+                if table.name in located:
+                    items.append(self._located_item(number, table, budget))
+                else:
+                    items.append(self._item(number, table, budget, parent))
         except BaseException:
             for item in items:
                 item.stop()
@@ -140,7 +148,7 @@ class CheckpointManager:
                 for name, changes in noted.items():  # not of the tables: they may have forgotten their changes since
                     changes.since = self._token(writer.checkpoint)
                     changes.digests = writer.range_digests.get(name, changes.digests)
-                written = sum(item.source.count * _row_bytes(item.table) for item in items)
+                written = sum(item.source.count * _row_bytes(item.table) for item in items if item.located is None)
                 self._increments = 0 if parent is None else self._increments + written
                 self.last = writer.checkpoint
 
@@ -156,21 +164,34 @@ class CheckpointManager:
             on_end=ended,
             channel=self._channel,
             release=(lambda: None) if self._hold else self._unlock,
+            held=find_held(self.last) if located else None,
         )
         if waits:
             writer.join()
         return writer
 
-    def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
-        """Return the parent of the next checkpoint, or None if the next checkpoint should be full."""
+    def _find_located(self, tables: Sequence[Any]) -> set[str]:
+        """Return the tables whose segments the next checkpoint holds, on all ranks."""
+        votes = [[table.name for table in tables if can_locate(table)]]
+        if self._ranks is not None:
+            votes = self._ranks.control.share(votes[0])
+        return set(votes[0]).intersection(*votes[1:])
+
+    def _parent(self, tables: Sequence[Any], located: set[str]) -> Checkpoint | None:
+        """Return the parent of the next checkpoint, or None if the next checkpoint should be full.
+
+        The rows of the tables `located` need no parent.
+        """
         known = self.last is not None and folder.is_on_disk(self.last) and self._is_of(self.last, tables)
+        tables = [table for table in tables if table.name not in located]
         known = known and all(self._knows_changes(table) for table in tables if is_by_key(table))
         full = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
         new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
         votes = [[known, self._increments + new, full]]
         if self._ranks is not None:
             votes = self._ranks.control.share(votes[0])
-        adds = all(vote[0] for vote in votes) and sum(vote[1] for vote in votes) <= sum(vote[2] for vote in votes) // 2
+        adds = all(vote[0] for vote in votes) and len(tables) > 0
+        adds = adds and sum(vote[1] for vote in votes) <= sum(vote[2] for vote in votes) // 2
         return self.last if adds else None
 
     @staticmethod
@@ -181,43 +202,60 @@ class CheckpointManager:
             _shape(table, keyed=keyed) for table, keyed in pairs
         }
 
-    def _item(self, number: int, table: Any, budget: Budget, *, full: bool) -> Item:
-        about = describe_table(table)
+    def _located_item(self, number: int, table: Any, budget: Budget) -> Item:
+        """Return an item for a table on disk whose segments are held."""
+        about = replace(describe_table(table), segments=describe_segments(table))
+        changes, copies = table.note_changes(), LocationCopies(table.storage.tier)
+        try:
+            if is_by_key(table):
+                rows = table.begin_snapshot(budget, everything=True, copies=copies)
+                item = self._keyed_item(number, table, about, changes, rows)
+            else:
+                rows = changes.begin_located(copies, budget)
+                end = self._end_of(changes, rows)
+                item = Item(about, rows, True, rows.end, end, table.start, table.rows)
+        except BaseException:
+            copies.end()
+            raise
+        return item._replace(located=Located(rows.locate, copies.finish))
+
+    @staticmethod
+    def _end_of(changes: Any, rows: Any) -> Callable[[bool], None]:
+        return lambda saved: changes.end(rows, saved=saved)
+
+    def _keyed_item(self, number: int, table: Any, about: Table, changes: Any, rows: Any) -> Item:
+        mine = [rows.count, table.rows, rows.found.waiting_count]
+        counts = [mine] if self._ranks is None else self._ranks.control.share(mine)
+        saved_rows, live, waiting = map(sum, zip(*counts, strict=True))
+        about = replace(about, rows=saved_rows, keys=make_state(table, rows, number, live, waiting))
+        found, gone = rows.found, rows.gone
+        return Item(
+            about,
+            rows,
+            True,
+            rows.end,
+            lambda saved: table.end_snapshot(changes, rows, saved=saved),
+            sum(count for count, *_ in counts[: 0 if self._ranks is None else self._ranks.rank]),
+            rows.count,
+            get_keys=rows.key_columns,
+            files=lambda channel: _other_files(found, gone, channel),
+            prepare=lambda: found.waiting,
+        )
+
+    def _item(self, number: int, table: Any, budget: Budget, parent: Checkpoint | None) -> Item:
+        about, full = describe_table(table), parent is None
+        if parent is not None and parent.manifest.table(table.name).segments is not None:
+            full, about = True, replace(about, whole=True)  # an increment cannot build on segments
         if is_by_key(table):
-            changes = table.note_changes()
             rows = table.begin_snapshot(budget, everything=full)
-            mine = [rows.count, table.rows, rows.found.waiting_count]
-            counts = [mine] if self._ranks is None else self._ranks.control.share(mine)
-            saved_rows, live, waiting = map(sum, zip(*counts, strict=True))
-            about = replace(about, rows=saved_rows, keys=make_state(table, rows, number, live, waiting))
-            found, gone = rows.found, rows.gone
-            return Item(
-                about,
-                rows,
-                True,
-                rows.end,
-                lambda saved: table.end_snapshot(changes, rows, saved=saved),
-                sum(count for count, *_ in counts[: 0 if self._ranks is None else self._ranks.rank]),
-                rows.count,
-                get_keys=rows.key_columns,
-                files=lambda channel: _other_files(found, gone, channel),
-                prepare=lambda: found.waiting,
-            )
+            return self._keyed_item(number, table, about, table.note_changes(), rows)
         if not hasattr(table, "note_changes"):
             rows = DeviceRows(table, COPIES_BYTES)
             return Item(about, rows, True, rows.stop, lambda saved: None)
         full = full or not self._knows_changes(table)
         changes = table.note_changes()
         snapshot = changes.begin(budget, everything=full)
-        return Item(
-            about,
-            snapshot,
-            full,
-            snapshot.end,
-            lambda saved: changes.end(snapshot, saved=saved),
-            table.start,
-            table.rows,
-        )
+        return Item(about, snapshot, full, snapshot.end, self._end_of(changes, snapshot), table.start, table.rows)
 
     def _knows_changes(self, table: Any) -> bool:
         """Return whether a table's changes are tracked since the last checkpoint in this folder."""

@@ -15,7 +15,8 @@ from hostdev.core.table_dtypes import FP32, SLOT_DTYPES, TABLE_DTYPES
 FORMAT = "hostdev-checkpoint"
 VERSION = 2
 KEYED_VERSION = 3  # with tables by key
-_READABLE = (1, VERSION, KEYED_VERSION)  # 1 has another definition of `state_sha256`
+SEGMENT_VERSION = 4  # with tables whose rows are in segments
+_READABLE = (1, VERSION, KEYED_VERSION, SEGMENT_VERSION)  # 1 has another definition of `state_sha256`
 FILE_NAME = "checkpoint.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ORDERS = ("ids", "spread")
@@ -27,6 +28,8 @@ _USUAL = {
     "seed": None,
     "history": None,
     "keys": None,
+    "segments": None,
+    "whole": False,
 }  # defaults, not written
 _MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # limits for a table
 
@@ -57,6 +60,34 @@ class RangeFile(File):
     start: int
     stop: int
     rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentEntry(File):
+    """A segment (`host.disk.segments`). `sha256` is that of its blocks' headers, which have checksums of the blocks."""
+
+    number: int  # in the tags of its blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbering:
+    """From `first_row` on, the numbers of segments in locations count from `first_segment`: each rank has its own."""
+
+    first_row: int
+    first_segment: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentState:
+    """What a table has whose files have the locations of rows (`host.disk.snapshot`) in place of their values."""
+
+    files: list[SegmentEntry]
+    numbering: list[Numbering]  # by `first_row`
+    row_bytes: int  # of a row in a record
+    record_bytes: int
+    block_bytes: int
+    seed: int  # of initial values, which rows have that are in no segment
+    init: str  # initializer of the weights, as text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +129,8 @@ class Table:
     slots_dtype: str = FP32  # dtype of `slots` in training
     seed: int | None = None  # seed of the rounding, for weights or slots that are not float32; and of a table by key
     keys: KeyState | None = None  # of a table by key, whose files have all rows of their ranges, in the order of hashes
+    segments: SegmentState | None = None  # if the rows are in segments; all rows then are, whatever the parent has
+    whole: bool = False  # whether all rows are in the files, although the checkpoint has a parent
     history: str | None = None  # step history, if reading a row applies the steps that it has missed (`core.history`)
 
 
@@ -127,7 +160,8 @@ class Manifest:
     @property
     def files(self) -> list[File]:
         """All files."""
-        return [*(file for table in self.tables for file in table.files), *self.others]
+        rows: list[File] = [file for table in self.tables for file in table.files]
+        return rows + [file for table in self.tables if table.segments for file in table.segments.files] + self.others
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +240,7 @@ def read(path: Path) -> Manifest:
         raise BrokenCheckpointError(f"{file} is broken (its checksum is wrong)")
     if found[1] not in _READABLE:
         raise UserError(
-            f"{file} has format version {found[1]}, but this hostdev release reads versions 1 to {KEYED_VERSION}"
+            f"{file} has format version {found[1]}, but this hostdev release reads versions 1 to {SEGMENT_VERSION}"
         )
     try:
         made = json_files.parse(Manifest, content)
@@ -250,6 +284,8 @@ def _check_table(table: Table) -> None:
     for dtype, known in ((table.dtype, TABLE_DTYPES), (table.slots_dtype, SLOT_DTYPES)):
         _require(dtype in known, f"{name} has the unknown dtype {dtype[:80]!r}")
     _require_different(["weights", "id", *KEY_COLUMNS, *table.slots, *table.row_slots], f"{name}: column")
+    if table.segments is not None:
+        _check_segments(table, table.segments, name)
     lr = table.hyperparameters.get("lr")
     _require(isinstance(lr, int | float) and not isinstance(lr, bool), f"{name} has no learning rate")
     for file in table.files:
@@ -259,6 +295,19 @@ def _check_table(table: Table) -> None:
     for file in sorted(table.files, key=lambda file: file.start):
         _require(end <= file.start, f"{file.file} repeats rows of another file of {name}")
         end = file.stop
+
+
+def _check_segments(table: Table, state: SegmentState, name: str) -> None:
+    right = 0 < state.row_bytes < state.record_bytes < state.block_bytes <= _MOST_VALUES
+    _require(right, f"{name} has the invalid record size {state.record_bytes}")
+    firsts = [(each.first_row, each.first_segment) for each in state.numbering]
+    right = len(firsts) > 0 and firsts[0] == (0, 0) and firsts == sorted(firsts)
+    _require(right and firsts[-1][1] <= len(state.files), f"{name} has no valid numbering of segments")
+    for file in state.files:
+        right = 0 <= file.number < 1 << 31 and file.bytes % state.block_bytes == 0
+        _require(right, f"{file.file[:80]} cannot be a segment")
+    for rows in table.files:
+        _require(rows.rows == rows.stop - rows.start, f"{rows.file[:80]} has only some rows of a range")
 
 
 def _require_different(names: list[str], what: str) -> None:

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint.folder import Chain, Checkpoint
+from hostdev.checkpoint.files import mapped
+from hostdev.checkpoint.folder import Chain, Checkpoint, chain_of_table
 from hostdev.checkpoint.keyed import OtherKeys, keys_of, read_others
 from hostdev.checkpoint.manifest import BrokenCheckpointError, KeyState, Table
-from hostdev.checkpoint.ranges import mapped, parse_range
+from hostdev.checkpoint.ranges import parse_range
 from hostdev.core.keys import KeyArrays, KeyColumns, decayed, join_columns
 from hostdev.kernels.buffers import reserved
 from hostdev.kernels.counter import mix64
@@ -59,7 +60,8 @@ class _Part(NamedTuple):
 
 def merge_keys(chain: Chain, name: str) -> MergedKeys:
     """Return the merged keys of a chain; raise BrokenCheckpointError if they contradict each other."""
-    layers = [_read_layer(checkpoint, checkpoint.manifest.table(name)) for checkpoint in chain]
+    own = chain_of_table(chain, name)
+    layers = [_read_layer(checkpoint, checkpoint.manifest.table(name)) for checkpoint in own]
     count = layers[-1].state.count
     columns = KeyColumns(*(reserved((count,), dtype) for dtype in (np.int64, np.uint32, np.uint32)))
     found = MergedKeys(columns, reserved((count,), np.int32), reserved((count,), np.int32), layers[-1].others)
@@ -71,7 +73,7 @@ def merge_keys(chain: Chain, name: str) -> MergedKeys:
         if last <= count:
             at = slice(first, last)
             columns.keys[at], columns.last[at], columns.uses[at] = part.columns
-            found.layers[at], found.positions[at] = part.layers, part.positions
+            found.layers[at], found.positions[at] = part.layers + (len(chain) - len(own)), part.positions
         first = last
     if first != count:
         raise BrokenCheckpointError(f"{chain[-1].path} is broken (table {name!r} has {first:,} keys, not {count:,})")

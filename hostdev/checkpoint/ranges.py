@@ -2,12 +2,13 @@
 
 Columns: `id`, int64, ascending, absent if the file has all rows of its range; for a table by key, `key`, int64,
 `last_use` and `uses`, uint32; then `weights` and each optimizer state
-of D values per row, as lists of D float32 values; then each optimizer state of one value per row, as float32.
+of D values per row, as lists of D float32 values; then each optimizer state of one value per row, as float32. If rows
+are in segments, there is instead the column `location`, int64 (`host.disk.snapshot`).
 """
 
-import os
-from hashlib import sha256
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,19 +16,20 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.manifest import KEY_COLUMNS, BrokenCheckpointError, File, RangeFile, Table
+from hostdev.checkpoint.manifest import KEY_COLUMNS, BrokenCheckpointError, RangeFile, Table
+from hostdev.checkpoint.segment_rows import LocatedColumns, SegmentRows, number_segments
 from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, range_digests, rows_per_range
 from hostdev.core.errors import raise_if_transient
 from hostdev.core.keys import KeyColumns
+from hostdev.kernels.shards import ids_of
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 FILE_BYTES = 1 << 26
-WEIGHTS, ID = "weights", "id"
+WEIGHTS, ID, LOCATION = "weights", "id", "location"
 SPREAD = "spread"  # a value of `Table.order`
-_PIECE = 1 << 22  # bytes
 
 
 class RowChunk(NamedTuple):
@@ -39,16 +41,18 @@ class RowChunk(NamedTuple):
         columns: Columns by name, float32 [N, D]: weights first, then optimizer state.
         row_columns: Per-row optimizer state by name, float32 [N].
         keys: For a table by key, the keys [N].
+        locations: int64 [N], where the rows are if they are in segments; columns are then read when they are needed.
     """
 
     start: int
     ids: Ids | None
-    columns: dict[str, Rows]
-    row_columns: dict[str, Rows]
+    columns: Mapping[str, Rows]
+    row_columns: Mapping[str, Rows]
     keys: KeyColumns | None = None
+    locations: Ids | None = None
 
     def __len__(self) -> int:
-        return len(self.columns[WEIGHTS])
+        return len(self.columns[WEIGHTS] if self.locations is None else self.locations)
 
 
 def rows_per_file(table: Table) -> int:
@@ -59,7 +63,7 @@ def rows_per_file(table: Table) -> int:
 
 def has_whole_ranges(table: Table) -> bool:
     """Return whether a table's files in a full checkpoint hold whole ranges of `hostdev.core.digest`, in order."""
-    return table.order != SPREAD and rows_per_file(table) >= rows_per_range(table.dim)
+    return table.segments is None and table.order != SPREAD and rows_per_file(table) >= rows_per_range(table.dim)
 
 
 def column_digests(table: Table, rows: RowChunk) -> dict[str, Digests]:
@@ -74,6 +78,8 @@ def make_schema(table: Table, *, full: bool) -> pa.Schema:
     names = [(ID, pa.int64())] if not full else []
     if table.keys is not None:
         names += list(zip(KEY_COLUMNS, (pa.int64(), pa.uint32(), pa.uint32()), strict=True))
+    if table.segments is not None:
+        return pa.schema([*names, (LOCATION, pa.int64())])
     names += [(name, vector) for name in (WEIGHTS, *table.slots)]
     names += [(name, pa.float32()) for name in table.row_slots]
     return pa.schema(names)
@@ -88,6 +94,7 @@ def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows
         pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), table.dim) for column in rows.columns.values()
     ]
     arrays += [pa.array(column) for column in rows.row_columns.values()]
+    arrays += [] if rows.locations is None else [pa.array(rows.locations)]
     schema = make_schema(table, full=full)
     file = HashedFile(root / name)
     try:
@@ -99,13 +106,36 @@ def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows
     return RangeFile(file=name, bytes=file.bytes, sha256=checksum, start=start, stop=stop, rows=len(rows))
 
 
-def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowChunk:
+def get_width(table: Table, column: str) -> int:
+    """Return the float32 values of a row in a column; a location is one int64."""
+    return 2 if column == LOCATION else 1 if column in table.row_slots else table.dim
+
+
+def get_column(rows: RowChunk, column: str) -> Rows:
+    """Return a column of rows, float32 [N, D], or [N] for per-row state; locations as the bits of [N, 2]."""
+    if column == LOCATION:
+        assert rows.locations is not None
+        return rows.locations.view(np.float32).reshape(-1, 2)
+    return rows.columns[column] if column in rows.columns else rows.row_columns[column]
+
+
+def parse_range(
+    path: Path, content: Any, table: Table, file: RangeFile, segments: SegmentRows | None = None
+) -> RowChunk:
     """Return the rows of a file as views of its content, a buffer such as a memory map.
+
+    Args:
+        path: The file.
+        content: Its content.
+        table: The table's entry in the manifest.
+        file: The file's entry.
+        segments: The table's segments, if the file has locations in them; None opens them.
 
     Raises:
         BrokenCheckpointError: The rows do not match the manifest. (Kernels read them by address, without a check.)
     """
     values = file.rows * (table.dim * (1 + len(table.slots)) + len(table.row_slots))
+    values = values if table.segments is None else 2 * file.rows
     if file.bytes < 4 * values:  # checked first, since a compressed file could need too much memory
         raise BrokenCheckpointError(f"{path} is broken (it is too small for {file.rows} rows)")
     try:
@@ -127,11 +157,31 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
         inside = _ascend(ids, file.start, file.stop)
     if not inside or not 0 <= file.start < file.stop <= table.rows:
         raise BrokenCheckpointError(f"{path} is broken (its rows do not match the range {file.start}..{file.stop - 1})")
+    keys = None if table.keys is None else KeyColumns(*(batch[name].to_numpy() for name in KEY_COLUMNS))
+    if table.segments is not None:
+        return _located(path, table, file, batch[LOCATION].to_numpy(), keys, segments)
     columns = {
         name: batch[name].flatten().to_numpy().reshape(len(batch), table.dim) for name in (WEIGHTS, *table.slots)
     }
-    keys = None if table.keys is None else KeyColumns(*(batch[name].to_numpy() for name in KEY_COLUMNS))
     return RowChunk(file.start, ids, columns, {name: batch[name].to_numpy() for name in table.row_slots}, keys)
+
+
+def _located(
+    path: Path, table: Table, file: RangeFile, locations: Ids, keys: KeyColumns | None, segments: SegmentRows | None
+) -> RowChunk:
+    """Return the rows at locations, which are read when they are needed."""
+    assert table.segments is not None
+    root = path.parents[len(PurePosixPath(file.file).parts) - 1]
+    locations = number_segments(locations, file.start, table.segments)
+
+    def read() -> dict[str, Rows]:
+        ids: Any = np.arange(file.start, file.stop) if keys is None else keys.keys
+        ids = ids_of(ids, table.rows) if table.order == SPREAD else ids
+        return (segments or SegmentRows(root, table)).columns(locations, ids)
+
+    held = read if segments is None else partial(segments.held_columns, file.file, read)
+    vectors, values = LocatedColumns([WEIGHTS, *table.slots], held), LocatedColumns(list(table.row_slots), held)
+    return RowChunk(file.start, None, vectors, values, keys, locations)
 
 
 def nested(column: Any) -> Any:
@@ -143,59 +193,11 @@ def _ascend(ids: Ids, start: int, stop: int) -> bool:
     return len(ids) > 0 and bool(start <= ids[0] and ids[-1] < stop and (ids[1:] > ids[:-1]).all())
 
 
-def mapped(path: Path) -> Any:
-    """Return a file's memory-mapped content; raise BrokenCheckpointError if it cannot be read."""
-    try:
-        with pa.memory_map(os.fsencode(path)) as file:
-            return file.read_buffer()
-    except OSError as error:
-        raise_if_transient(error)
-        raise BrokenCheckpointError(f"{path} is broken ({error})") from None
-
-
 def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:
-    """Return a table's row ranges in a chain's full checkpoint; raise BrokenCheckpointError if rows are missing."""
+    """Return a table's row ranges in a chain's first checkpoint; raise BrokenCheckpointError if rows are missing."""
     found = sorted((file.start, file.stop) for file in chain[0].manifest.table(name).files)
     ends = [0, *(stop for _, stop in found)]
     is_gap = any(file.rows != file.stop - file.start for file in chain[0].manifest.table(name).files)
     if is_gap or [start for start, _ in found] != ends[:-1] or ends[-1] != chain[-1].manifest.table(name).rows:
         raise BrokenCheckpointError(f"{chain[0].path} is broken (rows of table {name!r} are missing)")
     return found
-
-
-def check_file(path: Path, file: File, content: memoryview | None = None) -> None:
-    """Read a file in chunks; raise BrokenCheckpointError unless its size and checksum match the manifest.
-
-    Args:
-        path: The file.
-        file: The file's entry in the manifest.
-        content: Output for the file's content, `file.bytes` bytes; if None, the file is only verified.
-    """
-    if wrong := _wrong(path, file, content):
-        error = BrokenCheckpointError(f"{path} {wrong}")
-        error.file = path
-        raise error
-
-
-def _wrong(path: Path, file: File, content: memoryview | None) -> str | None:
-    """Return what is wrong with a file, as text that follows its path in a message, or None if it is valid."""
-    digest, size = sha256(), 0
-    piece = memoryview(bytearray(_PIECE)) if content is None else content
-    try:
-        with path.open("rb", buffering=0) as stream:
-            there = os.fstat(stream.fileno()).st_size
-            if there != file.bytes:
-                return f"is broken (it has {there} bytes, not {file.bytes})"
-            while size < there:
-                start = 0 if content is None else size
-                read = stream.readinto(piece[start : start + min(_PIECE, there - size)])
-                if not read:
-                    return f"is broken (it has {size} bytes, not {file.bytes})"
-                digest.update(piece[start : start + read])
-                size += read
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        raise_if_transient(error)
-        return f"cannot be read ({error.strerror})"
-    return None if digest.hexdigest() == file.sha256 else "is broken (its checksum is wrong)"

@@ -9,10 +9,10 @@ import numpy.typing as npt
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.compact import merged_item, write_anew
 from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.items import Item
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS
-from hostdev.checkpoint.writer import Item
 from hostdev.core.errors import UserError
 from hostdev.kernels.shards import get_ids_at, range_of
 
@@ -60,7 +60,7 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
         if table.keys is not None:
             items.append(merged_item(layers, table))
             continue
-        about = replace(table, files=[], order="ids" if ranks is None else SPREAD)
+        about = replace(table, files=[], segments=None, whole=False, order="ids" if ranks is None else SPREAD)
         cuts = [range_of(table.rows, rank, ranks)[0] for rank in range(ranks)] if ranks else []
         rows = _Rows(layers, table, spread=ranks is not None)
         items.append(Item(about, rows, True, lambda: None, lambda saved: None, cuts=cuts))

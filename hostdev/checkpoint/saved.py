@@ -112,8 +112,8 @@ class SavedModel(Mapping[str, SavedTable]):
         Raises:
             BrokenCheckpointError: The file is damaged.
         """
+        from hostdev.checkpoint.files import check_file
         from hostdev.checkpoint.loading import values_of
-        from hostdev.checkpoint.ranges import check_file
         from hostdev.checkpoint.state import DENSE
 
         if (file := self._chain[-1].manifest.other(DENSE)) is not None:
@@ -130,7 +130,7 @@ class SavedModel(Mapping[str, SavedTable]):
         """Verify the checksums of all files; raise BrokenCheckpointError for the first damaged file."""
         from hostdev.checkpoint.loading import verify
 
-        verify(self._chain)
+        verify(self._chain, segments=True)
 
     def __repr__(self) -> str:
         return f"<{self.path}, step {self.step:,}: {', '.join(map(repr, self.tables.values()))}>"

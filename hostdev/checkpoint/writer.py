@@ -8,11 +8,10 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -25,17 +24,22 @@ from torch import Tensor
 import hostdev
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.folder import Checkpoint
-from hostdev.checkpoint.keyed import is_by_key
+from hostdev.checkpoint.items import Held, Item, get_version, hold_segments, join_entries, read_rows, split_rows
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.manifest import KEYED_VERSION, VERSION, File, Manifest, Parent, RangeFile, Table
+from hostdev.checkpoint.manifest import (
+    File,
+    Manifest,
+    Parent,
+    RangeFile,
+    SegmentState,
+    Table,
+)
 from hostdev.checkpoint.manifest import read as read_manifest
 from hostdev.checkpoint.ranges import (
-    SPREAD,
     WEIGHTS,
     RowChunk,
     column_digests,
     has_whole_ranges,
-    rows_per_file,
     write_range,
 )
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
@@ -43,9 +47,6 @@ from hostdev.checkpoint.tree import tensors_as_bytes
 from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, RangeDigests
 from hostdev.core.errors import RankError, UserError, in_words
-from hostdev.core.keys import KeyColumns
-from hostdev.core.optimizers import hyperparameters
-from hostdev.core.table_dtypes import FP32
 from hostdev.core.workers import Workers
 
 Rows = npt.NDArray[np.float32]
@@ -55,26 +56,6 @@ _PIECE = 1 << 22  # bytes
 _NICE = 19
 _WRITERS = 2  # threads; each hashes and writes a file
 BUFFERS = _WRITERS + 1  # one per file being written, and one that is being filled
-
-
-class Source(Protocol):
-    """A table's rows at one moment; `host.changes.Snapshot` implements it."""
-
-    count: int  # number of rows to save
-
-    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return the rows in [first, last) to save, ascending."""
-
-    def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """Copy rows in [first, last) to the outputs. One thread calls this, with ascending ranges.
-
-        Args:
-            first: The first row of the range.
-            last: The end of the range.
-            ids: The rows to copy, int64 [N], ascending, or None for all N = last - first rows.
-            columns: Output, float32 [1 + S, N, D]: weights, then optimizer state.
-            row_columns: Output, float32 [R, N]: per-row optimizer state.
-        """
 
 
 class Channel(Protocol):
@@ -87,24 +68,6 @@ class Channel(Protocol):
 
     def gather_first(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the arrays of all ranks on the first rank, joined by rank; an empty one on others."""
-
-
-class Item(NamedTuple):
-    """A table to save, or this process's part of a table; `end(saved)` is called when writing has ended."""
-
-    table: Table
-    source: Source
-    full: bool  # whether all rows are saved
-    stop: Callable[[], None]  # called when all rows have been read, and again at the end
-    end: Callable[[bool], None]
-    first: int = 0  # position of the part's first row among all rows
-    rows: int | None = None  # rows of the part, or None for all rows of the table
-    cuts: Sequence[int] = ()  # rows at which a file must begin
-    get_keys: Callable[[int, int], KeyColumns] | None = None  # of a table by key, the keys of the rows [first, last)
-    # With the channel between the processes, or None: returns other files by name, below the table's folder. All
-    # processes call it, and the first one writes the files.
-    files: Callable[["Channel | None"], dict[str, bytes]] = lambda channel: {}
-    prepare: Callable[[], object] = lambda: None  # called before `files`; may fail in one process alone
 
 
 class Content(NamedTuple):
@@ -142,6 +105,7 @@ class AsyncWriter:
         on_end: Called with this writer when writing has ended, even after an error.
         channel: Connects the processes that write this checkpoint.
         release: Called last, to unlock the folder.
+        held: As for `hold_segments`.
     """
 
     def __init__(
@@ -158,11 +122,13 @@ class AsyncWriter:
         on_end: Callable[["AsyncWriter"], None] = lambda writer: None,
         channel: Channel | None = None,
         release: Callable[[], None] = lambda: None,
+        held: Held | None = None,
     ) -> None:
         self._path, self._step, self._items, self._content = path, step, items, content
         self._parent, self._keep, self._state_sha256, self._on_end = parent, keep, state_sha256, on_end
-        self._release, self._channel, self._best_steps = release, channel, best_steps
+        self._release, self._channel, self._best_steps, self._held = release, channel, best_steps, held or {}
         self._needs_digest = channel is None and parent is None and state_sha256 is None
+        self._needs_digest &= all(item.located is None for item in items)  # it would take a read of all segments
         self._hashes_rows = self._needs_digest and all(has_whole_ranges(item.table) for item in items)
         self.range_digests: dict[str, RangeDigests] = {}
         self.checkpoint: Checkpoint | None = None
@@ -252,16 +218,15 @@ class AsyncWriter:
             name, where = _agree(channel, begin if channel.rank == 0 else None)[0]
             partial = Path(where)
 
-            def write() -> list[list[dict[str, Any]]]:
+            def write() -> list[tuple[dict[str, Any], int]]:
                 if not partial.is_dir():
                     raise UserError(f"{partial} is missing: all hosts must share the checkpoint folder")
-                return [[asdict(file) for file in table.files] for table in self._write_tables(partial)]
+                tables = zip(self._write_tables(partial), self._items, strict=True)
+                return [(asdict(table), item.first) for table, item in tables]
 
             written = _agree(channel, write)
-            tables = [
-                replace(item.table, files=[RangeFile(**file) for files in written for file in files[number]])
-                for number, item in enumerate(self._items)
-            ]
+            parts = [[found[number] for found in written] for number in range(len(self._items))]
+            tables = [join_entries(item.table, part) for item, part in zip(self._items, parts, strict=True)]
 
             _agree(channel, lambda: [item.prepare() for item in self._items] and None)
             files = [item.files(channel) for item in self._items]
@@ -296,7 +261,7 @@ class AsyncWriter:
             others=others,
             state={**self._content.state, "digest": [list(names) for names in self._content.digest]},
             state_sha256=self._state_sha256,
-            version=VERSION if all(table.keys is None for table in tables) else KEYED_VERSION,
+            version=get_version(tables),
             versions={"hostdev": hostdev.__version__, "torch": str(torch.__version__), "numpy": np.__version__},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -306,8 +271,13 @@ class AsyncWriter:
             content = replace(content, state_sha256=digest)
         return content
 
+    def _prefix(self, number: int) -> str:
+        """Return how the names of this process's files of a table begin."""
+        return f"tables/{number}/{'' if self._channel is None else f'{self._channel.rank}-'}"
+
     def _write_tables(self, partial: Path) -> list[Table]:
         found: list[list[Future[_Written]]] = []
+        segments: list[SegmentState | None] = []
         buffers: SimpleQueue[Rows] = SimpleQueue()
         for _ in range(BUFFERS):
             buffers.put(np.empty(0, np.float32))
@@ -317,25 +287,15 @@ class AsyncWriter:
                 first = item.first
                 written: list[Future[_Written]] = []
                 found.append(written)
-                for start, stop, ids in _split_rows(item):
+                for start, stop, ids in split_rows(item):
                     buffer = buffers.get()
                     _raise_first_error(written)
-                    N = stop - start if ids is None else len(ids)
-                    buffer, columns, row_columns = _get_columns(buffer, item.table, N)
-                    item.source.read(start, stop, ids, columns, row_columns)
+                    buffer, rows = read_rows(item, buffer, start, stop, ids)
                     table = item.table
-                    rows = RowChunk(
-                        start,
-                        ids,
-                        dict(zip((WEIGHTS, *table.slots), columns, strict=True)),
-                        dict(zip(table.row_slots, row_columns, strict=True)),
-                        None if item.get_keys is None else item.get_keys(start, stop),
-                    )
                     if self._channel is not None:
                         start, stop, ids = start + first, stop + first, None if ids is None else ids + first
-                        rows = RowChunk(start, ids, rows.columns, rows.row_columns, rows.keys)
-                    piece = f"{len(written):06d}.arrow"
-                    name = f"tables/{number}/{'' if self._channel is None else f'{self._channel.rank}-'}{piece}"
+                        rows = rows._replace(start=start, ids=ids)
+                    name = f"{self._prefix(number)}{len(written):06d}.arrow"
 
                     def write(
                         name: str = name,
@@ -352,11 +312,12 @@ class AsyncWriter:
                             buffers.put(buffer)
 
                     written.append(pool.submit(write))
+                segments.append(hold_segments(partial, self._prefix(number), item, self._held))
                 item.stop()
             results = [[file.result() for file in written] for written in found]
         tables = [
-            replace(item.table, files=[file for file, _ in written])
-            for item, written in zip(self._items, results, strict=True)
+            replace(item.table, files=[file for file, _ in written], segments=held)
+            for item, written, held in zip(self._items, results, segments, strict=True)
         ]
         if self._hashes_rows:
             self.range_digests = {
@@ -402,38 +363,6 @@ def _raise_first_error(written: list[Future[_Written]]) -> None:
             file.result()
 
 
-def _split_rows(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
-    """Yield (start, stop, ids) for each file: its row range, and the rows in it to save (None for all)."""
-    V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
-    if item.full:
-        edges = sorted({*range(0, V, most), *item.cuts, V})
-        yield from ((start, stop, None) for start, stop in pairwise(edges))
-        return
-    step = max(64, most // 8)
-    waiting: list[npt.NDArray[np.int64]] = []
-    begin = have = 0
-    for start in range(0, V, step):
-        stop = min(V, start + step)
-        ids = item.source.rows_between(start, stop)
-        if have and have + len(ids) > most:
-            yield begin, start, np.concatenate(waiting)
-            begin, waiting, have = start, [], 0
-        if len(ids):
-            waiting.append(ids)
-            have += len(ids)
-    if have:
-        yield begin, V, np.concatenate(waiting)
-
-
-def _get_columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
-    """Return a buffer that is large enough for N rows, and views of the rows' columns in it."""
-    S, R, D = 1 + len(table.slots), len(table.row_slots), table.dim
-    if buffer.size < N * (S * D + R):
-        buffer = np.empty(N * (S * D + R), np.float32)
-    vectors = N * S * D
-    return buffer, buffer[:vectors].reshape(S, N, D), buffer[vectors : vectors + N * R].reshape(R, N)
-
-
 def _write(root: Path, name: str, pieces: Iterable[bytes]) -> File:
     """Write a new file and sync it to disk."""
     file = HashedFile(root / name)
@@ -443,24 +372,3 @@ def _write(root: Path, name: str, pieces: Iterable[bytes]) -> File:
         return File(file=name, sha256=file.finish(), bytes=file.bytes)
     finally:
         file.close()
-
-
-def describe_table(table: Any) -> Table:
-    """Return a table's entry in the manifest."""
-    optimizer = table.optimizer
-    is_rounded = (table.dtype, table.slots_dtype) != (FP32, FP32)
-    return Table(
-        name=table.name,
-        rows=table.rows if is_by_key(table) else table.total_rows,
-        dim=table.dim,
-        optimizer=type(optimizer).__name__,
-        hyperparameters=hyperparameters(optimizer),
-        slots=list(optimizer.slots),
-        row_slots=list(optimizer.row_slots),
-        step=table.step,
-        dtype=table.dtype,
-        slots_dtype=table.slots_dtype,
-        seed=table.seed if is_rounded or is_by_key(table) else None,
-        order="ids" if getattr(table, "part", None) is None or is_by_key(table) else SPREAD,
-        history=None if table.history is None else table.history.packed(),
-    )

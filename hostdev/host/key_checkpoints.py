@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.keys import KeyColumns
-from hostdev.host.changes import Budget, Changes
+from hostdev.host.changes import Changes
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_reads import KeyedReads
 from hostdev.host.key_snapshot import KeySnapshot, gone_since
+from hostdev.host.snapshot import Budget, Copies, RowCopies
 from hostdev.kernels.key_directory import EMPTY
 
 Keys = npt.NDArray[np.int64]
@@ -37,10 +38,11 @@ class CheckpointedKeys(KeyedReads):
     def _rekeying(self) -> AbstractContextManager[None]:
         raise NotImplementedError
 
-    def begin_snapshot(self, budget: Budget, *, everything: bool) -> KeySnapshot:
+    def begin_snapshot(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> KeySnapshot:
         """Begin a snapshot of all rows, or of those written since the last saved one; see `Changes.begin`.
 
-        Rows that are planned ahead may be filled meanwhile, but no step may be taken.
+        `copies` copies rows; None for one that copies values. Rows that are planned ahead may be filled meanwhile, but
+        no step may be taken.
         """
         changes = self.note_changes()
         with self._lock, self._noting:
@@ -48,7 +50,8 @@ class CheckpointedKeys(KeyedReads):
             gone = gone_since(self._gone)
             gone = gone[self.index.find_committed(gone) == EMPTY]
             changed = None if everything else changes.touched
-            snapshot = KeySnapshot(self.storage, budget, self.unknown_rows, found, changed, gone)
+            shared = budget, self.unknown_rows, found, changed, gone
+            snapshot = KeySnapshot(copies or RowCopies(self.storage), self.storage.shape[0], *shared)
             changes.begin_with(snapshot)
             self._gone = []
             return snapshot
@@ -84,6 +87,26 @@ class CheckpointedKeys(KeyedReads):
             rows = self._add(*found)
             self.index.set_uses(rows, found.last, found.uses)
             self.write_now(rows, block, row_slots)
+
+    def place_rows(self, found: KeyColumns) -> tuple[Positions, npt.NDArray[np.bool_]]:
+        """Give keys [N] of a checkpoint, all different, a row each; return these rows, and whose keys they are [N].
+
+        Keys of other ranks are left out. The caller sets the rows' values.
+        """
+        mine = self.owns(found.keys)
+        found = found.at(mine)
+        with self._rekeying():
+            rows = self._add(*found)
+            self.index.set_uses(rows, found.last, found.uses)
+            self._note_write(rows)
+        return rows, mine
+
+    def place_unknown(self, names: Sequence[str]) -> Positions:
+        """Return the out-of-vocabulary rows of a checkpoint, if this rank has them; the caller sets their values."""
+        with self._rekeying():
+            rows = np.array([self.unknown_row(name) for name in names if self.is_first], np.int32)
+            self._note_write(rows)
+        return rows
 
     def load_unknown(self, names: Sequence[str], block: Rows, row_slots: Rows) -> None:
         """Write the out-of-vocabulary rows of a checkpoint, if this rank has them; arguments as for `load_rows`."""

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.keys import KeyColumns
-from hostdev.host.changes import Budget, Snapshot
 from hostdev.host.committed_keys import CommittedKeys
-from hostdev.host.storage import Storage
+from hostdev.host.snapshot import Budget, Copies, Snapshot
 from hostdev.kernels.bits import Bits, empty_bits, mark
 from hostdev.kernels.buffers import reserved
 from hostdev.kernels.key_order import order_of, sorted_rows
@@ -29,7 +28,8 @@ class KeySnapshot(Snapshot):
     """The rows of a table by key when the snapshot is constructed.
 
     Args:
-        storage: The table's memory.
+        copies: Copies rows.
+        rows: Number of rows that the table can have.
         budget: As for `Snapshot`.
         unknown: The out-of-vocabulary rows by name, in the order of the names.
         found: The table's keys.
@@ -39,7 +39,8 @@ class KeySnapshot(Snapshot):
 
     def __init__(
         self,
-        storage: Storage,
+        copies: Copies,
+        rows: int,
         budget: Budget,
         unknown: Mapping[str, int],
         found: CommittedKeys,
@@ -50,10 +51,10 @@ class KeySnapshot(Snapshot):
         self._own = np.array(list(unknown.values()), np.int32)
         live = found.live if changed is None else found.live & changed[: len(found.live)]
         self._live: Bits | None = live
-        wanted = empty_bits(storage.shape[0])
+        wanted = empty_bits(rows)
         wanted[: len(live)] = live
         mark(self._own, wanted)
-        super().__init__(storage, wanted, budget)
+        super().__init__(copies, rows, wanted, budget)
         self._rows = self.count
         self._bucket = -(-self.count // 32)
 

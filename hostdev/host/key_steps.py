@@ -134,6 +134,8 @@ class SteppedKeys(CheckpointedKeys):
     def _forget(self, rows: Positions) -> None:
         """Free the memory and the disk that rows take which nothing uses any more."""
         if isinstance(self.storage, DiskStorage):
+            if self.changes is not None:
+                self.changes.before_forget(rows)
             self.storage.tier.forget(rows)
 
     def retire(self, rows: Positions) -> None:

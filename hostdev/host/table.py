@@ -379,6 +379,16 @@ class HostTable(ReadableTable):
         self._step, self.untouched = 0, True
         self._after_write(None)
 
+    def forget_rows(self) -> None:
+        """Give all rows their initial values, before those of a checkpoint are loaded; see `reset`."""
+        self._before_write()
+        if self.changes is not None:
+            self.changes.await_end()
+            self.note_changes(anew=True)
+        self.storage.fill(self._shape(self.dim), *self._initial)
+        self.untouched = False
+        self._after_write(None)
+
     def adopt(self, history: History, *, whole: bool) -> None:
         """Replace the table's step history with that of a checkpoint, before the checkpoint's rows are loaded.
 

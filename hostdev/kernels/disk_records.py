@@ -171,7 +171,7 @@ def copy_rows(start, stop, sources, targets, from_addresses, addresses, widths):
 
 
 @kernel
-def read(start, stop, positions, keys, targets, files, tags, format_, addresses, widths, words, failure):
+def read(start, stop, positions, keys, targets, files, maps, tags, format_, addresses, widths, words, failure):
     """Read records from files into the rows targets[start:stop] of the planes, and check their blocks.
 
     Args:
@@ -179,6 +179,7 @@ def read(start, stop, positions, keys, targets, files, tags, format_, addresses,
         keys: int64 [N], the key that each record must have.
         targets: int32 [N].
         files: int32 [segments], open files by the number of their segment.
+        maps: int64 [segments], addresses of files that are mapped into memory, which are not read from `files`; or 0.
         tags: uint64 [segments], the tag of the segments' first blocks.
         format_: The `Format`.
         addresses: Of the planes.
@@ -202,7 +203,11 @@ def read(start, stop, positions, keys, targets, files, tags, format_, addresses,
                 break
             last, j = block, j + np.uint64(1)
         count = np.int64(last - first) + 1
-        got = _pread(files[segment], base, count * size, np.int64(first) * size)
+        got = count * size
+        if maps[segment] != 0:
+            _memcpy(base, maps[segment] + np.int64(first) * size, got)
+        else:
+            got = _pread(files[segment], base, count * size, np.int64(first) * size)
         if got != count * size:
             failure[0], failure[1], failure[2] = UNREADABLE, positions[i], got
             return
@@ -238,26 +243,24 @@ def check(start, stop, words, tag, format_, failure):
 
 
 @kernel
-def find_live(words, count, first, where, saved, format_, out):
-    """Find those of the first `count` records of `words` that are their rows' latest, and whose rows are on disk.
+def find_live(rows, first, where, saved, out):
+    """Find the records that are their rows' latest, and whose rows are on disk.
 
     If the row of such a record is in memory, unchanged, the record is not needed: the row counts as changed.
 
     Args:
-        words: uint64 [any], whole blocks.
-        count: Number of records.
+        rows: int64 [N], the row of each record; other numbers than those of rows are left out.
         first: The position of the first record.
         where: See `kernels.frames`, like `saved`.
         saved: See `where`.
-        format_: The `Format`.
-        out: int32 [count + 1], output: the records' numbers.
+        out: int32 [N + 1], output: the records' numbers.
 
     Returns:
         The number of records found, and of those that are not needed any more.
     """
     found, dropped = np.uint64(0), np.int64(0)
-    for number in range(np.uint64(count)):
-        row = words[_word_of(format_, number) + np.uint64(2)]
+    for number in range(np.uint64(len(rows))):
+        row = np.uint64(rows[number])
         if row >= np.uint64(len(where)):
             continue
         own, place = np.int64(first) + np.int64(number) + 1, np.int64(where[row])
@@ -270,18 +273,31 @@ def find_live(words, count, first, where, saved, format_, out):
 
 
 @kernel
-def move(start, stop, numbers, source, version, first, words, format_):
-    """Copy the records numbers[start:stop] of `source` to `words`, from record `first` on, with new versions."""
+def move(start, stop, numbers, rows, source, version, first, words, format_):
+    """Copy the records numbers[start:stop] of `source` to `words`, from record `first` on.
+
+    They get new versions, and the row numbers rows[start:stop], int64.
+    """
     size = np.uint64(format_.record_bytes >> 3)
     for i in range(np.uint64(start), np.uint64(stop)):
         at, to = _word_of(format_, np.uint64(numbers[i])), _word_of(format_, np.uint64(first) + i)
         for k in range(size):
             words[to + k] = source[at + k]
-        words[to + np.uint64(1)] = np.uint64(version) + i
+        words[to + np.uint64(1)], words[to + np.uint64(2)] = np.uint64(version) + i, np.uint64(rows[i])
 
 
 @kernel
-def moved_rows(start, stop, numbers, source, format_, rows):
-    """Write the row numbers of the records numbers[start:stop] of `source` to rows[start:stop], int64."""
+def record_rows(start, stop, words, format_, rows):
+    """Write the row numbers of the records [start, stop) of `words` to rows[start:stop], int64."""
     for i in range(np.uint64(start), np.uint64(stop)):
-        rows[i] = np.int64(source[_word_of(format_, np.uint64(numbers[i])) + np.uint64(2)])
+        rows[i] = np.int64(words[_word_of(format_, i) + np.uint64(2)])
+
+
+@kernel
+def clear(start, stop, words, format_):
+    """Write zeros to the records [start, stop) of `words`, which are not used."""
+    size = np.uint64(format_.record_bytes >> 3)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        at = _word_of(format_, i)
+        for k in range(size):
+            words[at + k] = np.uint64(0)

@@ -296,3 +296,54 @@ def move_to(rows: Any, first: Any, where: Any) -> None:
     """Record that the records of rows [N] were copied to the positions from `first` on."""
     for i in range(np.uint64(len(rows))):
         where[np.uint64(rows[i])] = np.int64(first) + np.int64(i) + 1
+
+
+@kernel
+def locate(rows: Any, where: Any, saved: Any, positions: Any, changed: Any) -> Any:
+    """Write what `where` would be if rows [N] left the memory to `positions`, int64 [N]; CHANGED for changed rows.
+
+    Write the places of changed rows to `changed`, int32 [N + 1], and return how many there are.
+    """
+    c = np.uint64(0)
+    for i in range(np.uint64(len(rows))):
+        place = np.int64(where[np.uint64(rows[i])])
+        if place < 0:
+            place = saved[np.uint64(-1 - place)]
+        positions[i], changed[c] = place, i
+        c += np.uint64(place == CHANGED)
+    return np.int64(c)
+
+
+@kernel
+def record_saved(frames: Any, first: Any, pins: Any, saved: Any, live: Any, per_segment: Any) -> None:
+    """Record that the rows of frames [N] were also written to the positions from `first` on.
+
+    Those that are not pinned count as unchanged from then on. The records of the others, which may change, are dead.
+    """
+    for i in range(np.uint64(len(frames))):
+        frame, position = np.uint64(frames[i]), np.int64(first) + np.int64(i)
+        if pins[frame] == 0:
+            saved[frame] = position + 1
+        else:
+            live[np.uint64(position) // np.uint64(per_segment)] -= 1
+
+
+@kernel
+def find_records(start: Any, stop: Any, where: Any, saved: Any, first: Any, out: Any) -> None:
+    """Write each of the rows [start, stop) to out [N] at the number of its record, if it is one of N from `first` on.
+
+    Args:
+        start: The first row.
+        stop: The end of the rows.
+        where: See the module.
+        saved: See the module.
+        first: The position of the first record.
+        out: int64 [N], output.
+    """
+    for row in range(np.uint64(start), np.uint64(stop)):
+        place = np.int64(where[row])
+        if place < 0:
+            place = saved[np.uint64(-1 - place)]
+        number = np.uint64(place - 1 - np.int64(first))
+        if place > 0 and number < np.uint64(len(out)):
+            out[number] = row

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hostdev.checkpoint import best
+from hostdev.checkpoint.files import check_file
 from hostdev.checkpoint.folder import Chain, Found, is_checkpoint, newest
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import values_of
 from hostdev.checkpoint.manifest import BrokenCheckpointError
-from hostdev.checkpoint.ranges import check_file
 from hostdev.checkpoint.state import DENSE, find_file
 from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.data import manifest

@@ -16,7 +16,8 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import HashedFile
 from hostdev.checkpoint.tree import from_tree, tensors_as_bytes, to_tree
 from hostdev.core.checksums import json_checksum
-from hostdev.host.changes import Changes, Snapshot
+from hostdev.host.changes import Changes
+from hostdev.host.snapshot import Snapshot
 from hostdev.host.table import HostTable
 from hostdev.runtime.runtime import Runtime
 

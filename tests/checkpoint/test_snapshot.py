@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hostdev import FTRL, HostTable, LazyAdam, RowWiseAdagrad, RowWiseAdam
-from hostdev.host.changes import Budget
+from hostdev.host.snapshot import Budget
 from hostdev.kernels import bits
 from hostdev.kernels.pool import set_host_threads
 

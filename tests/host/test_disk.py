@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hostdev import FTRL, SGD, Adam, Disk, HostTable, LazyAdam, RowWiseAdam, Unused, UserError
+from hostdev.host.disk import segments as segments_module
 from hostdev.host.disk import store as store_module
 from hostdev.host.disk.folder import TableFolder
 from hostdev.host.disk.readers import Planes
@@ -129,7 +130,7 @@ def test_space_of_dead_records_is_collected(tmp_path, small):
         table.apply(ids, np.ones((200, 8), np.float32))
     live = ROWS * store.format.record_bytes
     assert store.written_bytes["rows"] > 10 * live
-    assert store.segments * store.format.segment_bytes < 3 * live + 4 * store.format.segment_bytes
+    assert len(store.segments) * store.format.segment_bytes < 3 * live + 4 * store.format.segment_bytes
     assert store.written_bytes["collected"] <= 1.5 * store.written_bytes["rows"]
 
 
@@ -224,7 +225,7 @@ def test_a_swapped_block_is_found(tmp_path, small):
     table = filled(tmp_path)
     tier, row = table.storage.tier, int(on_disk(table)[0])
     segment, number = divmod(int(tier.where[row]) - 1, tier.store.format.per_segment)
-    path = tier.store._path(int(tier.store._source.tags[segment]) >> 32)
+    path = tier.store.segments.path(segment)
     data = bytearray(path.read_bytes())
     block = number // tier.store.format.per_block
     other = block + 1 if block % 2 == 0 else block - 1
@@ -239,7 +240,7 @@ def test_an_unreadable_segment_ends_training_in_one_line(tmp_path, small):
     table = filled(tmp_path)
     tier, row = table.storage.tier, int(on_disk(table)[0])
     segment = (int(tier.where[row]) - 1) // tier.store.format.per_segment
-    os.truncate(tier.store._path(int(tier.store._source.tags[segment]) >> 32), 0)
+    os.truncate(tier.store.segments.path(segment), 0)
     for _ in range(2):  # and no call after it uses the row's frame
         with pytest.raises(UserError, match=r"cannot be read \(only 0 bytes of them are there\); resume from the last"):
             table.apply(np.array([row]), np.ones((1, 8), np.float32))
@@ -256,7 +257,7 @@ def test_a_full_disk_is_said_and_rows_are_kept(tmp_path, small, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         allocate(file, offset, size)
 
-    monkeypatch.setattr(store_module.os, "posix_fallocate", fail)
+    monkeypatch.setattr(segments_module.os, "posix_fallocate", fail)
     with pytest.raises(
         UserError, match=r"table 't' needs 64.0 KiB more in .*No space left on device.*Free space there"
     ):
@@ -273,7 +274,7 @@ def test_a_write_that_fails_ends_training_in_one_line(tmp_path, small, monkeypat
     def fail(file, data, offset):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(store_module, "_write_all", fail)
+    monkeypatch.setattr(store_module, "write_all", fail)
     with pytest.raises(UserError, match="cannot be written"):
         for start in range(0, 10 * ROWS, 100):
             table.apply(np.arange(start, start + 100) % ROWS, np.ones((100, 8), np.float32))
@@ -287,7 +288,7 @@ def test_a_file_system_without_direct_io_works(tmp_path, small, monkeypatch):
             raise OSError(errno.EINVAL, "no O_DIRECT")
         return opened(path, flags, mode)
 
-    monkeypatch.setattr(store_module.os, "open", refuse)
+    monkeypatch.setattr(segments_module.os, "open", refuse)
     table = filled(tmp_path)
     assert not table.storage.tier.store.direct
     row = int(on_disk(table)[0])

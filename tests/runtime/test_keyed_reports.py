@@ -13,12 +13,12 @@ from hostdev.checkpoint import manager
 from hostdev.core.admission import Probability
 from hostdev.errors import UserError
 from hostdev.host import key_checkpoints, key_table
-from hostdev.host.changes import Snapshot
 from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_plan import PlannedKeys
 from hostdev.host.key_snapshot import KeySnapshot
 from hostdev.host.key_table import KeyTable
+from hostdev.host.snapshot import Snapshot
 from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline import keys as pipeline_keys
 from tests.runtime.test_keyed_tables import MODES, POLICIES, Program, batches

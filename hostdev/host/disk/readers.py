@@ -42,11 +42,19 @@ class Planes(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Open files of records."""
+    """Open files of records, or such that are mapped into memory.
 
-    files: npt.NDArray[np.int32]  # [segments]
-    tags: npt.NDArray[np.uint64]  # [segments]
+    Attributes:
+        files: int32 [segments].
+        tags: uint64 [segments].
+        format: The format of records.
+        maps: int64 [segments], addresses of files that are in memory, and 0 for others.
+    """
+
+    files: npt.NDArray[np.int32]
+    tags: npt.NDArray[np.uint64]
     format: Format
+    maps: npt.NDArray[np.int64]
 
 
 class Read:
@@ -85,11 +93,9 @@ class Read:
         failure = np.zeros(3, np.int64)
         try:
             if self.failure[0] == GOOD:
-                files, tags, format_ = self._source
-                planes = self._planes
-                disk_records.read(
-                    start, stop, *self._records, files, tags, format_, planes.addresses, planes.widths, words, failure
-                )
+                source, planes = self._source, self._planes
+                shared = source.files, source.maps, source.tags, source.format, planes.addresses, planes.widths
+                disk_records.read(start, stop, *self._records, *shared, words, failure)
         finally:
             with self._lock:
                 if failure[0] != GOOD:

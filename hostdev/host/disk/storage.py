@@ -13,18 +13,18 @@ from hostdev.core.initializers import Initializer
 from hostdev.core.memory import format_bytes
 from hostdev.core.table_dtypes import TableStep
 from hostdev.host.disk.readers import Planes
+from hostdev.host.disk.rows import COPIED_BYTES, RowFormat
 from hostdev.host.disk.tier import Tier, get_location_bytes
-from hostdev.host.storage import Float32, Shape, Split, Storage, make_storage
+from hostdev.host.storage import Float32, Shape, Split, Storage
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.clock import Clock
 from hostdev.kernels.norm import PART
-from hostdev.kernels.pool import Task, run_tasks
+from hostdev.kernels.pool import Task
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
-_COPIED_BYTES = 1 << 26  # bytes of rows that are copied at a time
 _HELD_OF = 16  # a call outside of the pipeline holds at most one frame in 16 at a time
 
 
@@ -65,39 +65,19 @@ class DiskStorage:
         seed: int,
         init: Initializer,
     ) -> None:
-        self._name, self._whole, self._dtypes = name, shape, (dtype, slots_dtype)
-        self._initial = seed, init
-        one = self._make(np.zeros(1, np.int64))
-        self._row_bytes = Planes.of(one.planes).row_bytes
+        self._whole, self.get_keys = shape, get_keys
+        self.format = RowFormat(name, shape, dtype, slots_dtype, seed, init)
 
         def allocate(count: int, keys: npt.NDArray[np.int64]) -> Planes:
-            self.frames = self._make(keys)
+            self.frames = self.format.allocate(keys)
             return Planes.of(self.frames.planes)
 
         def fill(frames: Positions, keys: npt.NDArray[np.int64]) -> None:
-            self._fill(self.frames, frames, keys)
+            self.format.fill(self.frames, frames, keys)
 
-        shared = self._row_bytes, allocate, get_keys, fill
+        shared = self.format.row_bytes, allocate, get_keys, fill
         self.tier = Tier(name, disk.path, shape.rows, disk.nbytes, *shared)
         self.row_slots: Any = RowSlots(self)
-
-    def _make(self, keys: npt.NDArray[np.int64]) -> Float32 | Split:
-        """Return storage for rows in memory, one for each of the keys."""
-        of = self._whole
-        shape = Shape(len(keys), of.dim, of.optimizer, 0, len(keys), False, of.ids, self._dtypes[1], keys)
-        return make_storage(self._name, shape, *self._dtypes)
-
-    def _fill(self, storage: Float32 | Split, rows: Positions, keys: npt.NDArray[np.int64]) -> None:
-        """Write the initial values of the rows of some keys to these rows of storage in memory."""
-        _, planes, D = self.shape
-        step = max(1, _COPIED_BYTES // (4 * planes * D))
-        for start in range(0, len(rows), step):
-            part = slice(start, start + step)
-            n = len(rows[part])
-            block, row_slots = np.empty((n, planes, D), np.float32), np.empty((n, self.row_slots.shape[1]), np.float32)
-            storage.initial(self._whole, *self._initial, keys[part], block)
-            self._whole.fill_row_slots(row_slots)
-            run_tasks(storage.write_tasks(rows[part], block, row_slots, None))
 
     def close(self) -> None:
         """Remove the rows' files."""
@@ -140,15 +120,15 @@ class DiskStorage:
 
     def sources(self, ids: Ids, positions: Positions | None = None) -> Iterator[tuple[Storage, Ids, Positions | None]]:
         """See `Storage`."""
-        step = max(1, _COPIED_BYTES // self._row_bytes)
+        step = max(1, COPIED_BYTES // self.format.row_bytes)
         if positions is None and len(ids) > step:
             positions = np.arange(len(ids), dtype=np.int32)
         for start in range(0, len(ids), step):
             part = np.ascontiguousarray(ids[start : start + step])
-            to = self._make(np.zeros(len(part), np.int64))
+            to = self.format.allocate(np.zeros(len(part), np.int64))
 
             def fill(rows: Positions, keys: npt.NDArray[np.int64], to: Float32 | Split = to) -> None:
-                self._fill(to, rows, keys)
+                self.format.fill(to, rows, keys)
 
             self.tier.copy(part, Planes.of(to.planes), fill)
             yield to, identity(len(part)), None if positions is None else positions[start : start + step]
@@ -215,7 +195,7 @@ class DiskStorage:
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """See `Storage`."""
-        step = max(1, _COPIED_BYTES // self._row_bytes // PART) * PART
+        step = max(1, COPIED_BYTES // self.format.row_bytes // PART) * PART
         found = []
         for start in range(0, self.shape[0], step):
             for source, _, _ in self.sources(np.arange(start, min(start + step, self.shape[0]))):

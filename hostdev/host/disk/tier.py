@@ -19,7 +19,8 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.host.disk.folder import TableFolder
 from hostdev.host.disk.readers import Planes, Read
-from hostdev.host.disk.store import SEGMENT_BYTES, SegmentStore
+from hostdev.host.disk.segments import SEGMENT_BYTES
+from hostdev.host.disk.store import SegmentStore
 from hostdev.kernels import disk_records, frames
 from hostdev.kernels.buffers import reserved
 from hostdev.kernels.disk_records import Format
@@ -29,6 +30,7 @@ Positions = npt.NDArray[np.int32]
 
 FRAME_BYTES = 32  # memory of a frame beside its row
 _BUFFERS_OF = 16  # buffers for writing take at most one part in 16 of the memory
+_WRITTEN_BYTES = 1 << 22  # bytes of rows that are written for a checkpoint each time the lock is held
 _RESERVED_OF = 8  # one frame in 8 is for reads and writes outside of the pipeline
 
 
@@ -291,6 +293,60 @@ class Tier:
             self._free_count = frames.forget(rows, *state, self._free_count, store.live, store.format.per_segment)
             self._changed.notify_all()
 
+    def locate(self, rows: Ids) -> npt.NDArray[np.int64]:
+        """Return where the values of rows are on disk, int64 [N]: position + 1, or 0 for initial values.
+
+        Changed rows are written first. The rows must not change meanwhile. The records are there until a read ends that
+        has begun before; see `SegmentStore.begin_read`.
+
+        Raises:
+            UserError: A read or write of the disk has failed.
+        """
+        found = np.empty(len(rows), np.int64)
+        left, most = np.arange(len(rows)), max(1, _WRITTEN_BYTES // self.planes.row_bytes)
+        while True:
+            with self._changed:
+                some = rows[left]
+                places, changed = np.empty(len(some), np.int32), np.empty(len(some) + 1, np.int32)
+                self._changed.wait_for(lambda some=some, places=places: not self._arriving(some, places))  # type: ignore[misc]
+                self.store.require_good()
+                positions = np.empty(len(some), np.int64)
+                count = frames.locate(some, self.where, self._saved, positions, changed)
+                found[left] = positions
+                now = changed[: min(count, most, self.store.room())]
+                found[left[now]] = 1 + self._write(places[now], some[now])
+                left = left[changed[len(now) : count]]
+            if not len(left):
+                return found
+            self.store.await_room()
+
+    def _write(self, at: Positions, rows: Ids) -> npt.NDArray[np.int64]:
+        """Write changed rows, which stay in their frames, and return their positions; needs the lock."""
+        positions, done, store = np.empty(len(at), np.int64), 0, self.store
+        for first, n in store.append(at, self.keys[at], rows, self.planes):
+            some = at[done : done + n]
+            frames.record_saved(some, first, self._pins, self._saved, store.live, store.format.per_segment)
+            positions[done : done + n] = np.arange(first, first + n)
+            done += n
+        return positions
+
+    def begin_read(self) -> int:
+        """See `SegmentStore.begin_read`."""
+        with self._changed:
+            return self.store.begin_read()
+
+    def end_read(self, number: int) -> None:
+        """See `SegmentStore.end_read`."""
+        with self._changed:
+            self.store.end_read(number)
+
+    def adopt(self, rows: Ids, positions: npt.NDArray[np.int64]) -> None:
+        """Take the records at positions [N], which the store has adopted, for rows [N] that are nowhere yet."""
+        per_segment, live = self.store.format.per_segment, self.store.live
+        with self._changed:
+            self.where[rows] = positions + 1
+            live += np.bincount(positions // per_segment, minlength=len(live))
+
     def find(self, rows: Ids) -> Positions:
         """Return the frames of rows that are pinned, int32 [N]."""
         out = np.empty(len(rows), np.int32)
@@ -348,11 +404,7 @@ class Tier:
         if not number:
             return
 
-        def done() -> None:
-            with self._changed:
-                self.store.end_read(number)
-
-        read = self.store.read(positions, keys[there], there, planes, done)
+        read = self.store.read(positions, keys[there], there, planes, lambda: self.end_read(number))
         read.wait()
         self.store.require_read(read)
 

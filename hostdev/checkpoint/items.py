@@ -1,0 +1,200 @@
+"""What a checkpoint is written from: its tables, and the rows of each file.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.checkpoint.keyed import is_by_key
+from hostdev.checkpoint.manifest import (
+    KEYED_VERSION,
+    SEGMENT_VERSION,
+    VERSION,
+    Numbering,
+    RangeFile,
+    SegmentEntry,
+    SegmentState,
+    Table,
+)
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, rows_per_file
+from hostdev.core.disk import sync_folder
+from hostdev.core.keys import KeyColumns
+from hostdev.core.optimizers import hyperparameters
+from hostdev.core.table_dtypes import FP32
+from hostdev.host.disk.segments import SegmentFile, link_or_copy, try_link
+
+Rows = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+Held = Mapping[tuple[int, str], Path]  # segments by their sizes and checksums
+
+
+class Source(Protocol):
+    """A table's rows at one moment; `host.snapshot.Snapshot` implements it."""
+
+    count: int  # number of rows to save
+
+    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return the rows in [first, last) to save, ascending."""
+
+    def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
+        """Copy rows in [first, last) to the outputs. One thread calls this, with ascending ranges.
+
+        Args:
+            first: The first row of the range.
+            last: The end of the range.
+            ids: The rows to copy, int64 [N], ascending, or None for all N = last - first rows.
+            columns: Output, float32 [1 + S, N, D]: weights, then optimizer state.
+            row_columns: Output, float32 [R, N]: per-row optimizer state.
+        """
+
+
+class Located(NamedTuple):
+    """The rows of a table on disk at one moment: where they are."""
+
+    locate: Callable[[int, int, Ids], None]  # writes the locations of the rows in [first, last); called like `read`
+    finish: Callable[[Callable[[SegmentFile], str]], list[tuple[str, SegmentFile]]]  # see `LocationCopies.finish`
+
+
+class Item(NamedTuple):
+    """A table to save, or this process's part of a table; `end(saved)` is called when writing has ended."""
+
+    table: Table
+    source: Source
+    full: bool  # whether all rows are saved
+    stop: Callable[[], None]  # called when all rows have been read, and again at the end
+    end: Callable[[bool], None]
+    first: int = 0  # position of the part's first row among all rows
+    rows: int | None = None  # rows of the part, or None for all rows of the table
+    cuts: Sequence[int] = ()  # rows at which a file must begin
+    get_keys: Callable[[int, int], KeyColumns] | None = None  # of a table by key, the keys of the rows [first, last)
+    # With the channel between the processes, or None: returns other files by name, below the table's folder. All
+    # processes call it, and the first one writes the files.
+    files: Callable[[Any], dict[str, bytes]] = lambda channel: {}
+    prepare: Callable[[], object] = lambda: None  # called before `files`; may fail in one process alone
+    located: Located | None = None  # if rows are located in segments, which `table.segments` describes, and not read
+
+
+def split_rows(item: Item) -> Iterator[tuple[int, int, Ids | None]]:
+    """Yield (start, stop, ids) for each file: its row range, and the rows in it to save (None for all)."""
+    V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
+    if item.full:
+        edges = sorted({*range(0, V, most), *item.cuts, V})
+        yield from ((start, stop, None) for start, stop in pairwise(edges))
+        return
+    step = max(64, most // 8)
+    waiting: list[npt.NDArray[np.int64]] = []
+    begin = have = 0
+    for start in range(0, V, step):
+        stop = min(V, start + step)
+        ids = item.source.rows_between(start, stop)
+        if have and have + len(ids) > most:
+            yield begin, start, np.concatenate(waiting)
+            begin, waiting, have = start, [], 0
+        if len(ids):
+            waiting.append(ids)
+            have += len(ids)
+    if have:
+        yield begin, V, np.concatenate(waiting)
+
+
+def read_rows(item: Item, buffer: Rows, start: int, stop: int, ids: Ids | None) -> tuple[Rows, RowChunk]:
+    """Return the rows of a file, and the buffer in which they are."""
+    table, N = item.table, stop - start if ids is None else len(ids)
+    keys = None if item.get_keys is None else item.get_keys(start, stop)
+    if item.located is not None:
+        locations = np.empty(N, np.int64)
+        item.located.locate(start, stop, locations)
+        return buffer, RowChunk(start, None, {}, {}, keys, locations)
+    buffer, columns, row_columns = _get_columns(buffer, table, N)
+    item.source.read(start, stop, ids, columns, row_columns)
+    vectors = dict(zip((WEIGHTS, *table.slots), columns, strict=True))
+    return buffer, RowChunk(start, ids, vectors, dict(zip(table.row_slots, row_columns, strict=True)), keys)
+
+
+def _get_columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
+    """Return a buffer that is large enough for N rows, and views of the rows' columns in it."""
+    S, R, D = 1 + len(table.slots), len(table.row_slots), table.dim
+    if buffer.size < N * (S * D + R):
+        buffer = np.empty(N * (S * D + R), np.float32)
+    vectors = N * S * D
+    return buffer, buffer[:vectors].reshape(S, N, D), buffer[vectors : vectors + N * R].reshape(R, N)
+
+
+def hold_segments(partial: Path, prefix: str, item: Item, held: Held) -> SegmentState | None:
+    """Hold the segments that a table's rows are in, by hard links where that is possible.
+
+    Args:
+        partial: The checkpoint's folder.
+        prefix: How the names of the files begin.
+        item: The table.
+        held: Segments that the last checkpoint holds. Where those of the table are on another file system, those that
+            it has are held again, and only the others are copied.
+    """
+    if item.located is None:
+        return None
+    assert item.table.segments is not None
+
+    def hold(file: SegmentFile) -> str:
+        name = f"{prefix}{file.path.name}"
+        before = held.get((file.nbytes, file.sha256))
+        if not (before is not None and try_link(before, partial / name)):
+            link_or_copy(file.path, partial / name)
+        return name
+
+    entries = [
+        SegmentEntry(file=name, bytes=file.nbytes, sha256=file.sha256, number=file.number)
+        for name, file in item.located.finish(hold)
+    ]
+    sync_folder((partial / prefix).parent)
+    return replace(item.table.segments, files=entries)
+
+
+def join_entries(table: Table, parts: list[tuple[dict[str, Any], int]]) -> Table:
+    """Return the entry of a table that several processes have written: their entries and first rows, by rank."""
+    files = [RangeFile(**file) for found, _ in parts for file in found["files"]]
+    if table.segments is None:
+        return replace(table, files=files)
+    segments: list[SegmentEntry] = []
+    numbering: list[Numbering] = []
+    for found, first in parts:
+        if not numbering or first > numbering[-1].first_row:  # a process may have no rows
+            numbering.append(Numbering(first_row=first, first_segment=len(segments)))
+        else:
+            assert not segments[numbering[-1].first_segment :]
+        segments += [SegmentEntry(**file) for file in found["segments"]["files"]]
+    return replace(table, files=files, segments=replace(table.segments, files=segments, numbering=numbering))
+
+
+def get_version(tables: Sequence[Table]) -> int:
+    """Return the oldest format version that has what these tables have."""
+    if any(table.segments is not None or table.whole for table in tables):
+        return SEGMENT_VERSION
+    return VERSION if all(table.keys is None for table in tables) else KEYED_VERSION
+
+
+def describe_table(table: Any) -> Table:
+    """Return a table's entry in the manifest."""
+    optimizer = table.optimizer
+    is_rounded = (table.dtype, table.slots_dtype) != (FP32, FP32)
+    return Table(
+        name=table.name,
+        rows=table.rows if is_by_key(table) else table.total_rows,
+        dim=table.dim,
+        optimizer=type(optimizer).__name__,
+        hyperparameters=hyperparameters(optimizer),
+        slots=list(optimizer.slots),
+        row_slots=list(optimizer.row_slots),
+        step=table.step,
+        dtype=table.dtype,
+        slots_dtype=table.slots_dtype,
+        seed=table.seed if is_rounded or is_by_key(table) else None,
+        order="ids" if getattr(table, "part", None) is None or is_by_key(table) else SPREAD,
+        history=None if table.history is None else table.history.packed(),
+    )

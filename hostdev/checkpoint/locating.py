@@ -1,0 +1,45 @@
+"""Which tables on disk a checkpoint saves by holding their segments, and what its manifest says about these."""
+
+from typing import Any
+
+from hostdev.checkpoint.folder import Checkpoint
+from hostdev.checkpoint.items import Held
+from hostdev.checkpoint.manifest import Numbering, SegmentState
+from hostdev.core.initializers import Constant, Normal, Uniform
+from hostdev.core.optimizers import OPTIMIZERS
+from hostdev.host.disk.storage import DiskStorage
+
+
+def can_locate(table: Any) -> bool:
+    """Return whether a checkpoint can hold a table's segments in place of copying its rows.
+
+    It cannot if rows may have initial values that the manifest cannot describe, or after `erase`, until no segment has
+    records of erased rows.
+    """
+    storage = getattr(table, "storage", None)
+    if not isinstance(storage, DiskStorage):
+        return False
+    known = isinstance(storage.format.init, Normal | Uniform | Constant)
+    return known and type(table.optimizer) in OPTIMIZERS.values() and not storage.tier.store.is_tainted
+
+
+def describe_segments(table: Any) -> SegmentState:
+    """Return the manifest's entry for the segments of a table, yet without files."""
+    format_, records = table.storage.format, table.storage.tier.store.format
+    return SegmentState(
+        files=[],
+        numbering=[Numbering(first_row=0, first_segment=0)],
+        row_bytes=format_.row_bytes,
+        record_bytes=records.record_bytes,
+        block_bytes=records.block_bytes,
+        seed=format_.seed,
+        init=repr(format_.init),
+    )
+
+
+def find_held(last: Checkpoint | None) -> Held:
+    """Return the segments that a checkpoint holds."""
+    if last is None:
+        return {}
+    states = [table.segments for table in last.manifest.tables if table.segments is not None]
+    return {(file.bytes, file.sha256): last.path / file.file for state in states for file in state.files}

@@ -1,0 +1,171 @@
+"""Rows of a checkpoint that are in segments, read by their locations; see `host.disk.snapshot`.
+
+Each block that is read is verified. Segments are mapped into memory, so that rows which are read often are in the
+system's page cache, which processes share.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.checkpoint.files import mapped
+from hostdev.checkpoint.manifest import BrokenCheckpointError, SegmentState, Table
+from hostdev.core.errors import UserError
+from hostdev.core.initializers import from_text
+from hostdev.core.optimizers import OPTIMIZERS
+from hostdev.host.disk.readers import Planes, Read, Source
+from hostdev.host.disk.rows import RowFormat
+from hostdev.host.disk.segments import SEGMENT_BYTES
+from hostdev.host.disk.snapshot import LOCATION_BITS
+from hostdev.host.storage import Float32, Shape, Split
+from hostdev.kernels.disk_records import DAMAGED, GOOD, Format
+from hostdev.kernels.jit import address_of
+
+Rows = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+_OPTIMIZERS: dict[str, Callable[..., Any]] = {each.__name__: each for each in OPTIMIZERS.values()}
+_HELD = 2  # files whose rows are held, so that their columns are read once
+
+
+class SegmentRows:
+    """The rows in a checkpoint's segments of a table. Several threads may call `read`.
+
+    Args:
+        root: The checkpoint's folder.
+        table: The table's entry in the manifest.
+
+    Raises:
+        BrokenCheckpointError: A segment is missing, or the entry is invalid.
+        UserError: The segments were written by a release with another format of records.
+    """
+
+    def __init__(self, root: Path, table: Table) -> None:
+        assert table.segments is not None
+        self._root, self._table, self.state = root, table, table.segments
+        self.format = make_format(root, table, self.state)
+        self._maps = [np.frombuffer(mapped(root / file.file), np.uint8) for file in self.state.files]
+        records = Format.of(self.format.row_bytes, SEGMENT_BYTES)
+        require_format(root, table, self.state, records, self.format.row_bytes)
+        tags = np.array([file.number for file in self.state.files], np.uint64) << np.uint64(32)
+        addresses = np.array([int(address_of(each)) for each in self._maps], np.int64)
+        files = np.full(len(tags), -1, np.int32)
+        self._source = Source(files, tags, records._replace(per_segment=1 << LOCATION_BITS), addresses)
+        self._records = np.array([file.bytes // records.block_bytes * records.per_block for file in self.state.files])
+        self._held: OrderedDict[str, dict[str, Rows]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, locations: Ids, ids: Ids) -> Float32 | Split:
+        """Return the rows at locations [N] in memory; ids [N] are the rows' ids in the whole table, or their keys.
+
+        Raises:
+            BrokenCheckpointError: A segment is damaged, or there is no such location.
+        """
+        rows = self.format.allocate(np.zeros(len(locations), np.int64))
+        new = np.flatnonzero(locations == 0).astype(np.int32)
+        if len(new):
+            self.format.fill(rows, new, ids[new])
+        there = np.flatnonzero(locations != 0).astype(np.int32)
+        if not len(there):
+            return rows
+        positions = locations[there] - 1
+        segments, numbers = positions >> LOCATION_BITS, positions & ((1 << LOCATION_BITS) - 1)
+        wrong = (locations[there] < 0) | (segments >= len(self._records))
+        if wrong.any() or (numbers >= self._records[segments]).any():
+            raise BrokenCheckpointError(
+                f"{self._root} is broken (table {self._table.name!r} has rows in segments that do not have them)"
+            )
+        read = Read(self._source, positions, ids[there], there, Planes.of(rows.planes), lambda: None)
+        read.wait()
+        self._require(read)
+        return rows
+
+    def _require(self, read: Read) -> None:
+        kind, position, _ = map(int, read.failure)
+        if kind == GOOD:
+            return
+        size = self.state.block_bytes
+        segment = self._root / self.state.files[position >> LOCATION_BITS].file
+        block = (position & ((1 << LOCATION_BITS) - 1)) // self._source.format.per_block
+        what = "its checksum is wrong" if kind == DAMAGED else "it has rows of another place"
+        begin = block * size
+        raise BrokenCheckpointError(f"{segment} is broken (bytes {begin:,} to {begin + size:,}: {what})")
+
+    def columns(self, locations: Ids, ids: Ids) -> dict[str, Rows]:
+        """Return all columns of the rows at locations [N], float32 [N, D], or [N] for per-row state; see `read`."""
+        table, n = self._table, len(locations)
+        rows = self.read(locations, ids)
+        found = np.empty((1 + len(table.slots), n, table.dim), np.float32)
+        rows.copy_to_columns(0, n, 0, np.arange(n), found)
+        found.flags.writeable = False
+        named = dict(zip(("weights", *table.slots), found, strict=True))
+        return named | {name: rows.row_slots[:, number] for number, name in enumerate(table.row_slots)}
+
+    def held_columns(self, file: str, read: Callable[[], dict[str, Rows]]) -> dict[str, Rows]:
+        """Return what `read` returns, which is held for the last files."""
+        with self._lock:
+            if file in self._held:
+                self._held.move_to_end(file)
+                return self._held[file]
+        found = read()
+        with self._lock:
+            self._held[file] = found
+            while len(self._held) > _HELD:
+                self._held.popitem(last=False)
+        return found
+
+
+class LocatedColumns(Mapping[str, Rows]):
+    """Columns of the rows of a file of locations, which are read when they are needed.
+
+    Args:
+        names: The columns' names.
+        read: Returns all columns of the rows, by name.
+    """
+
+    def __init__(self, names: list[str], read: Callable[[], dict[str, Rows]]) -> None:
+        self._names, self._read = names, read
+
+    def __getitem__(self, name: str) -> Rows:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def number_segments(locations: Ids, start: int, state: SegmentState) -> Ids:
+    """Return the locations of a file's rows, from `start` on, with the segments' numbers in the whole table."""
+    first = [each.first_segment for each in state.numbering if each.first_row <= start][-1]
+    return locations if not first else np.where(locations > 0, locations + (first << LOCATION_BITS), locations)
+
+
+def make_format(root: Path, table: Table, state: SegmentState) -> RowFormat:
+    """Return the format of a table's rows; raise BrokenCheckpointError if the manifest does not say one."""
+    try:
+        optimizer: Any = _OPTIMIZERS[table.optimizer](**table.hyperparameters)
+        init = from_text(state.init)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BrokenCheckpointError(f"{root} is broken (table {table.name!r}: {error})"[:480]) from None
+    V = table.rows
+    shape = Shape(V, table.dim, optimizer, 0, V, False, lambda start, stop: np.arange(start, stop), table.slots_dtype)
+    return RowFormat(table.name, shape, table.dtype, table.slots_dtype, state.seed, init)
+
+
+def require_format(root: Path, table: Table, state: SegmentState, records: Format, row_bytes: int) -> None:
+    """Raise UserError unless a table's segments have records of this format."""
+    wanted = row_bytes, records.record_bytes, records.block_bytes
+    if (state.row_bytes, state.record_bytes, state.block_bytes) != wanted:
+        raise UserError(
+            f"{root}: the segments of table {table.name!r} have records of {state.record_bytes:,} bytes, and this "
+            f"hostdev release reads records of {records.record_bytes:,} bytes; use the release that has written them"
+        )

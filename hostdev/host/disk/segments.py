@@ -1,0 +1,275 @@
+"""The files of a table on disk: segments of 64 MiB, each with a number, the live records in it, and a checksum.
+
+A segment is written from its begin to its end, in chunks, and does not change afterwards. Checkpoints can then hold it
+by a hard link. Segments of a checkpoint that was loaded are held in the same way.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.errors import DiskFullError, UserError, in_words
+from hostdev.core.memory import format_bytes
+from hostdev.host.disk.readers import Read, Source
+from hostdev.kernels.buffers import reserve
+from hostdev.kernels.disk_records import DAMAGED, GOOD, UNREADABLE, Format
+
+SEGMENT_BYTES = 64 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
+_ADOPTED = -1  # in place of the number of written chunks
+_HEADER_WORDS = 2  # of a block: its checksum and its tag
+
+
+class SegmentFile(NamedTuple):
+    """A segment that does not change any more.
+
+    Attributes:
+        path: Where it is.
+        nbytes: Its size.
+        sha256: The SHA-256 of the headers of its blocks, each of which has a checksum of its block.
+        number: The number in the tags of its blocks.
+    """
+
+    path: Path
+    nbytes: int
+    sha256: str
+    number: int
+
+
+class Segments:
+    """The segments of a table, each at an index below `most`, which is reused when the segment is removed.
+
+    Args:
+        name: The table's name, for errors.
+        folder: An empty folder for the segments.
+        format_: The format of records.
+        most: The largest number of segments at once.
+
+    Attributes:
+        source: The open files.
+        live: int64 [most], live records.
+        written: int32 [most], chunks that are on disk.
+        ends: int32 [most], chunks that the segment has when it is closed.
+        tainted: bool [most], whether there are records in the segment that checkpoints must not have.
+        adopted: Segments of another run, whose records have the row numbers of that run.
+        direct: Whether files bypass the system's page cache.
+    """
+
+    def __init__(self, name: str, folder: Path, format_: Format, most: int) -> None:
+        self.name, self.folder, self.format = name, folder, format_
+        self.most = most
+        self.chunks = format_.per_segment // format_.per_chunk
+        files, tags = np.full(most, -1, np.int32), np.zeros(most, np.uint64)
+        self.source = Source(files, tags, format_, np.zeros(most, np.int64))
+        self.live = np.zeros(most, np.int64)
+        self.written, self.ends = np.zeros(most, np.int32), np.zeros(most, np.int32)
+        self.tainted = np.zeros(most, np.bool_)
+        self.adopted: set[int] = set()
+        self.direct = bool(_DIRECT)
+        self._paths: dict[int, Path] = {}
+        self._hashes: dict[int, Any] = {}
+        self._synced: set[int] = set()
+        self._free = deque(range(most))
+        self._made = 0  # segments that were ever made or adopted
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def path(self, segment: int) -> Path:
+        """Return the path of a segment."""
+        return self._paths[segment]
+
+    def closed(self) -> npt.NDArray[np.int64]:
+        """Return the segments that are on disk and do not change any more."""
+        return np.flatnonzero((self.source.files >= 0) & (self.written == self.ends))
+
+    def take_index(self) -> int:
+        """Take a free index; raise UserError if there is none."""
+        if not self._free:
+            raise UserError(f"table {self.name!r} has too many records on disk for its numbers of rows")
+        return self._free.popleft()
+
+    def make(self, segment: int) -> None:
+        """Make an empty segment at an index; raise DiskFullError if there is no space for it."""
+        self._made += 1
+        path, size = self.folder / f"segment-{self._made:08d}", self.format.segment_bytes
+        try:
+            file = self._create(path)
+            try:
+                os.posix_fallocate(file, 0, size)
+            except OSError:
+                os.close(file)
+                path.unlink()
+                raise
+        except OSError as error:
+            self._free.append(segment)
+            raise DiskFullError(
+                f"table {self.name!r} needs {format_bytes(size)} more in {self.folder} ({in_words(error)})",
+                "all finished steps are kept. Free space there, or give its Disk more memory",
+            ) from None
+        self._paths[segment], self._hashes[segment] = path, hashlib.sha256()
+        self.live[segment] = self.written[segment] = 0
+        self.ends[segment] = self.chunks
+        self.source.files[segment], self.source.tags[segment] = file, self._made << 32
+
+    def _create(self, path: Path) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        if self.direct:
+            try:
+                return os.open(path, flags | _DIRECT, 0o666)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+                path.unlink(missing_ok=True)
+        return os.open(path, flags, 0o666)
+
+    def adopt(self, file: SegmentFile) -> int:
+        """Hold a segment of a checkpoint, and return its index; it counts as closed from `use_adopted` on.
+
+        Raises:
+            DiskFullError: There is no space for a copy, which a file system without links needs.
+            UserError: The file cannot be read.
+        """
+        segment = self.take_index()
+        self._made += 1
+        path = self.folder / f"adopted-{self._made:08d}"
+        try:
+            link_or_copy(file.path, path)
+            self.source.files[segment] = self._open(path)
+        except OSError as error:
+            self._free.append(segment)
+            path.unlink(missing_ok=True)
+            if error.errno == errno.ENOSPC:
+                why = f"table {self.name!r} needs {format_bytes(file.nbytes)} more in {self.folder}"
+                raise DiskFullError(why, "free space there") from None
+            raise UserError(f"table {self.name!r}: {file.path} cannot be read ({in_words(error)})") from None
+        self._paths[segment], self._hashes[segment] = path, file.sha256
+        self.live[segment] = 0
+        self.written[segment], self.ends[segment] = _ADOPTED, file.nbytes // self.format.chunk_bytes
+        self.source.tags[segment] = file.number << 32
+        self.adopted.add(segment)
+        self._synced.add(segment)
+        return segment
+
+    def use_adopted(self) -> None:
+        """Note that the live records of adopted segments are known."""
+        at = np.flatnonzero(self.written == _ADOPTED)
+        self.written[at] = self.ends[at]
+
+    def _open(self, path: Path) -> int:
+        if self.direct:
+            try:
+                return os.open(path, os.O_RDONLY | _DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+        return os.open(path, os.O_RDONLY)
+
+    def note_written(self, segment: int, words: Any) -> None:
+        """Note a chunk that was written; a segment's chunks are written in order."""
+        blocks = words[: self.format.chunk_bytes >> 3].reshape(-1, self.format.block_bytes >> 3)
+        self._hashes[segment].update(np.ascontiguousarray(blocks[:, :_HEADER_WORDS]).data)
+        self.written[segment] += 1
+
+    def finish(self, segment: int) -> SegmentFile:
+        """Make sure that a closed segment survives a crash of the system; return what it is."""
+        file, size = int(self.source.files[segment]), int(self.ends[segment]) * self.format.chunk_bytes
+        if segment not in self._synced:
+            os.ftruncate(file, size)
+            os.fsync(file)
+            self._synced.add(segment)
+        known = self._hashes[segment]
+        sha256 = known if isinstance(known, str) else known.hexdigest()
+        return SegmentFile(self._paths[segment], size, sha256, int(self.source.tags[segment]) >> 32)
+
+    def free(self, segment: int) -> None:
+        """Remove a segment."""
+        os.close(int(self.source.files[segment]))
+        self._paths.pop(segment).unlink(missing_ok=True)
+        del self._hashes[segment]
+        self._synced.discard(segment)
+        self.adopted.discard(segment)
+        self.source.files[segment], self.written[segment], self.tainted[segment] = -1, 0, False
+        self._free.append(segment)
+
+    def require_read(self, read: Read) -> None:
+        """Raise UserError if a read that has ended has failed; name the file and what is wrong with it."""
+        kind, position, got = map(int, read.failure)
+        if kind == GOOD:
+            return
+        segment, number = divmod(position, self.format.per_segment)
+        block = number // self.format.per_block
+        size = self.format.block_bytes
+        where = f"table {self.name!r}: bytes {block * size:,} to {(block + 1) * size:,} of {self._paths[segment]}"
+        if kind != UNREADABLE:
+            what = "are damaged: their checksum is wrong" if kind == DAMAGED else "are those of another place"
+            raise UserError(f"{where} {what}; resume from the last checkpoint, and check the disk")
+        why = f"only {got} bytes of them are there"
+        if got < 0:
+            try:
+                os.preadv(int(self.source.files[segment]), [memoryview(get_pages(size).data)], block * size)
+                why = "a first attempt failed"
+            except OSError as error:
+                why = in_words(error)
+        raise UserError(f"{where} cannot be read ({why}); resume from the last checkpoint, and check the disk")
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self.source.files[self.source.files >= 0].tolist():
+            os.close(file)
+
+
+def try_link(source: Path, target: Path) -> bool:
+    """Make `target` a hard link of a file; return whether that is possible."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        return False
+    return True
+
+
+def link_or_copy(source: Path, target: Path) -> bool:
+    """Make `target` a hard link of a file, or a synced copy where that is not possible; return whether it is a link."""
+    if try_link(source, target):
+        return True
+    shutil.copyfile(source, target)
+    file = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return False
+
+
+def get_pages(size: int) -> npt.NDArray[np.uint8]:
+    """Return memory that begins on a page."""
+    found: npt.NDArray[np.uint8] = reserve(size, huge=False)[1]
+    return found
+
+
+def write_all(file: int, data: memoryview, offset: int) -> None:
+    """Write all data at an offset of a file."""
+    while data:
+        count = os.pwrite(file, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def read_all(file: int, data: memoryview, offset: int) -> None:
+    """Fill `data` from an offset of a file; raise OSError if the file is too short."""
+    while data:
+        count = os.preadv(file, [data], offset)
+        if not count:
+            raise OSError(errno.EIO, "the file is shorter than it was")
+        data, offset = data[count:], offset + count

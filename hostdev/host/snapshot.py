@@ -1,0 +1,284 @@
+"""Copy-on-write snapshots of a table, for checkpoints that are written during training.
+
+A `Snapshot` holds a table's rows at one moment. The checkpoint writer reads them in order. If training is about to
+overwrite a row that the writer has not read, the old row is copied aside, and the writer reads the copy. One lock
+guards the rows and their copies, and is held for a few rows at a time. Of a table on disk, places of records are copied
+in place of values, since records do not change.
+
+S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.errors import UserError
+from hostdev.host.storage import Storage, taken
+from hostdev.kernels.bits import Bits, count_bits, place_in_columns, rows_between, take
+from hostdev.kernels.buffers import scratch
+
+Rows = npt.NDArray[np.float32]
+Ids = npt.NDArray[Any]
+Values = tuple[Any, ...]  # arrays [N, ...] of N rows
+
+_AT_ONCE_BYTES = 1 << 22  # bytes copied each time the lock is held, for about half a millisecond
+_SORTED_AT_ONCE = 16  # sets of copied rows
+_BUCKETS = 32  # ranges of a table's rows; a bucket's copies are freed once its rows are read
+
+
+class Budget:
+    """A limit on the bytes of copied rows, which several snapshots share; threads wait while the limit is reached."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used, self._closed = limit, 0, False
+        self._changed = threading.Condition()
+        self.most = 0  # peak of the bytes in use
+        self.seconds = 0.0  # training time spent on copying rows aside, waits included
+
+    def await_room(self) -> None:
+        """Wait until usage is below the limit."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._used < self._limit or self._closed)
+
+    def add(self, nbytes: int) -> None:
+        """Add to the bytes in use; a negative number frees bytes."""
+        with self._changed:
+            self._used += nbytes
+            self.most = max(self.most, self._used)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Release all waiting threads; later calls do not wait."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class Copies(Protocol):
+    """What a snapshot copies of rows. Outputs are tuples of arrays."""
+
+    row_bytes: int  # of a row that is copied aside
+    at_once: int  # rows to copy while the lock is held
+
+    def held(self, rows: Ids) -> Iterator[Ids]:
+        """Yield parts of rows [N] that may be on disk; `aside` can copy each until the next one."""
+
+    def aside(self, rows: Ids) -> Values:
+        """Return copies of rows [N]."""
+
+    def select(self, copied: Values, places: Ids) -> Values:
+        """Return copies of copies, those at some places [any]."""
+
+    def read(self, rows: Ids, start: int, out: Values, left: Ids | None, first: int | None, ids: Ids | None) -> None:
+        """Copy rows [n] to the outputs, from the place `start` on.
+
+        Args:
+            rows: The rows.
+            start: The first place.
+            out: The outputs.
+            left: Which of the rows are not copied aside, bool [n], or None for all; the others need not be copied.
+            first: If not None, `rows` are ids[start:], or, without ids, those from first + start on.
+            ids: See `first`.
+        """
+
+    def end(self) -> None:
+        """Note that nothing more will be copied; may be called again."""
+
+    def place(self, copied: Values, at: Ids, positions: Ids, start: int, out: Values) -> None:
+        """Write copies of the rows at some of the positions [n] to the outputs, which have them from `start` on."""
+
+
+class RowCopies:
+    """Copies of values: outputs are columns, float32 [1 + S, N, D], and per-row state, float32 [R, N]."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._row_slots = storage, storage.row_slots
+        _, planes, D = storage.shape
+        self.row_bytes = 4 * (planes * D + self._row_slots.shape[1])
+        self.at_once = max(1, _AT_ONCE_BYTES // self.row_bytes)
+
+    def held(self, rows: Ids) -> Iterator[Ids]:
+        """See `Copies`."""
+        for some, _ in self._storage.held(rows, read=True):
+            yield some
+
+    def aside(self, rows: Ids) -> Values:
+        """See `Copies`."""
+        return self._storage.taken(rows), self._storage.taken_row_slots(rows)
+
+    def select(self, copied: Values, places: Ids) -> Values:
+        """See `Copies`."""
+        return tuple(taken(values, places) for values in copied)
+
+    def read(self, rows: Ids, start: int, out: Values, left: Ids | None, first: int | None, ids: Ids | None) -> None:
+        """See `Copies`."""
+        del left  # copying all of them is faster
+        (columns, row_columns), stop = out, start + len(rows)
+        if first is None:
+            self._storage.copy_to_columns(0, len(rows), 0, rows, columns[:, start:stop])
+        else:
+            self._storage.copy_to_columns(start, stop, first, ids, columns)
+        row_columns[:, start:stop] = self._row_slots[rows].T
+
+    def end(self) -> None:
+        """See `Copies`."""
+
+    def place(self, copied: Values, at: Ids, positions: Ids, start: int, out: Values) -> None:
+        """See `Copies`."""
+        (block, row_slots), (columns, row_columns), stop = copied, out, start + len(positions)
+        place_in_columns(block, at, positions, columns[:, start:stop])
+        place_in_columns(row_slots[:, :, None], at, positions, row_columns[:, start:stop, None])
+
+
+class Snapshot:
+    """A table's rows as they are when the snapshot is constructed.
+
+    Args:
+        copies: Copies rows.
+        rows: V.
+        wanted: The rows that the snapshot has, one bit each.
+        budget: Limits the copies of rows that are overwritten before the snapshot's reader has read them.
+    """
+
+    def __init__(self, copies: Copies, rows: int, wanted: Bits, budget: Budget) -> None:
+        self.copies = copies
+        self.wanted = wanted
+        self.count = count_bits(wanted)
+        self._pending = wanted.copy()  # neither read nor copied aside yet
+        self._aside: list[tuple[Ids, Values]] = []  # in write order
+        self._sorted: dict[int, list[tuple[Ids, Values]]] = defaultdict(list)  # by bucket, ids ascending
+        self._rows = rows
+        self._bucket = -(-rows // _BUCKETS)
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._error: UserError | None = None
+        self.ended = threading.Event()  # all rows are read, or the snapshot is abandoned
+
+    def save_before_write(self, ids: Ids) -> None:
+        """Before the rows `ids` [N] are overwritten, copy aside those that the snapshot's reader has still to read.
+
+        Wait while the budget is used up. After an error of the disk, the snapshot is abandoned.
+        """
+        step, begin = self.copies.at_once, time.perf_counter()
+        for start in range(0, len(ids), step):
+            if self.ended.is_set():
+                break
+            part = ids[start : start + step]
+            found = scratch("rows to copy aside", (len(part),), part.dtype)
+            self._budget.await_room()
+            with self._lock:
+                count = 0 if self.ended.is_set() else int(take(part, self._pending, found))
+                if not count:
+                    continue
+                rows = found[:count].copy()
+                try:
+                    self._aside.append((rows, self.copies.aside(rows)))
+                except UserError as error:  # training goes on, and the writer raises it
+                    self._error = error
+                    self.ended.set()
+                    break
+            self._budget.add(count * self.copies.row_bytes)
+        self._budget.seconds += time.perf_counter() - begin
+
+    def save_before_forget(self, rows: Ids) -> None:
+        """Do what `save_before_write` does for rows [N] that may be on disk, before they are forgotten."""
+        if self.ended.is_set():
+            return
+        try:
+            for some in self.copies.held(rows):
+                self.save_before_write(some)
+        except UserError as error:
+            self._error = error
+            self.ended.set()
+
+    def read(self, first: int, last: int, ids: Ids | None, columns: Rows, row_columns: Rows) -> None:
+        """Copy the snapshot's rows in [first, last) to columns. Only one thread may call this, with ascending ranges.
+
+        Args:
+            first: The first row of the range.
+            last: The end of the range.
+            ids: The rows to copy, int64 [N], ascending, or None for all rows of the range (N = last - first).
+            columns: Output, float32 [1 + S, N, D]: weights, then state columns.
+            row_columns: Output, float32 [R, N]: per-row state.
+        """
+        self._read(first, last, ids, (columns, row_columns), columns.shape[1])
+
+    def _read(self, first: int, last: int, ids: Ids | None, out: Values, N: int) -> None:
+        step = self.copies.at_once
+        for start in range(0, N, step):
+            stop = min(N, start + step)
+            positions = ids[start:stop] if ids is not None else np.arange(first + start, first + stop)
+            rows = self._rows_at(positions)
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                found = scratch("rows read", (len(rows),), rows.dtype)
+                count = int(take(rows, self._pending, found))
+                left = None if count == len(rows) else np.isin(rows, found[:count])
+                self.copies.read(rows, start, out, left, first if rows is positions else None, ids)
+                aside, self._aside = self._aside, []
+            while aside:
+                self._sort_in([aside.pop() for _ in range(min(_SORTED_AT_ONCE, len(aside)))])
+            self._take_aside(positions, start, out)
+        self._free(last)
+
+    def _rows_at(self, positions: Ids) -> Ids:
+        """Return the rows at positions of the snapshot [N], which for a table by id are the rows themselves."""
+        return positions
+
+    def _positions_of(self, rows: Ids) -> Ids:
+        """Return the positions of rows [N]; the inverse of `_rows_at`."""
+        return rows
+
+    def _sort_in(self, aside: list[tuple[Ids, Values]]) -> None:
+        """Sort copied rows into buckets, with few Python operations, since training threads need the GIL."""
+        ids = self._positions_of(np.concatenate([rows for rows, _ in aside]))
+        copied = tuple(np.concatenate(parts) for parts in zip(*(values for _, values in aside), strict=True))
+        order = np.argsort(ids)
+        ids = ids[order]
+        buckets = ids // self._bucket
+        edges = np.flatnonzero(np.diff(buckets, prepend=-1))
+        for begin, end in zip(edges, [*edges[1:], len(ids)], strict=True):
+            kept = ids[begin:end].copy(), self.copies.select(copied, order[begin:end])
+            self._sorted[int(buckets[begin])].append(kept)
+
+    def _take_aside(self, rows: Ids, start: int, out: Values) -> None:
+        """Write what was copied aside of rows to the outputs, since the table may have newer values."""
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        for bucket in range(first // self._bucket, (last - 1) // self._bucket + 1):
+            for ids, copied in self._sorted.get(bucket, ()):
+                begin, end = np.searchsorted(ids, (first, last))
+                if begin < end:
+                    self.copies.place(tuple(values[begin:end] for values in copied), ids[begin:end], rows, start, out)
+
+    def _free(self, last: int) -> None:
+        """Free the copies of rows before `last`."""
+        done = self._rows if last >= self._rows else last // self._bucket
+        for bucket in [bucket for bucket in self._sorted if bucket < done]:
+            freed = sum(len(ids) for ids, _ in self._sorted.pop(bucket))
+            self._budget.add(-freed * self.copies.row_bytes)
+
+    def locate(self, first: int, last: int, out: npt.NDArray[np.int64]) -> None:
+        """Write the places of the snapshot's rows at [first, last) on disk to `out`; called like `read`."""
+        self._read(first, last, None, (out,), last - first)
+
+    def rows_between(self, first: int, last: int) -> Ids:
+        """Return the snapshot's rows in [first, last), int64, ascending."""
+        out = np.empty(last - first, np.int64)
+        return out[: rows_between(first, last, self.wanted, out)].copy()
+
+    def end(self) -> None:
+        """Stop copying rows aside, and free all copies: all rows have been read, or the snapshot is abandoned."""
+        self.ended.set()
+        with self._lock:
+            self.copies.end()
+            left = sum(len(rows) for rows, _ in self._aside)
+            left += sum(len(rows) for parts in self._sorted.values() for rows, _ in parts)
+            self._aside = []
+            self._sorted.clear()
+        self._budget.add(-left * self.copies.row_bytes)
