@@ -58,6 +58,8 @@ def test_the_digest_is_that_of_memory(run, every, data, tmp_path):
     assert list((tmp_path / "disk").iterdir()) == []
     for name, start, more in (("in memory", "one", []), ("on disk", "memory", ON_DISK)):
         resumed = f"{start}/checkpoints/step-0000000025"
+        held = any(each.name.startswith("segment-") for each in (tmp_path / resumed).rglob("*"))
+        assert held == (start == "one")
         run(train, *trained, *more, "--run-dir", name, "--resume", resumed)
         assert digest_of(tmp_path / name) == digest_of(tmp_path / "memory")
     scores = "--data", data / "last.csv", "--out", "s.parquet"
@@ -66,12 +68,21 @@ def test_the_digest_is_that_of_memory(run, every, data, tmp_path):
 
 @VOCABULARY_IS_SLOW
 def test_by_two_processes(run, every, tmp_path):
-    trained = [*every, "--epochs", 1, "--micro-batches", 2]
+    """Checkpoints hold the segments of all processes; any number of processes resumes from them."""
+    trained = [*every, "--epochs", 1, "--micro-batches", 2, "--checkpoint-every", 20]
     run(train, *trained, "--run-dir", "one")
-    command = [sys.executable, "-m", "hostdev.train", *trained, "--table-dir", "disk", "--table-memory", "9MiB"]
-    done = subprocess.run(list(map(str, [*command, "--spawn", 2, "--run-dir", "two"])), check=False)
-    assert done.returncode == 0
+    here = [*trained, "--table-dir", "disk", "--table-memory", "9MiB"]
+    command = [sys.executable, "-m", "hostdev.train", *here, "--spawn", 2, "--run-dir"]
+    assert not subprocess.run(list(map(str, [*command, "two"])), check=False).returncode
     assert digest_of(tmp_path / "one") == digest_of(tmp_path / "two")
+    middle = sorted((tmp_path / "two/checkpoints").glob("step-*"))[-2]
+    assert any("1-segment-" in each.name for each in middle.rglob("*"))
+    for name, more in (("memory", trained), ("disk again", here)):
+        run(train, *more, "--run-dir", name, "--resume", middle)
+        assert digest_of(tmp_path / name) == digest_of(tmp_path / "one")
+    middle = sorted((tmp_path / "disk again/checkpoints").glob("step-*"))[-2]
+    assert not subprocess.run(list(map(str, [*command, "two again", "--resume", middle])), check=False).returncode
+    assert digest_of(tmp_path / "one") == digest_of(tmp_path / "two again")
     assert list((tmp_path / "disk").iterdir()) == []
 
 

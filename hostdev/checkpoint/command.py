@@ -29,7 +29,7 @@ def _info(arguments: argparse.Namespace) -> int:
             code = cli.EXIT_ERROR
             continue
         of_it = chain[-1].manifest
-        rows = sum(file.rows for table in of_it.tables for file in table.files)
+        rows = sum(file.rows for table in of_it.tables if table.segments is None for file in table.files)
         holds = "all rows" if of_it.parent is None else f"{counted(rows, 'row')} since {of_it.parent.name}"
         print(
             f"{path.name:<24}{of_it.step:>10,}  {holds:<36}{format_bytes(of_it.nbytes):>10}  "
@@ -48,6 +48,9 @@ def _info(arguments: argparse.Namespace) -> int:
         size = f"{table.rows:,}" if table.keys is None else f"{table.keys.count:,} keys"
         about = f"{size} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step {table.step:,}"
         print(printable(f"table {table.name}: {about}"))
+        if (state := table.segments) is not None:
+            size = format_bytes(sum(file.bytes for file in state.files))
+            print(f"  rows in {counted(len(state.files), 'segment')}, {size}, shared with others by hard links")
         if (keys := table.keys) is not None:
             rules = f"admit {keys.admit or 'at once'}, evict {keys.evict or 'never'}, unknown {keys.unknown_values}"
             print(printable(f"  capacity {keys.capacity:,} keys, {keys.waiting_keys:,} wait for a row; {rules}"))

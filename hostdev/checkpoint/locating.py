@@ -13,14 +13,15 @@ from hostdev.host.disk.storage import DiskStorage
 def can_locate(table: Any) -> bool:
     """Return whether a checkpoint can hold a table's segments in place of copying its rows.
 
-    It cannot if rows may have initial values that the manifest cannot describe, or after `erase`, until no segment has
-    records of erased rows.
+    It cannot if rows may have initial values that the manifest cannot describe; while the disk is full, since changed
+    rows are written first; or after `erase`, until no segment has records of erased rows.
     """
     storage = getattr(table, "storage", None)
     if not isinstance(storage, DiskStorage):
         return False
+    store = storage.tier.store
     known = isinstance(storage.format.init, Normal | Uniform | Constant)
-    return known and type(table.optimizer) in OPTIMIZERS.values() and not storage.tier.store.is_tainted
+    return known and type(table.optimizer) in OPTIMIZERS.values() and not (store.is_tainted or store.segments.is_full)
 
 
 def describe_segments(table: Any) -> SegmentState:

@@ -20,7 +20,6 @@ from hostdev.core.initializers import from_text
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.host.disk.readers import Planes, Read, Source
 from hostdev.host.disk.rows import RowFormat
-from hostdev.host.disk.segments import SEGMENT_BYTES
 from hostdev.host.disk.snapshot import LOCATION_BITS
 from hostdev.host.storage import Float32, Shape, Split
 from hostdev.kernels.disk_records import DAMAGED, GOOD, Format
@@ -50,7 +49,7 @@ class SegmentRows:
         self._root, self._table, self.state = root, table, table.segments
         self.format = make_format(root, table, self.state)
         self._maps = [np.frombuffer(mapped(root / file.file), np.uint8) for file in self.state.files]
-        records = Format.of(self.format.row_bytes, SEGMENT_BYTES)
+        records = Format.of(self.format.row_bytes, 0)
         require_format(root, table, self.state, records, self.format.row_bytes)
         tags = np.array([file.number for file in self.state.files], np.uint64) << np.uint64(32)
         addresses = np.array([int(address_of(each)) for each in self._maps], np.int64)

@@ -294,7 +294,7 @@ class AsyncWriter:
                     table = item.table
                     if self._channel is not None:
                         start, stop, ids = start + first, stop + first, None if ids is None else ids + first
-                        rows = rows._replace(start=start, ids=ids)
+                        rows = RowChunk(start, ids, *rows[2:])
                     name = f"{self._prefix(number)}{len(written):06d}.arrow"
 
                     def write(

@@ -217,6 +217,8 @@ class KeyTable(SteppedKeys):
             rows = self.index.erase(keys[self.owns(keys)])
             self._write_zeros(rows)
             self._forget(rows)
+            if isinstance(self.storage, DiskStorage) and len(rows):
+                self.storage.tier.store.taint()
             self.index.keys[rows] = 0
             self.index.release(rows)
             if self.changes is not None:  # earlier checkpoints have the keys, so the next one cannot build on them

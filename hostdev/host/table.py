@@ -228,6 +228,8 @@ class HostTable(ReadableTable):
             if self.history is not None:
                 row_slots[:, -1] = self.history.steps
             self.write_now(part, block, row_slots)
+        if isinstance(self.storage, DiskStorage):
+            self.storage.tier.store.taint()
         self._after_write(ids)
 
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:

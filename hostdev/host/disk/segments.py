@@ -4,6 +4,7 @@ A segment is written from its begin to its end, in chunks, and does not change a
 by a hard link. Segments of a checkpoint that was loaded are held in the same way.
 """
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -61,11 +62,13 @@ class Segments:
         tainted: bool [most], whether there are records in the segment that checkpoints must not have.
         adopted: Segments of another run, whose records have the row numbers of that run.
         direct: Whether files bypass the system's page cache.
+        is_full: Whether there was no space for the last segment.
     """
 
     def __init__(self, name: str, folder: Path, format_: Format, most: int) -> None:
         self.name, self.folder, self.format = name, folder, format_
         self.most = most
+        _allow_open_files(most)
         self.chunks = format_.per_segment // format_.per_chunk
         files, tags = np.full(most, -1, np.int32), np.zeros(most, np.uint64)
         self.source = Source(files, tags, format_, np.zeros(most, np.int64))
@@ -73,7 +76,7 @@ class Segments:
         self.written, self.ends = np.zeros(most, np.int32), np.zeros(most, np.int32)
         self.tainted = np.zeros(most, np.bool_)
         self.adopted: set[int] = set()
-        self.direct = bool(_DIRECT)
+        self.direct, self.is_full = bool(_DIRECT), False
         self._paths: dict[int, Path] = {}
         self._hashes: dict[int, Any] = {}
         self._synced: set[int] = set()
@@ -111,10 +114,15 @@ class Segments:
                 raise
         except OSError as error:
             self._free.append(segment)
+            self.is_full = True
+            what, advice = f"{format_bytes(size)} more in {self.folder}", "Free space there"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                what, advice = f"one more open file in {self.folder}", "Raise the limit of open files (ulimit -n)"
             raise DiskFullError(
-                f"table {self.name!r} needs {format_bytes(size)} more in {self.folder} ({in_words(error)})",
-                "all finished steps are kept. Free space there, or give its Disk more memory",
+                f"table {self.name!r} needs {what} ({in_words(error)})",
+                f"all finished steps are kept. {advice}, or give its Disk more memory",
             ) from None
+        self.is_full = False
         self._paths[segment], self._hashes[segment] = path, hashlib.sha256()
         self.live[segment] = self.written[segment] = 0
         self.ends[segment] = self.chunks
@@ -227,6 +235,17 @@ class Segments:
         """Close all files."""
         for file in self.source.files[self.source.files >= 0].tolist():
             os.close(file)
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files, as far as the system allows, so that so many more can be open."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource  # not on Windows
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = soft + count if hard == resource.RLIM_INFINITY else min(hard, soft + count)
+        if soft != resource.RLIM_INFINITY and wanted > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def try_link(source: Path, target: Path) -> bool:
