@@ -16,6 +16,7 @@ from torch import nn
 from hostdev.cache.options import POLICIES
 from hostdev.cache.simulation import OPTIMUM
 from hostdev.core import cli, pictures
+from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, dense_bytes, format_bytes
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
@@ -33,6 +34,7 @@ from hostdev.train.admission_advice import advise_admission
 from hostdev.train.build import groups_of, ids_of, model_of
 from hostdev.train.cache_advice.curves import Curves, Group, Point, flags, gains, recommend, simulate
 from hostdev.train.config import TrainConfig
+from hostdev.train.disk_advice import advise_disk
 from hostdev.train.report import kind
 
 
@@ -179,6 +181,25 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
             "figures assume an accelerator"
         )
     return chosen
+
+
+def advise_tables_on_disk(settings: TrainConfig, folder: Path, step: float | None) -> None:
+    """Print how much memory the model's tables need on the disk of a folder; see `disk_advice.advise_disk`.
+
+    Raises:
+        UserError: The data has raw ids, or no table has rows for a disk.
+    """
+    data = settings.data or lookalike.ensure()[0]
+    found = manifest.read(data)
+    if is_raw(found.schema.rows):
+        raise UserError(f"{data} has raw ids, which have no rows yet: --disk needs data with a vocabulary or buckets")
+    reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
+    size = settings.batch_size or min(config.REFERENCE_BATCH_SIZE, max(1, reader.rows // 20))
+    reader.require(size)
+    if settings.host_threads is not None:
+        set_host_threads(settings.host_threads)
+    print(f"data     {data}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}")
+    advise_disk(model_of(settings, found.schema), reader, size, folder=folder, seed=settings.seed, step=step)
 
 
 def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:

@@ -369,6 +369,8 @@ def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str, s
                     return number
                 if {*map(len, fact.missing)} != {columns} or {*map(len, fact.bag_values)} != {len(layout.bags)}:
                     return number
+                if {*map(len, fact.labels)} != {len(layout.labels)}:
+                    return number
             elif kind == "learned":
                 schema = schemas.from_json(content["schema"])
                 if (schema.dense, schema.columns) != (layout.dense, layout.columns):

@@ -77,7 +77,8 @@ class Facts:
             raise ValueError("a count or the checksum is invalid")
         if len({len(content[name]) for name in by_split}) > 1 or len(content["end"]) != 2:
             raise ValueError("the fields have different numbers of splits, or the end is malformed")
-        if not all(type(value) in (int, float) for each in content["labels"] for value in each):
+        sums = [value for each in content["labels"] for value in each]
+        if not all(type(value) in (int, float) and abs(value) < 2.0**63 for value in sums):
             raise ValueError("a sum of labels is not a number")
         lists = {name: tuple(map(tuple, content[name])) for name in ("labels", "missing", "bag_values")}
         return cls(**{**content, **lists, "rows": tuple(content["rows"]), "end": Place(*content["end"])})

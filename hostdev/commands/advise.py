@@ -1,6 +1,7 @@
 """The command line of `advise`."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,6 +54,19 @@ def parser(prog: str = PROG) -> cli.Parser:
         help="a new file for the picture (default: advise.png, or a numbered name if that exists)",
     )
     made.add_argument(
+        "--disk",
+        type=Path,
+        metavar="DIR",
+        help="instead of a cache, find how much memory tables on the disk of DIR need (--table-dir, --table-memory): "
+        "measures the disk for two seconds, and simulates its reads",
+    )
+    made.add_argument(
+        "--step-ms",
+        type=float,
+        metavar="MS",
+        help="with --disk: the time of a step with all rows in memory (default: the host's work for its rows)",
+    )
+    made.add_argument(
         "--mesh",
         type=int,
         metavar="N",
@@ -65,6 +79,7 @@ def parser(prog: str = PROG) -> cli.Parser:
 def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line and print the advice."""
     arguments = parser(prog).parse_args(argv)
+    _check_disk(arguments)
     if arguments.mesh is not None:
         arguments.parallel = "auto"
         settings = _for_mesh(config.from_flags(arguments, [*OPTIONS, "parallel"]), arguments)
@@ -83,9 +98,32 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {arguments.cache_window}")
     memory = parse_bytes(arguments.memory) if arguments.memory is not None else None
     settings.require_data()
+    if arguments.disk is not None:
+        with cli.importing(prog):
+            from hostdev.advise import advise_tables_on_disk
+        step = None if arguments.step_ms is None else arguments.step_ms / 1e3
+        advise_tables_on_disk(settings, arguments.disk, step)
+        return
     with cli.importing(prog):
         from hostdev.advise import advise
     advise(settings, memory, arguments.cache_window, arguments.out or pictures.new_path("advise"))
+
+
+def _check_disk(arguments: argparse.Namespace) -> None:
+    """Raise UserError if options contradict --disk, or need it."""
+    if arguments.disk is None:
+        if arguments.step_ms is not None:
+            raise UserError("--step-ms has no effect without --disk; leave out --step-ms")
+        return
+    if arguments.mesh is not None:
+        raise UserError("--disk and --mesh are different questions; give one of them")
+    for name, given in (("--memory", arguments.memory is not None), ("--out", arguments.out is not None)):
+        if given:
+            raise UserError(f"{name} is for caches and has no effect with --disk; leave out {name}")
+    if arguments.cache_window != WINDOW:
+        raise UserError("--cache-window is for caches and has no effect with --disk; leave out --cache-window")
+    if arguments.step_ms is not None and not 0 < arguments.step_ms < math.inf:
+        raise UserError(f"--step-ms must be a positive number of milliseconds, not {arguments.step_ms}")
 
 
 def _for_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> TrainConfig:

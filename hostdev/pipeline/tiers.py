@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hostdev.cache.options import WINDOW
 from hostdev.cache.planner import Planner
 from hostdev.host.disk.storage import DiskStorage
-from hostdev.host.disk.tier import NoFramesError, Pinned, Tier
+from hostdev.host.disk.tier import NoFramesError, Pinned, Tier, count_kept
 from hostdev.host.table import HostTable
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.results import PlannedGroup, UniqueBatch
@@ -23,7 +23,6 @@ from hostdev.pipeline.results import PlannedGroup, UniqueBatch
 Ids = npt.NDArray[Any]
 
 _AHEAD = 3  # batches whose rows are read before their turn
-_SPARE_BATCHES = 4  # rows of so many batches are in memory although the plan does not keep them
 
 
 class TableTier:
@@ -47,8 +46,7 @@ class TableTier:
                 continue
             ids, inverse = batch.groups[self.group][:2]
             if self._planner is None:
-                count = self.tier.count
-                kept = count if count == self.tier.rows else max(count // 2, count - _SPARE_BATCHES * len(ids))
+                kept = count_kept(self.tier.count, self.tier.rows, len(ids))
                 self._planner = Planner(self.tier.rows, kept, "nearest")
             if len(self._planner) > self._planner.window:
                 return

@@ -8,7 +8,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import parse_bytes
 from hostdev.models.model import Model
 
-_LEAST_ROW = 64  # bytes; for smaller rows, what is kept in memory to find them would take about as much as the rows
+LEAST_ROW = 64  # bytes; for smaller rows, what is kept in memory to find them would take about as much as the rows
 
 
 def set_disks(model: Model, settings: Any) -> None:
@@ -20,10 +20,10 @@ def set_disks(model: Model, settings: Any) -> None:
     if settings.table_dir is None:
         return
     sizes = {name: spec.rows * spec.shape.nbytes(1) for name, spec in model.tables.items()}
-    sizes = {name: size for name, size in sizes.items() if model.tables[name].shape.nbytes(1) >= _LEAST_ROW}
+    sizes = {name: size for name, size in sizes.items() if model.tables[name].shape.nbytes(1) >= LEAST_ROW}
     if not sizes:
         raise UserError(
-            f"--table-dir has no effect: no table has rows of {_LEAST_ROW} bytes or more, and smaller rows stay in "
+            f"--table-dir has no effect: no table has rows of {LEAST_ROW} bytes or more, and smaller rows stay in "
             "memory; leave out --table-dir"
         )
     memory, total = parse_bytes(settings.table_memory), sum(sizes.values())

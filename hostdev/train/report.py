@@ -16,6 +16,8 @@ from hostdev.train.key_log import describe
 from hostdev.train.quality import Point, Quality
 from hostdev.train.rundir import CONFIG, CURVE, EVAL_LOG, KEYS_LOG, KEYS_PICTURE, LOSS_LOG, OPS_LOG, SUMMARY
 
+_WAITED = 0.05  # share of the time that reads may hold up before the summary says so
+
 
 def start_lines(
     config: dict[str, Any],
@@ -195,7 +197,7 @@ def summary_lines(
         *([f"keys           {describe(summary['keys'])}"] if "keys" in summary else []),
         *([f"cache          {_cache(summary['cache'])}"] if "cache" in summary else []),
         *(f"cache          {name}: {_cache(one)}" for name, one in summary.get("caches", {}).items()),
-        *(f"disk           {name}: {_disk(one, summary['steps'])}" for name, one in summary.get("disk", {}).items()),
+        *_disk_reports(summary),
         *([f"processes      {_ranks(summary['ranks'], summary['steps'])}"] if "ranks" in summary else []),
         *([f"checkpoints    {_checkpoints(summary['checkpoints'])}"] if "checkpoints" in summary else []),
         f"peak memory    {format_bytes(summary['peak_rss_bytes'])}",
@@ -246,9 +248,17 @@ def _cache(cache: dict[str, Any]) -> str:
     )
 
 
+def _disk_reports(summary: dict[str, Any]) -> list[str]:
+    """Return a line for each table on disk, and advice if reads have held up the training."""
+    disks, wall = summary.get("disk", {}), summary["pipeline"]["wall_us"]
+    lines = [f"disk           {name}: {_disk(one, max(1, summary['steps']))}" for name, one in disks.items()]
+    if sum(one["waited_us"] for one in disks.values()) > _WAITED * wall:
+        lines.append("               more memory would make this faster; hostdev advise --disk DIR says how much")
+    return lines
+
+
 def _disk(disk: dict[str, Any], steps: int) -> str:
     """Return as text how many of a table's rows were in memory, and what a step read and wrote."""
-    steps = max(1, steps)
     written = sum(disk["written_bytes"].values()) // steps
     missed = disk["missed"] / disk["used"] if disk["used"] else 0.0
     page_cache = "" if disk["direct"] else ", through the system's page cache"

@@ -394,3 +394,25 @@ def test_an_interrupt_while_new_rows_are_filled_leaves_nobody_waiting(tmp_path, 
     for call in (table.lookup, lambda ids: table.apply(ids, np.ones((5, 8), np.float32))):
         with pytest.raises(UserError, match="table 't': new rows were not filled; load a checkpoint again"):
             call(np.arange(5))
+
+
+def test_a_table_that_is_freed_in_one_of_its_own_threads_is_closed(tmp_path, small, monkeypatch):
+    """Python collects garbage in whichever thread allocates."""
+    table = filled(tmp_path)
+    finalizer, store = table.storage.tier._at_end, table.storage.tier.store
+    written = store.segments.note_written
+
+    def collect(*arguments):
+        written(*arguments)
+        finalizer()
+
+    monkeypatch.setattr(store.segments, "note_written", collect)
+    with store.changed:
+        store.close_segment()
+    for thread in store._threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    for thread in threading.enumerate():
+        if thread.name == "hostdev-close":
+            thread.join(20)
+    assert list((tmp_path / "disk").iterdir()) == []

@@ -103,6 +103,11 @@ class SegmentStore:
         """Whether files bypass the system's page cache."""
         return self.segments.direct
 
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is one of the store's threads."""
+        return threading.current_thread() in self._threads
+
     def require_good(self) -> None:
         """Raise the error that has ended the writing, if any."""
         if self._error is not None:

@@ -31,6 +31,7 @@ Positions = npt.NDArray[np.int32]
 FRAME_BYTES = 32  # memory of a frame beside its row
 _BUFFERS_OF = 16  # buffers for writing take at most one part in 16 of the memory
 _WRITTEN_BYTES = 1 << 22  # bytes of rows that are written for a checkpoint each time the lock is held
+_SPARE_BATCHES = 4  # rows of so many batches are in memory although the plan does not keep them
 _RESERVED_OF = 8  # one frame in 8 is for reads and writes outside of the pipeline
 
 
@@ -78,7 +79,7 @@ class Tier:
         format_ = Format.of(row_bytes, SEGMENT_BYTES if segment_bytes is None else segment_bytes)
         buffers = nbytes // _BUFFERS_OF // format_.chunk_bytes
         each = row_bytes + FRAME_BYTES
-        self.count = min(rows, (nbytes - max(buffers, 4) * format_.chunk_bytes) // each)
+        self.count = count_frames(rows, nbytes, row_bytes, format_)
         if self.count < 1:
             least = 4 * format_.chunk_bytes + 1024 * each
             raise UserError(
@@ -415,12 +416,27 @@ class Tier:
         return bool((self._state[here] & frames.ARRIVING).any())
 
 
+def count_frames(rows: int, nbytes: int, row_bytes: int, format_: Format) -> int:
+    """Return how many of a table's rows fit in `nbytes` of memory; less than 1 if the buffers do not."""
+    buffers = max(nbytes // _BUFFERS_OF // format_.chunk_bytes, 4)
+    return min(rows, (nbytes - buffers * format_.chunk_bytes) // (row_bytes + FRAME_BYTES))
+
+
+def count_kept(frames: int, rows: int, batch: int) -> int:
+    """Return how many rows the planner of a tier with so many frames keeps, if a batch has `batch` rows."""
+    return frames if frames == rows else max(frames // 2, frames - _SPARE_BATCHES * batch)
+
+
 def get_location_bytes(rows: int) -> int:
     """Return the bytes of memory for each of a table's rows, to know where it is."""
     return 4 if 3 * rows < np.iinfo(np.int32).max else 8  # with dead records, positions may be twice the rows
 
 
 def _end(store: SegmentStore, folder: TableFolder) -> None:
-    if folder.is_own:  # this process is not a fork of the one that has the threads
-        store.close()
-        folder.remove()
+    if not folder.is_own:  # this process is a fork of the one that has the threads
+        return
+    if store.is_own_thread:  # garbage is collected in any thread; this one cannot wait for itself
+        threading.Thread(target=_end, args=(store, folder), name="hostdev-close").start()
+        return
+    store.close()
+    folder.remove()
