@@ -7,6 +7,7 @@ one run, on the disk of --folder:
   the CPU time of a read;
 - a step in memory, and a step on disk with --memory, after --warm steps; the rows read, over the least that any cache
   of the same rows could read (Belady, with the whole stream known); bytes written over those of changed rows;
+- checkpoints that hold the table's segments, and one that copies its rows; opening, lookups and loading;
 - the rows a second of the same through a cold np.memmap, and through RocksDB (get, change, put by batch), where its
   library and a compiler are installed.
 """
@@ -21,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -164,6 +166,37 @@ def measure_rocksdb(folder: Path, rows: int, batches: list[np.ndarray], memory: 
     return {"RocksDB, rows a second": float(words[1]), "RocksDB, CPU us of a row": float(words[3])}
 
 
+def measure_checkpoints(
+    runtime: hostdev.Runtime, table: Any, folder: Path, batches: list[np.ndarray]
+) -> dict[str, float]:
+    """Return the seconds of checkpoints that hold segments, of one that copies all rows, and of reading the former."""
+    found, saved = {}, folder / "saved"
+
+    def take(name: str, work: Any) -> Any:
+        begin = time.perf_counter()
+        result = work()
+        found[name] = time.perf_counter() - begin
+        return result
+
+    take("first checkpoint, s", lambda: runtime.save(saved / "held"))
+    run_steps(runtime, batches[:10])
+    last = take("checkpoint 10 steps later, s", lambda: runtime.save(saved / "held")).path
+    rows = np.random.default_rng(3).integers(0, table.rows, 10_000)
+    expected = table.lookup(rows)
+    model = take("opening of it, s", lambda: hostdev.open(last))
+    assert np.array_equal(take("lookup of 10,000 rows in it, s", lambda: model["t"].lookup(rows)), expected)
+    again = hostdev.HostTable(table.rows, DIM, hostdev.LazyAdam(lr=1e-3), name="t", storage=table.disk)
+    with hostdev.Runtime({"t": again}, device="cpu") as other:
+        take("loading of it, s", lambda: other.load(last))
+        assert np.array_equal(again.lookup(rows), expected)
+    again.close()
+    del again
+    with mock.patch("hostdev.checkpoint.manager.can_locate", lambda table: False):
+        take("checkpoint that copies, s", lambda: runtime.save(saved / "copied"))
+    shutil.rmtree(saved)
+    return found | {"copying / holding": found["checkpoint that copies, s"] / found["checkpoint 10 steps later, s"]}
+
+
 def measure(rows: int, memory: int, folder: Path, warm: int, steps: int, *, peers: bool) -> dict[str, float]:
     """Return all figures."""
     batches = scatter(draw(rows, warm + steps), rows)
@@ -208,6 +241,7 @@ def measure(rows: int, memory: int, folder: Path, warm: int, steps: int, *, peer
     if best:
         found["reads / fio"] = found["reads a second"] / best
         found["CPU of a read / fio's"] = found["CPU us of a read"] / found.get("fio psync, CPU us of a read", np.nan)
+    found |= measure_checkpoints(runtime, on_disk, folder, batches[-steps:])
     runtime.close()
     on_disk.close()
     if peers:

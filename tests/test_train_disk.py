@@ -2,12 +2,17 @@
 
 import errno
 import os
+import shutil
+import signal
 import subprocess
 import sys
 
+import numpy as np
 import pyarrow.csv
 import pytest
 
+from hostdev.checkpoint import folder
+from hostdev.checkpoint.loading import verify as verify_files
 from hostdev.commands import predict, preprocess, train, verify
 from hostdev.host.disk import segments as segments_module
 from hostdev.kernels import disk_records
@@ -134,3 +139,47 @@ def test_what_is_refused(in_process, data, options, error):
     assert code == 2 and error in found and found.count("\n") == 1
     code, _, found = in_process(train, *every, *ON_DISK)
     assert code == 2 and "--table-dir needs --host-device-mix" in found
+
+
+KILLED = """
+import os, signal, sys, threading, time
+from hostdev.kernels import disk_records
+import hostdev.host.disk.tier
+disk_records._CHUNK, hostdev.host.disk.tier.SEGMENT_BYTES = 1 << 14, 1 << 16
+from hostdev.checkpoint.manager import CheckpointManager
+save, after = CheckpointManager.save, float(sys.argv.pop(1))
+
+def begin(*arguments, **options):  # from the first checkpoint on, so that each run gets further
+    if after:
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return save(*arguments, **options)
+
+CheckpointManager.save = begin
+from hostdev.commands import train
+train.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@BOTH
+def test_thirty_kills(run, every, tmp_path, kind):
+    """Killed at any moment of saving and training, resumed from segments that the killed run has left behind."""
+    trained = [*every, "--epochs", 2, "--checkpoint-every", 6, "--keep-checkpoints", 2]
+    run(train, *trained, "--run-dir", "whole")
+    command = [*trained, *ON_DISK, "--run-dir", "one", "--resume"]
+    random, kills = np.random.default_rng(0 if kind == "raw" else 1), 0
+    while kills < 15:
+        after = float(random.random() ** 2 * 0.6) + 1e-4
+        done = subprocess.run([sys.executable, "-c", KILLED, str(after), *map(str, command)], check=False, text=True)
+        assert done.returncode in (0, -signal.SIGKILL)
+        if not done.returncode:
+            assert digest_of(tmp_path / "one") == digest_of(tmp_path / "whole")
+            shutil.rmtree(tmp_path / "one")
+            continue
+        kills += 1
+        newest = folder.names_in(tmp_path / "one/checkpoints")[-1:]
+        if newest:
+            verify_files(folder.read_chain(tmp_path / "one/checkpoints" / newest[0]), segments=True)
+    run(train, *command)
+    assert digest_of(tmp_path / "one") == digest_of(tmp_path / "whole")
+    assert list((tmp_path / "disk").iterdir()) == []

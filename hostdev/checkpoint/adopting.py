@@ -13,7 +13,7 @@ from hostdev.checkpoint.files import check_file, mapped
 from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.manifest import RangeFile, Table
 from hostdev.checkpoint.ranges import SPREAD, parse_range
-from hostdev.checkpoint.segment_rows import SegmentRows
+from hostdev.checkpoint.segment_rows import SegmentRows, count_records, require_locations
 from hostdev.host.disk.segments import SegmentFile
 from hostdev.host.disk.snapshot import LOCATION_BITS
 from hostdev.host.disk.storage import DiskStorage
@@ -108,12 +108,14 @@ class Adopted:
 def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, check: bool) -> npt.NDArray[np.bool_]:
     """Return which segments have rows of these files; with `check`, verify the files' checksums."""
     assert about.segments is not None
-    used = np.zeros(len(about.segments.files), np.bool_)
+    used, records = np.zeros(len(about.segments.files), np.bool_), count_records(about.segments)
     for file in files:
         if check:
             check_file(checkpoint.path / file.file, file)
         locations = read_locations(checkpoint.path / file.file, about, file)
-        used[(locations[locations > 0] - 1) >> LOCATION_BITS] = True
+        locations = locations[locations != 0]
+        require_locations(checkpoint.path, about, locations, records)
+        used[(locations - 1) >> LOCATION_BITS] = True
     return used
 
 

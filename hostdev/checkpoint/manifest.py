@@ -279,6 +279,7 @@ def _check_table(table: Table) -> None:
     if (keys := table.keys) is not None:
         right = min(keys.count, keys.step, keys.decays) >= 0 and len(keys.unknown) <= table.rows
         _require(right and table.order == "ids" and 0 < keys.decay <= 1, f"{name} has invalid numbers of keys")
+        _require(table.seed is not None, f"{name} is by key and has no seed")
         _require_different(keys.unknown, f"{name}: out-of-vocabulary row")
     _require(table.order in _ORDERS, f"{name} has the unknown row order {table.order[:80]!r}")
     for dtype, known in ((table.dtype, TABLE_DTYPES), (table.slots_dtype, SLOT_DTYPES)):

@@ -22,7 +22,7 @@ from hostdev.host.disk.readers import Planes, Read, Source
 from hostdev.host.disk.rows import RowFormat
 from hostdev.host.disk.snapshot import LOCATION_BITS
 from hostdev.host.storage import Float32, Shape, Split
-from hostdev.kernels.disk_records import DAMAGED, GOOD, Format
+from hostdev.kernels.disk_records import BLOCK_HEADER, DAMAGED, GOOD, Format
 from hostdev.kernels.jit import address_of
 
 Rows = npt.NDArray[np.float32]
@@ -55,7 +55,7 @@ class SegmentRows:
         addresses = np.array([int(address_of(each)) for each in self._maps], np.int64)
         files = np.full(len(tags), -1, np.int32)
         self._source = Source(files, tags, records._replace(per_segment=1 << LOCATION_BITS), addresses)
-        self._records = np.array([file.bytes // records.block_bytes * records.per_block for file in self.state.files])
+        self._records = count_records(self.state)
         self._held: OrderedDict[str, dict[str, Rows]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -72,13 +72,8 @@ class SegmentRows:
         there = np.flatnonzero(locations != 0).astype(np.int32)
         if not len(there):
             return rows
+        require_locations(self._root, self._table, locations[there], self._records)
         positions = locations[there] - 1
-        segments, numbers = positions >> LOCATION_BITS, positions & ((1 << LOCATION_BITS) - 1)
-        wrong = (locations[there] < 0) | (segments >= len(self._records))
-        if wrong.any() or (numbers >= self._records[segments]).any():
-            raise BrokenCheckpointError(
-                f"{self._root} is broken (table {self._table.name!r} has rows in segments that do not have them)"
-            )
         read = Read(self._source, positions, ids[there], there, Planes.of(rows.planes), lambda: None)
         read.wait()
         self._require(read)
@@ -148,6 +143,22 @@ def number_segments(locations: Ids, start: int, state: SegmentState) -> Ids:
     return locations if not first else np.where(locations > 0, locations + (first << LOCATION_BITS), locations)
 
 
+def count_records(state: SegmentState) -> Ids:
+    """Return how many records each segment can have, int64 [segments]."""
+    per_block = (state.block_bytes - BLOCK_HEADER) // state.record_bytes
+    return np.array([file.bytes // state.block_bytes * per_block for file in state.files], np.int64)
+
+
+def require_locations(root: Path, table: Table, locations: Ids, records: Ids) -> None:
+    """Raise BrokenCheckpointError unless locations [N], none of which is 0, are in segments with so many records."""
+    segments, numbers = (locations - 1) >> LOCATION_BITS, (locations - 1) & ((1 << LOCATION_BITS) - 1)
+    wrong = (locations < 0) | (segments >= len(records))
+    if wrong.any() or (numbers >= records[segments]).any():
+        raise BrokenCheckpointError(
+            f"{root} is broken (table {table.name!r} has rows in segments that do not have them)"
+        )
+
+
 def make_format(root: Path, table: Table, state: SegmentState) -> RowFormat:
     """Return the format of a table's rows; raise BrokenCheckpointError if the manifest does not say one."""
     try:
@@ -155,6 +166,8 @@ def make_format(root: Path, table: Table, state: SegmentState) -> RowFormat:
         init = from_text(state.init)
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenCheckpointError(f"{root} is broken (table {table.name!r}: {error})"[:480]) from None
+    if [*optimizer.slots] != table.slots or [*optimizer.row_slots] != table.row_slots:
+        raise BrokenCheckpointError(f"{root} is broken (table {table.name!r} has other state than its optimizer)")
     V = table.rows
     shape = Shape(V, table.dim, optimizer, 0, V, False, lambda start, stop: np.arange(start, stop), table.slots_dtype)
     return RowFormat(table.name, shape, table.dtype, table.slots_dtype, state.seed, init)

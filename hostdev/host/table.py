@@ -364,6 +364,8 @@ class HostTable(ReadableTable):
         This also happens when the table is freed, or the program ends.
         """
         if isinstance(self.storage, DiskStorage):
+            if self.changes is not None:
+                self.changes.await_end()  # a checkpoint is being written
             self.storage.close()
 
     def reset(self) -> None:

@@ -19,7 +19,7 @@ from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.xxhash import add_to_lane, add_word, finish, first_lanes, merge_lanes
 
 PAGE = 4096
-_BLOCK_HEADER, _RECORD_HEADER = 16, 24
+BLOCK_HEADER, _RECORD_HEADER = 16, 24
 _CHUNK = 1 << 20  # bytes that are written at once
 _MERGED = 1 << 16  # bytes of neighbouring blocks that are read at once
 
@@ -48,8 +48,8 @@ class Format(NamedTuple):
     def of(cls, row_bytes: int, segment_bytes: int) -> "Format":
         """Return the format for rows of `row_bytes` bytes."""
         record = -(-(_RECORD_HEADER + row_bytes) // 8) * 8
-        block = -(-(_BLOCK_HEADER + record) // PAGE) * PAGE
-        per_block = (block - _BLOCK_HEADER) // record
+        block = -(-(BLOCK_HEADER + record) // PAGE) * PAGE
+        per_block = (block - BLOCK_HEADER) // record
         per_chunk = max(1, _CHUNK // block) * per_block
         chunks = max(1, segment_bytes // max(_CHUNK, block))
         return cls(record, block, per_block, per_chunk, chunks * per_chunk)
@@ -93,7 +93,7 @@ def _word_of(format_, number):
     """Return the position, in words from the first of a run of blocks, of record `number`."""
     block, place = number // np.uint64(format_.per_block), number % np.uint64(format_.per_block)
     return (
-        block * np.uint64(format_.block_bytes) + np.uint64(_BLOCK_HEADER) + place * np.uint64(format_.record_bytes)
+        block * np.uint64(format_.block_bytes) + np.uint64(BLOCK_HEADER) + place * np.uint64(format_.record_bytes)
     ) >> (np.uint64(3))
 
 

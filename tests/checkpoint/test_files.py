@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hostdev import LazyAdam, RowWiseAdagrad, UserError
-from hostdev.checkpoint import folder, loading, manifest, ranges
+from hostdev.checkpoint import files, folder, loading, manifest, ranges
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import HashedFile
@@ -187,7 +187,7 @@ def test_a_damaged_parent_is_read_and_told_of_once(saved, monkeypatch):
 
     def look(file, *more):
         looked.append(file)
-        ranges.check_file(file, *more)
+        files.check_file(file, *more)
 
     monkeypatch.setattr(loading, "check_file", look)
     for again in (runtime_of(), runtime):  # whose tables are new, or not
@@ -252,7 +252,7 @@ def test_another_version_is_refused_by_its_number(saved):
     content["version"] = 99
     checksum = json_checksum(content)
     file.write_text(json.dumps({**content, "sha256": checksum}))
-    with pytest.raises(UserError, match="format version 99, .* reads versions 1 to 3"):
+    with pytest.raises(UserError, match="format version 99, .* reads versions 1 to 4"):
         runtime_of().load(path / "step-0000000003")
 
 

@@ -6,7 +6,14 @@ import pytest
 
 from tests.fuzz.harness import fuzz
 
-TARGETS = {"checkpoints": 500, "datasets": 500, "journals": 500, "predictor": 500, "tables": 500}  # 7 to 25 s each
+TARGETS = {
+    "checkpoints": 500,
+    "datasets": 500,
+    "journals": 500,
+    "predictor": 500,
+    "segments": 300,
+    "tables": 500,
+}  # 7 to 25 s each
 MANY = 20_000
 SEED = 2026
 

@@ -202,7 +202,8 @@ class Segments:
 
     def free(self, segment: int) -> None:
         """Remove a segment."""
-        os.close(int(self.source.files[segment]))
+        if self.source.files[segment] >= 0:  # else all files were closed
+            os.close(int(self.source.files[segment]))
         self._paths.pop(segment).unlink(missing_ok=True)
         del self._hashes[segment]
         self._synced.discard(segment)
@@ -235,6 +236,7 @@ class Segments:
         """Close all files."""
         for file in self.source.files[self.source.files >= 0].tolist():
             os.close(file)
+        self.source.files[:] = -1
 
 
 def _allow_open_files(count: int) -> None:

@@ -76,7 +76,7 @@ class DiskStorage:
             self.format.fill(self.frames, frames, keys)
 
         shared = self.format.row_bytes, allocate, get_keys, fill
-        self.tier = Tier(name, disk.path, shape.rows, disk.nbytes, *shared)
+        self.tier = Tier(name, disk.path, shape.rows, disk.nbytes, *shared, keys_change=shape.keys is not None)
         self.row_slots: Any = RowSlots(self)
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ class Tier:
         get_keys: Returns the keys, integers [N], of rows.
         fill: Called with frames [N] and the keys of rows; writes the rows' initial values.
         segment_bytes: The size of a segment, at least a chunk; None for the usual one.
+        keys_change: Whether a row may have another key after it was forgotten, or written without being read.
     """
 
     def __init__(
@@ -74,7 +75,10 @@ class Tier:
         get_keys: Callable[[Ids], Ids],
         fill: Callable[[Positions, npt.NDArray[np.int64]], None],
         segment_bytes: int | None = None,
+        *,
+        keys_change: bool = False,
     ) -> None:
+        self._keys_change = keys_change
         self._name, self.rows, self._get_keys, self._fill = name, rows, get_keys, fill
         format_ = Format.of(row_bytes, SEGMENT_BYTES if segment_bytes is None else segment_bytes)
         buffers = nbytes // _BUFFERS_OF // format_.chunk_bytes
@@ -178,8 +182,9 @@ class Tier:
         missing, positions = missing[:count], positions[:count]
         targets, keys = found[missing], self._keys_of(rows[missing])
         self.keys[targets] = keys
-        if not read:
+        if change and self._keys_change:
             self.keys[found] = self._keys_of(rows)  # rows in memory may have new keys
+        if not read:
             self._state[targets] &= 255 - frames.ARRIVING
             return Pinned(found, None), targets[:0]
         new = targets[positions < 0]
