@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.host.storage import Storage, taken
-from hostdev.kernels.bits import Bits, count_bits, place_in_columns, rows_between, take
+from hostdev.kernels.bits import Bits, contains, count_bits, place_in_columns, rows_between, take
 from hostdev.kernels.buffers import scratch
 
 Rows = npt.NDArray[np.float32]
@@ -68,6 +68,9 @@ class Copies(Protocol):
     def held(self, rows: Ids) -> Iterator[Ids]:
         """Yield parts of rows [N] that may be on disk; `aside` can copy each until the next one."""
 
+    def prepare(self, rows: Ids) -> None:
+        """Do what is possible for rows [N] that are about to be read while no lock is held."""
+
     def aside(self, rows: Ids) -> Values:
         """Return copies of rows [N]."""
 
@@ -106,6 +109,9 @@ class RowCopies:
         """See `Copies`."""
         for some, _ in self._storage.held(rows, read=True):
             yield some
+
+    def prepare(self, rows: Ids) -> None:
+        """See `Copies`."""
 
     def aside(self, rows: Ids) -> Values:
         """See `Copies`."""
@@ -214,6 +220,7 @@ class Snapshot:
             stop = min(N, start + step)
             positions = ids[start:stop] if ids is not None else np.arange(first + start, first + stop)
             rows = self._rows_at(positions)
+            self.copies.prepare(rows[contains(self._pending, rows)])
             with self._lock:
                 if self._error is not None:
                     raise self._error

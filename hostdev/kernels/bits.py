@@ -44,6 +44,15 @@ def count_bits(bits: Bits) -> int:
     return int(np.bitwise_count(bits).sum(dtype=np.int64))
 
 
+def contains(bits: Bits, rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return which of the rows [N] are in a set."""
+    rows = rows.astype(np.uint64)
+    found: npt.NDArray[np.bool_] = (bits[rows >> np.uint64(6)] >> (rows & np.uint64(63)) & np.uint64(1)).astype(
+        np.bool_
+    )
+    return found
+
+
 def any_in_ranges(bits: Bits, rows: int, length: int) -> npt.NDArray[np.bool_]:
     """Split a table of `rows` rows into ranges of `length` rows, and return which ranges have a row in the set `bits`.
 

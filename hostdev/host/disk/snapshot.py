@@ -38,6 +38,10 @@ class LocationCopies:
         """See `Copies`."""
         yield rows
 
+    def prepare(self, rows: Ids) -> None:
+        """See `Copies`; writes rows, which may wait for the disk."""
+        self._tier.write_back(rows)
+
     def aside(self, rows: Ids) -> Values:
         """See `Copies`."""
         return (self._locate(rows),)

@@ -326,6 +326,29 @@ class Tier:
                 return found
             self.store.await_room()
 
+    def write_back(self, rows: Ids) -> None:
+        """Write those of the rows [N] that are in memory, changed and not pinned; they stay in memory.
+
+        Raises:
+            UserError: A write of the disk has failed.
+        """
+        most = max(1, _WRITTEN_BYTES // self.planes.row_bytes)
+        while len(rows):
+            with self._changed:
+                self.store.require_good()
+                places = np.empty(len(rows), np.int32)
+                frames.find(0, len(rows), rows, self.where, places)
+                here = np.flatnonzero(places >= 0)
+                at = places[here]
+                unsaved = (self._saved[at] == frames.CHANGED) & (self._pins[at] == 0)
+                here = here[unsaved & (self._state[at] & frames.ARRIVING == 0)]
+                now = here[: min(most, self.store.room())]
+                if len(now):
+                    self._write(places[now], rows[now])
+                rows = rows[here[len(now) :]]
+            if len(rows):
+                self.store.await_room()
+
     def _write(self, at: Positions, rows: Ids) -> npt.NDArray[np.int64]:
         """Write changed rows, which stay in their frames, and return their positions; needs the lock."""
         positions, done, store = np.empty(len(at), np.int64), 0, self.store
