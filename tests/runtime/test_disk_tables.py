@@ -1,6 +1,8 @@
 """Training with tables on disk has the bits of training in memory, whatever share of the rows is in memory."""
 
 import gc
+import sys
+import time
 from itertools import product
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 
 from hostdev import Adam, Disk, Feature, HostTable, LazyAdam, LeastRecent, MinCount, Runtime, Unused, UserError
 from hostdev.core.digest import StateDigest
+from hostdev.host.disk import readers, store
 from hostdev.kernels import disk_records
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.runtime.digest import add_table
@@ -51,7 +54,7 @@ def make_table(disk, keys=None, optimizer=LazyAdam, **options):
     return HostTable(rows, DIM, optimizer(), name="t", seed=3, storage=storage, **(keys or {}), **options)
 
 
-def train(disk, *, zipf=1.05, depth=2, cache=0, until=None, **options):
+def train(disk, *, zipf=1.05, depth=2, cache=0, until=None, saves=None, **options):
     """Train; return a digest of the table, and all losses and predictions."""
     torch.manual_seed(1)
     table = make_table(disk, **options)
@@ -72,6 +75,8 @@ def train(disk, *, zipf=1.05, depth=2, cache=0, until=None, **options):
                 seen.append(loss.item())
                 if step == 11:
                     seen.append(float(runtime.lookup(read_ids(batch))["bag"].sum()))
+                if step == 13 and saves is not None:
+                    runtime.save(saves, wait=False)
                 if step == until:
                     break
             for _, rows in runtime.predict(batches(zipf, 7, 2), ids=read_ids):
@@ -108,6 +113,39 @@ def test_results_do_not_depend_on_what_is_in_memory(way, tmp_path):
         assert train(on(tmp_path, share), depth=depth, cache=cache, **options) == expected, (share, depth, cache)
         gc.collect()
         assert list((tmp_path / "disk").iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["uniform", "zipf 1.2", "unused keys evicted"])
+def test_two_percent_of_the_rows_in_memory(way, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROWS", 100_000)
+    options = WAYS[way]
+    if "keys" in options:
+        options = {**options, "keys": {"capacity": ROWS, "evict": Unused(steps=12, every=2)}}
+    expected = train(None, **options)
+    for share in (0.02, 0.1):
+        assert train(on(tmp_path, share), **options) == expected, share
+
+
+def test_a_slow_disk_only_takes_time(tmp_path, monkeypatch):
+    """Writes and reads of some milliseconds each; a checkpoint begins meanwhile and ends after them."""
+    write, work = store.write_all, readers.Read.work
+
+    def write_slowly(*arguments):
+        time.sleep(0.02)
+        write(*arguments)
+
+    def work_slowly(*arguments):
+        time.sleep(0.004)
+        work(*arguments)
+
+    expected = train(None)
+    monkeypatch.setattr(store, "write_all", write_slowly)
+    monkeypatch.setattr(readers.Read, "work", work_slowly)
+    assert train(on(tmp_path, 0.35), saves=tmp_path / "saved") == expected
+    loaded = make_table(None)
+    with Runtime({"user": loaded}, device="cpu") as runtime:
+        runtime.load(tmp_path / "saved")
+    assert loaded.step > STEPS  # the second checkpoint, of the second epoch
 
 
 @pytest.mark.slow
