@@ -1,6 +1,6 @@
 """Offline merging of a checkpoint and its parents into one full checkpoint, range by range."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,13 @@ import numpy.typing as npt
 
 from hostdev.checkpoint import best, folder
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.items import Item
+from hostdev.checkpoint.items import FROM_FIRST, Item, Located
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import VERSION, Table
 from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
+from hostdev.host.disk.segments import SegmentFile
 
 Rows = npt.NDArray[np.float32]
 
@@ -86,12 +87,25 @@ def merge(chain: Chain, path: Path) -> Path:
 def merged_item(layers: Layers, table: Table) -> Item:
     """Return a table's merged rows as an item to write."""
     rows = _MergedRows(layers, table.name)
-    item = Item(replace(table, files=[], segments=None, whole=False), rows, True, lambda: None, lambda saved: None)
+    about = replace(table, files=[], whole=False)
+    if table.segments is not None:  # the new checkpoint holds them, too
+        about = replace(about, segments=replace(table.segments, files=[], numbering=FROM_FIRST))
+    item = Item(about, rows, True, lambda: None, lambda saved: None)
+    if table.segments is not None:
+        item = item._replace(located=Located(partial(layers.locate, table.name), partial(_hold, layers, table)))
     if table.keys is None:
         return item
     others = layers.merged(table.name).others
     others = others._replace(gone=others.gone[:0])
     return item._replace(get_keys=partial(layers.key_columns, table.name), files=lambda channel: others.files())
+
+
+def _hold(layers: Layers, table: Table, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
+    """Let a new checkpoint hold the segments of the newest one; see `LocationCopies.finish`."""
+    assert table.segments is not None
+    root = layers.chain[-1].path
+    files = [SegmentFile(root / each.file, each.bytes, each.sha256, each.number) for each in table.segments.files]
+    return [(hold(file), file) for file in files]
 
 
 def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:

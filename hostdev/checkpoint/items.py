@@ -33,6 +33,7 @@ from hostdev.host.disk.segments import SegmentFile, link_or_copy, try_link
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 Held = Mapping[tuple[int, str], Path]  # segments by their sizes and checksums
+FROM_FIRST = [Numbering(first_row=0, first_segment=0)]
 
 
 class Source(Protocol):

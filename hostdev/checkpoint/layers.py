@@ -96,6 +96,15 @@ class Layers:
         found: RowChunk = self._parsed(layer, table.name, file)
         return found
 
+    def locate(self, name: str, first: int, last: int, out: npt.NDArray[np.int64]) -> None:
+        """Write the locations of the merged rows [first, last) of a table whose rows are in segments, int64."""
+        for file in self.chain[-1].manifest.table(name).files:
+            begin, end = max(first, file.start), min(last, file.stop)
+            if begin < end:
+                rows = self._rows_of(len(self.chain) - 1, self.manifest.table(name), file)
+                assert rows.locations is not None
+                out[begin - first : end - first] = rows.locations[begin - file.start : end - file.start]
+
     def _chain(self, name: str) -> Chain:
         return chain_of_table(self.chain, name)
 

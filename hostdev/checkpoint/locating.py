@@ -3,8 +3,8 @@
 from typing import Any
 
 from hostdev.checkpoint.folder import Checkpoint
-from hostdev.checkpoint.items import Held
-from hostdev.checkpoint.manifest import Numbering, SegmentState
+from hostdev.checkpoint.items import FROM_FIRST, Held
+from hostdev.checkpoint.manifest import SegmentState
 from hostdev.core.initializers import Constant, Normal, Uniform
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.host.disk.storage import DiskStorage
@@ -29,7 +29,7 @@ def describe_segments(table: Any) -> SegmentState:
     format_, records = table.storage.format, table.storage.tier.store.format
     return SegmentState(
         files=[],
-        numbering=[Numbering(first_row=0, first_segment=0)],
+        numbering=FROM_FIRST,
         row_bytes=format_.row_bytes,
         record_bytes=records.record_bytes,
         block_bytes=records.block_bytes,

@@ -130,7 +130,7 @@ def test_every_reader_sees_what_a_copied_checkpoint_has(kind, tmp_path, capsys):
     out = tmp_path / "merged"
     out.mkdir()
     merged = folder.read_chain(merge(chains[1], out))
-    assert merged[-1].manifest.table("t").segments is None and differences(chains[0], merged) == []
+    assert segments_of(merged[-1])[0].stat().st_nlink > 1 and differences(chains[0], merged) == []
     rewrite(chains[1], tmp_path / "for two", 2)
     assert differences(chains[0], folder.read_chain(folder.candidates(tmp_path / "for two")[0])) == []
     for manager in managers:
