@@ -92,7 +92,9 @@ def measure_reads(table: Any, count: int = 100_000) -> dict[str, float]:
     order = np.random.default_rng(6).permutation(len(rows))
     begin, used = time.perf_counter(), time.process_time()
     for part in np.array_split(order, 10):
-        read = tier.store.read(positions[part], keys[part], np.arange(len(part), dtype=np.int32), planes, lambda: None)
+        read = tier.store.read(
+            positions[part], keys[part], np.arange(len(part), dtype=np.int32), planes, lambda read: None
+        )
         read.wait()
         tier.store.require_read(read)
     seconds, cpu = time.perf_counter() - begin, time.process_time() - used

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hostdev.checkpoint.folder import Checkpoint
+from hostdev.checkpoint.folder import Checkpoint, is_on_disk
 from hostdev.checkpoint.items import FROM_FIRST, Held
 from hostdev.checkpoint.manifest import SegmentState
 from hostdev.core.initializers import Constant, Normal, Uniform
@@ -20,7 +20,7 @@ def can_locate(table: Any) -> bool:
     if not isinstance(storage, DiskStorage):
         return False
     store = storage.tier.store
-    known = isinstance(storage.format.init, Normal | Uniform | Constant)
+    known = type(storage.format.init) in (Normal, Uniform, Constant)
     return known and type(table.optimizer) in OPTIMIZERS.values() and not (store.is_tainted or store.segments.is_full)
 
 
@@ -40,7 +40,7 @@ def describe_segments(table: Any) -> SegmentState:
 
 def find_held(last: Checkpoint | None) -> Held:
     """Return the segments that a checkpoint holds."""
-    if last is None:
+    if last is None or not is_on_disk(last):
         return {}
     states = [table.segments for table in last.manifest.tables if table.segments is not None]
     return {(file.bytes, file.sha256): last.path / file.file for state in states for file in state.files}

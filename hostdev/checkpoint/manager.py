@@ -86,6 +86,7 @@ class CheckpointManager:
             file.rows * _row_bytes(table)
             for checkpoint in chain[1:]
             for table in checkpoint.manifest.tables
+            if table.segments is None
             for file in table.files
         )
         if self._ranks is not None:
@@ -125,20 +126,7 @@ class CheckpointManager:
         located = self._find_located(tables)
         parent = self._parent(tables, located)
         items: list[Item] = []
-        try:
-            for number, table in enumerate(tables):
-                if table.name in located:
-                    items.append(self._located_item(number, table, budget))
-                else:
-                    items.append(self._item(number, table, budget, parent))
-        except BaseException:
-            for item in items:
-                item.stop()
-                item.end(False)
-            budget.close()
-            raise
-        noted = {table.name: table.changes for table in tables if hasattr(table, "note_changes")}
-        waits = any(isinstance(item.source, DeviceRows) and item.source.is_live for item in items)
+        noted: dict[str, Any] = {}
 
         def ended(writer: AsyncWriter) -> None:
             budget.close()
@@ -152,21 +140,34 @@ class CheckpointManager:
                 self._increments = 0 if parent is None else self._increments + written
                 self.last = writer.checkpoint
 
-        writer = self._writer = self._untaken = AsyncWriter(
-            self.path,
-            step,
-            items,
-            content,
-            parent,
-            keep=self.keep,
-            best_steps=list(self.best_steps),
-            state_sha256=state_sha256,
-            on_end=ended,
-            channel=self._channel,
-            release=(lambda: None) if self._hold else self._unlock,
-            held=find_held(self.last) if located else None,
-        )
-        if waits:
+        try:
+            for number, table in enumerate(tables):
+                if table.name in located:
+                    items.append(self._located_item(number, table, budget))
+                else:
+                    items.append(self._item(number, table, budget, parent))
+            noted |= {table.name: table.changes for table in tables if hasattr(table, "note_changes")}
+            writer = self._writer = self._untaken = AsyncWriter(
+                self.path,
+                step,
+                items,
+                content,
+                parent,
+                keep=self.keep,
+                best_steps=list(self.best_steps),
+                state_sha256=state_sha256,
+                on_end=ended,
+                channel=self._channel,
+                release=(lambda: None) if self._hold else self._unlock,
+                held=find_held(self.last) if located else None,
+            )
+        except BaseException:
+            for item in items:
+                item.stop()
+                item.end(False)
+            budget.close()
+            raise
+        if any(isinstance(item.source, DeviceRows) and item.source.is_live for item in items):
             writer.join()
         return writer
 
@@ -225,7 +226,11 @@ class CheckpointManager:
 
     def _keyed_item(self, number: int, table: Any, about: Table, changes: Any, rows: Any) -> Item:
         mine = [rows.count, table.rows, rows.found.waiting_count]
-        counts = [mine] if self._ranks is None else self._ranks.control.share(mine)
+        try:
+            counts = [mine] if self._ranks is None else self._ranks.control.share(mine)
+        except BaseException:
+            table.end_snapshot(changes, rows, saved=False)
+            raise
         saved_rows, live, waiting = map(sum, zip(*counts, strict=True))
         about = replace(about, rows=saved_rows, keys=make_state(table, rows, number, live, waiting))
         found, gone = rows.found, rows.gone

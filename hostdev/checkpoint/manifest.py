@@ -32,6 +32,7 @@ _USUAL = {
     "whole": False,
 }  # defaults, not written
 _MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # limits for a table
+_MOST_BLOCK = 1 << 30  # bytes of a segment's block
 
 
 class BrokenCheckpointError(UserError):
@@ -299,13 +300,14 @@ def _check_table(table: Table) -> None:
 
 
 def _check_segments(table: Table, state: SegmentState, name: str) -> None:
-    right = 0 < state.row_bytes < state.record_bytes < state.block_bytes <= _MOST_VALUES
+    right = 0 < state.row_bytes + 24 <= state.record_bytes <= state.block_bytes - 16 <= _MOST_BLOCK
+    right = right and state.block_bytes % 4096 == state.record_bytes % 8 == 0 and table.dim <= state.row_bytes
     _require(right, f"{name} has the invalid record size {state.record_bytes}")
     firsts = [(each.first_row, each.first_segment) for each in state.numbering]
     right = len(firsts) > 0 and firsts[0] == (0, 0) and firsts == sorted(firsts)
     _require(right and firsts[-1][1] <= len(state.files), f"{name} has no valid numbering of segments")
     for file in state.files:
-        right = 0 <= file.number < 1 << 31 and file.bytes % state.block_bytes == 0
+        right = 0 <= file.number < 1 << 31 and file.bytes % state.block_bytes == 0 < file.bytes
         _require(right, f"{file.file[:80]} cannot be a segment")
     for rows in table.files:
         _require(rows.rows == rows.stop - rows.start, f"{rows.file[:80]} has only some rows of a range")

@@ -74,7 +74,7 @@ class SegmentRows:
             return rows
         require_locations(self._root, self._table, locations[there], self._records)
         positions = locations[there] - 1
-        read = Read(self._source, positions, ids[there], there, Planes.of(rows.planes), lambda: None)
+        read = Read(self._source, positions, ids[there], there, Planes.of(rows.planes), lambda read: None)
         read.wait()
         self._require(read)
         return rows
@@ -98,7 +98,9 @@ class SegmentRows:
         rows.copy_to_columns(0, n, 0, np.arange(n), found)
         found.flags.writeable = False
         named = dict(zip(("weights", *table.slots), found, strict=True))
-        return named | {name: rows.row_slots[:, number] for number, name in enumerate(table.row_slots)}
+        return named | {
+            name: np.ascontiguousarray(rows.row_slots[:, number]) for number, name in enumerate(table.row_slots)
+        }
 
     def held_columns(self, file: str, read: Callable[[], dict[str, Rows]]) -> dict[str, Rows]:
         """Return what `read` returns, which is held for the last files."""

@@ -195,8 +195,11 @@ class AsyncWriter:
                 shutil.rmtree(partial, ignore_errors=True)
         finally:
             for item in self._items:
-                item.stop()
-                item.end(self.checkpoint is not None)
+                try:
+                    item.stop()
+                    item.end(self.checkpoint is not None)
+                except Exception as error:  # the others must end, too, since training waits for them
+                    self.error = self.error or error
             self._on_end(self)
         if self.checkpoint is not None and (channel is None or channel.rank == 0):
             try:

@@ -71,6 +71,10 @@ class CheckpointedKeys(KeyedReads):
             self._gone = []
         return super().note_changes(anew=anew)
 
+    def _forget(self, rows: Positions) -> None:
+        """Free what rows take which nothing uses any more."""
+        raise NotImplementedError
+
     def load_rows(self, found: KeyColumns, block: Rows, row_slots: Rows) -> None:
         """Write rows of a checkpoint: keys [N], all different, with block [N, 1 + S, D] and row_slots [N, R].
 
@@ -86,6 +90,7 @@ class CheckpointedKeys(KeyedReads):
         with self._rekeying():
             rows = self._add(*found)
             self.index.set_uses(rows, found.last, found.uses)
+            self._forget(rows)  # new ones may be on disk under another key
             self.write_now(rows, block, row_slots)
 
     def place_rows(self, found: KeyColumns) -> tuple[Positions, npt.NDArray[np.bool_]]:

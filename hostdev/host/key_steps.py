@@ -181,6 +181,7 @@ class SteppedKeys(CheckpointedKeys):
             if self.history is not None:
                 row_slots[:, -1] = step
             untouched = self.untouched
+            self._forget(part)  # they may be on disk under another key
             self.write_now(part, block, row_slots)
             self.untouched = untouched
 
@@ -191,6 +192,7 @@ class SteppedKeys(CheckpointedKeys):
             zeros = np.zeros((len(part), planes, D), np.float32)
             row_slots = np.zeros((len(part), self.storage.row_slots.shape[1]), np.float32)
             untouched = self.untouched
+            self._forget(part)
             self.write_now(part, zeros, row_slots)
             self.untouched = untouched
 

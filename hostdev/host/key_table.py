@@ -214,10 +214,11 @@ class KeyTable(SteppedKeys):
         keys = self._require_keys(ids, own=False)
         with self._rekeying():
             self.erased = zlib.crc32(np.ascontiguousarray(keys).data, self.erased)
-            rows = self.index.erase(keys[self.owns(keys)])
+            mine = keys[self.owns(keys)]
+            rows = self.index.erase(mine)
             self._write_zeros(rows)
             self._forget(rows)
-            if isinstance(self.storage, DiskStorage) and len(rows):
+            if isinstance(self.storage, DiskStorage) and len(mine):  # also for keys whose rows were evicted
                 self.storage.tier.store.taint()
             self.index.keys[rows] = 0
             self.index.release(rows)

@@ -184,10 +184,11 @@ class Snapshot:
                 rows = found[:count].copy()
                 try:
                     self._aside.append((rows, self.copies.aside(rows)))
-                except UserError as error:  # training goes on, and the writer raises it
-                    self._error = error
-                    self.ended.set()
-                    break
+                except BaseException as error:
+                    self._abandon(error)
+                    if not isinstance(error, UserError):
+                        raise
+                    break  # training goes on, and the writer raises the error
             self._budget.add(count * self.copies.row_bytes)
         self._budget.seconds += time.perf_counter() - begin
 
@@ -198,9 +199,15 @@ class Snapshot:
         try:
             for some in self.copies.held(rows):
                 self.save_before_write(some)
-        except UserError as error:
-            self._error = error
-            self.ended.set()
+        except BaseException as error:
+            self._abandon(error)
+            if not isinstance(error, UserError):
+                raise
+
+    def _abandon(self, error: BaseException) -> None:
+        """Let the writer fail: some rows were not copied before they changed."""
+        self._error = error if isinstance(error, UserError) else UserError("copying of rows was interrupted")
+        self.ended.set()
 
     def read(self, first: int, last: int, ids: Ids | None, columns: Rows, row_columns: Rows) -> None:
         """Copy the snapshot's rows in [first, last) to columns. Only one thread may call this, with ascending ranges.

@@ -229,6 +229,8 @@ class HostTable(ReadableTable):
                 row_slots[:, -1] = self.history.steps
             self.write_now(part, block, row_slots)
         if isinstance(self.storage, DiskStorage):
+            if self.changes is not None:
+                self.changes.await_end()  # a checkpoint that is being written has the rows
             self.storage.tier.store.taint()
         self._after_write(ids)
 

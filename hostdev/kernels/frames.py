@@ -288,7 +288,8 @@ def find(start: Any, stop: Any, rows: Any, where: Any, frames: Any) -> Any:
     for i in range(np.uint64(start), end):
         if i + np.uint64(_AHEAD) < end:
             prefetch_to_read(where, rows[i + np.uint64(_AHEAD)], 1)
-        frames[i] = -1 - np.int64(where[np.uint64(rows[i])])
+        place = np.int64(where[np.uint64(rows[i])])
+        frames[i] = -1 - place if place < 0 else np.int64(-1)  # positions may have more than 32 bits
 
 
 @kernel

@@ -98,7 +98,7 @@ def measure_disk(folder: Path) -> DiskRates:
         while time.perf_counter() - begin < _SECONDS:
             some = order[done % len(order) : done % len(order) + _AT_ONCE]
             keys, targets = some * format_.per_block, np.arange(len(some), dtype=np.int32)
-            read = store.read(positions[some], keys, targets, planes, lambda: None)
+            read = store.read(positions[some], keys, targets, planes, lambda read: None)
             read.wait()
             store.require_read(read)
             done += len(some)

@@ -336,3 +336,58 @@ def test_the_bytes_of_a_manifest_that_lies_are_refused(tmp_path):
     with pytest.raises(BrokenCheckpointError, match="rows of another place"):
         rows.read(np.array([1, 2]), ids_of(np.array([5, 9]), ROWS))
     manager.close()
+
+
+def test_a_key_that_was_evicted_can_be_erased(tmp_path):
+    """It has no row any more, but out-of-date records."""
+    table = make("evicted", tmp_path / "disk")
+    key, value = 0x1234_5678_9ABC_DEF1, np.full((1, DIM), 3.0, np.float32)
+    train(table, 5, 0)
+    for _ in range(3):
+        table.apply(np.array([key]), value)
+    train(table, 20, 1)
+    assert key not in table.keys
+    data = key.to_bytes(8, "little")
+    with CheckpointManager(tmp_path / "saved", keep=0) as manager:
+        save(manager, table, 1)
+        table.erase(np.array([key]))
+        second = save(manager, table, 2)
+    assert not any(data in each.read_bytes() for each in second.path.rglob("*") if each.is_file())
+
+
+def test_checkpoints_go_on_when_the_last_one_was_removed(tmp_path):
+    table = make("rows", tmp_path / "disk")
+    with CheckpointManager(tmp_path / "saved", keep=0) as manager:
+        for turn in range(3):
+            train(table, 5, turn)
+            saved = save(manager, table, turn)
+            assert contents(load(saved, make("rows"))) == contents(table)
+            shutil.rmtree(saved.path)
+
+
+def test_an_interrupted_copy_fails_the_checkpoint_and_nothing_waits(tmp_path, monkeypatch):
+    """Ctrl-C in the training thread, while it locates rows that it is about to change."""
+    table = make("rows", tmp_path / "disk")
+    train(table, 10, 0)
+    manager, may_go_on, read = CheckpointManager(tmp_path / "saved"), threading.Event(), writer_module.read_rows
+
+    def wait(*arguments):
+        assert may_go_on.wait(20)
+        return read(*arguments)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer_module, "read_rows", wait)
+    writer = manager.save([table], 1, Content({}, {}, {}, []))
+    with monkeypatch.context() as patch:
+        patch.setattr(table.storage.tier, "locate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(table, 1, 1)
+    may_go_on.set()
+    with pytest.raises(UserError, match="interrupted"):
+        writer.wait()
+    monkeypatch.setattr(writer_module, "read_rows", read)
+    train(table, 5, 2)
+    assert contents(load(save(manager, table, 2), make("rows"))) == contents(table)
+    manager.close()

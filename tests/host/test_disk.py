@@ -432,3 +432,38 @@ def test_a_row_that_stays_in_memory_is_written_under_its_new_key(tmp_path, small
         table.apply(np.arange(start, start + 100) + 5_000, np.ones((100, 8), np.float32))
     assert table.storage.tier.where[table.find_rows(keys)].max() > 0
     assert np.array_equal(table.lookup(keys), weights)
+
+
+@pytest.mark.parametrize("how", ["rolled back", "guests"])
+def test_a_row_that_left_memory_under_another_key_is_taken(how, tmp_path, small):
+    """Rows of batches that are not stepped, and of keys that are only read, may be on disk by then."""
+    options = {"capacity": ROWS, "unknown": "initial"} if how == "guests" else {"capacity": ROWS}
+    one, other = pair(tmp_path, rows=None, **options)
+    for table in (one, other):
+        table.note_changes()
+        for turn in range(6):
+            strangers = np.arange(100) + 10_000 * (turn + 1)
+            if how == "guests":
+                table.lookup(strangers)
+            else:
+                table.plan(strangers, np.ones(100, np.int32), may_read=True)
+                table.rollback()
+            keys = np.arange(150) + 150 * turn
+            table.apply(keys, np.ones((150, 8), np.float32))
+            for start in range(0, 150 * turn, 100):
+                table.apply(np.arange(start, start + 100), np.ones((100, 8), np.float32))
+    require_equal(one, other)
+
+
+def test_values_of_a_failed_read_are_given_to_nobody(tmp_path, small):
+    """A row whose read has failed is in memory without values; nobody has waited for it yet."""
+    table = filled(tmp_path)
+    tier, row = table.storage.tier, on_disk(table)[0]
+    segment = (int(tier.where[row]) - 1) // tier.store.format.per_segment
+    os.truncate(tier.store.segments.path(segment), 0)
+    pinned = tier.try_pin(np.array([row]), change=True)
+    pinned.read.wait()
+    for use in (tier.locate, table.lookup):
+        with pytest.raises(UserError, match=r"cannot be read|only 0 bytes"):
+            use(np.array([row]))
+    tier.unpin(pinned)

@@ -65,6 +65,11 @@ class Collector:
             except UserError as error:
                 store.fail(error)
                 return
+            except Exception as error:
+                store.fail(
+                    UserError(f"table {self._segments.name!r}: segments cannot be collected ({in_words(error)})")
+                )
+                return
 
     def _find(self) -> int:
         """Return a segment to collect, or a negative number."""

@@ -66,14 +66,14 @@ class Read:
         keys: int64 [N], the records' keys.
         targets: int32 [N], the row of `planes` for each record.
         planes: Where to put the rows.
-        done: Called without arguments when the read has ended, in any thread.
+        done: Called with this read when it has ended, in any thread.
 
     Attributes:
         failure: int64 [3], see `disk_records.read`.
     """
 
     def __init__(
-        self, source: Source, positions: Any, keys: Any, targets: Any, planes: Planes, done: Callable[[], None]
+        self, source: Source, positions: Any, keys: Any, targets: Any, planes: Planes, done: Callable[["Read"], None]
     ) -> None:
         order = np.argsort(positions)
         self._source, self._planes, self._done = source, planes, done
@@ -103,7 +103,7 @@ class Read:
                 self._left -= 1
                 last = not self._left
             if last:
-                self._done()
+                self._done(self)
                 self._ended.set()
 
     def wait(self) -> None:

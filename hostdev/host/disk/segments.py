@@ -152,7 +152,7 @@ class Segments:
         path = self.folder / f"adopted-{self._made:08d}"
         try:
             link_or_copy(file.path, path)
-            self.source.files[segment] = self._open(path)
+            opened = self._open(path)
         except OSError as error:
             self._free.append(segment)
             path.unlink(missing_ok=True)
@@ -166,6 +166,7 @@ class Segments:
         self.source.tags[segment] = file.number << 32
         self.adopted.add(segment)
         self._synced.add(segment)
+        self.source.files[segment] = opened
         return segment
 
     def use_adopted(self) -> None:
@@ -204,7 +205,8 @@ class Segments:
         """Remove a segment."""
         if self.source.files[segment] >= 0:  # else all files were closed
             os.close(int(self.source.files[segment]))
-        self._paths.pop(segment).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder is removed at the table's end
+            self._paths.pop(segment).unlink()
         del self._hashes[segment]
         self._synced.discard(segment)
         self.adopted.discard(segment)
@@ -254,6 +256,10 @@ def try_link(source: Path, target: Path) -> bool:
     """Make `target` a hard link of a file; return whether that is possible."""
     try:
         os.link(source, target)
+    except FileNotFoundError:
+        if target.parent.is_dir():
+            return False
+        raise
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise

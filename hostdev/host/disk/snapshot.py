@@ -87,5 +87,5 @@ class LocationCopies:
     def end(self) -> None:
         """See `Copies`."""
         if self._read is not None:
-            self._tier.end_read(self._read)
-            self._read = None
+            number, self._read = self._read, None
+            self._tier.end_read(number)

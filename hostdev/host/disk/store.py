@@ -113,6 +113,11 @@ class SegmentStore:
         if self._error is not None:
             raise UserError(str(self._error))
 
+    def _require_open(self) -> None:
+        self.require_good()
+        if self.closed:
+            raise UserError(f"table {self._name!r} was closed")
+
     def fail(self, error: UserError) -> None:
         """Make all further calls fail with this error."""
         with self.changed:
@@ -137,7 +142,7 @@ class SegmentStore:
                 if self._spare < 0:
                     self._prepare()
             with self.changed:
-                self.require_good()
+                self._require_open()
                 if self.room():
                     return
                 self.changed.wait(0.2)
@@ -221,7 +226,7 @@ class SegmentStore:
             if not self.waiting[segment]:
                 self._free(segment)
 
-    def read(self, positions: Positions, keys: Any, targets: Any, planes: Planes, done: Callable[[], None]) -> Read:
+    def read(self, positions: Positions, keys: Any, targets: Any, planes: Planes, done: Callable[[Read], None]) -> Read:
         """Begin to read records into rows of `planes`, after `begin_read`; see `Read`."""
         self.read_records += len(positions)
         return Read(self.segments.source, positions, keys, targets, planes, done)
@@ -236,7 +241,7 @@ class SegmentStore:
             segment = self.segments.take_index()
         self.segments.make(segment)
         with self.changed:
-            self._spare = segment
+            self._spare, self.segments.tainted[segment] = segment, False
 
     def _write(self) -> None:
         """Write full buffers to their files, in a thread."""
@@ -281,15 +286,23 @@ class SegmentStore:
             if self._segment in segments:
                 self.close_segment()
             while (self.segments.written[wanted] < self.segments.ends[wanted]).any():
-                self.require_good()
+                self._require_open()
                 self.changed.wait(0.2)
-            self.require_good()
+            self._require_open()
         return [self.segments.finish(segment) for segment in segments]
 
     def adopt(self, files: Sequence[SegmentFile]) -> npt.NDArray[np.int64]:
         """Hold the segments of a checkpoint, and return their indexes; errors are those of `Segments.adopt`."""
         with self._preparing:
-            return np.array([self.segments.adopt(file) for file in files], np.int64)
+            adopted: list[int] = []
+            try:
+                for file in files:
+                    adopted.append(self.segments.adopt(file))
+            except BaseException:
+                for segment in adopted:
+                    self.segments.free(segment)
+                raise
+            return np.array(adopted, np.int64)
 
     def use_adopted(self) -> None:
         """Note that the rows of all records in adopted segments are known."""

@@ -23,7 +23,7 @@ from hostdev.host.disk.segments import SEGMENT_BYTES
 from hostdev.host.disk.store import SegmentStore
 from hostdev.kernels import disk_records, frames
 from hostdev.kernels.buffers import reserved
-from hostdev.kernels.disk_records import Format
+from hostdev.kernels.disk_records import GOOD, Format
 
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
@@ -197,7 +197,11 @@ class Tier:
         targets, keys, positions = targets[left], keys[left], positions[left]
         number = store.begin_read()
 
-        def done() -> None:
+        def done(read: Read) -> None:
+            try:
+                store.require_read(read)
+            except UserError as error:
+                store.fail(error)  # before anybody takes the frames for rows
             self._arrived(targets, number)
 
         return Pinned(found, store.read(positions, keys, targets, self.planes, done)), new
@@ -220,11 +224,8 @@ class Tier:
             begin = time.perf_counter()
             pinned.read.wait()
             self.waited += time.perf_counter() - begin
-            try:
-                self.store.require_read(pinned.read)
-            except UserError as error:
-                self.store.fail(error)  # its frame has no values, so that no other call may use it
-                raise
+            if pinned.read.failure[0] != GOOD:
+                self.store.require_good()
 
     def unpin(self, pinned: Pinned) -> None:
         """Allow rows to leave the memory."""
@@ -433,9 +434,18 @@ class Tier:
         if not number:
             return
 
-        read = self.store.read(positions, keys[there], there, planes, lambda: self.end_read(number))
-        read.wait()
-        self.store.require_read(read)
+        errors: list[UserError] = []
+
+        def done(read: Read) -> None:
+            try:
+                self.store.require_read(read)
+            except UserError as error:
+                errors.append(error)
+            self.end_read(number)
+
+        self.store.read(positions, keys[there], there, planes, done).wait()
+        if errors:
+            raise errors[0]
 
     def _arriving(self, rows: Ids, places: Positions) -> bool:
         """Find rows, as `find` does; return whether one of them is still being read."""
