@@ -39,7 +39,7 @@ class BrokenCheckpointError(UserError):
     """A checkpoint is damaged or incomplete; the message names the file.
 
     Attributes:
-        file: The damaged file if `ranges.check_file` found it, or None.
+        file: The damaged file if `files.check_file` found it, or None.
     """
 
     file: Path | None = None

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hostdev.checkpoint import ranges
+from hostdev.checkpoint.files import mapped
 from hostdev.commands import preprocess
 from hostdev.core import cli
 from hostdev.core.errors import TransientError, UserError
@@ -115,4 +115,4 @@ def test_too_many_open_files_say_so(small_data, monkeypatch, tmp_path):
         next(ShardReader(small_data, manifest.read(small_data), "train").batches(10))
     (tmp_path / "x").write_bytes(b"x")
     with pytest.raises(TransientError, match="Too many open files"):
-        ranges.mapped(tmp_path / "x")
+        mapped(tmp_path / "x")
