@@ -180,10 +180,7 @@ class SteppedKeys(CheckpointedKeys):
             row_slots[:] = list(self.optimizer.row_slots.values())
             if self.history is not None:
                 row_slots[:, -1] = step
-            untouched = self.untouched
-            self._forget(part)  # they may be on disk under another key
-            self.write_now(part, block, row_slots)
-            self.untouched = untouched
+            self._write_unused(part, block, row_slots)
 
     def _write_zeros(self, rows: Positions) -> None:
         _, planes, D = self.storage.shape
@@ -191,10 +188,14 @@ class SteppedKeys(CheckpointedKeys):
             part = rows[start : start + _AT_ONCE]
             zeros = np.zeros((len(part), planes, D), np.float32)
             row_slots = np.zeros((len(part), self.storage.row_slots.shape[1]), np.float32)
-            untouched = self.untouched
-            self._forget(part)
-            self.write_now(part, zeros, row_slots)
-            self.untouched = untouched
+            self._write_unused(part, zeros, row_slots)
+
+    def _write_unused(self, rows: Positions, block: Rows, row_slots: Rows) -> None:
+        """Write rows that no key has; those of a batch that is not stepped do not count as a change of the table."""
+        untouched = self.untouched
+        self._forget(rows)  # they may be on disk under another key
+        self.write_now(rows, block, row_slots)
+        self.untouched = untouched
 
     def _norms(self, rows: Positions) -> npt.NDArray[np.float64]:
         """Return the squares of the norms of rows' weights, float64, summed in the order of the columns."""

@@ -376,10 +376,7 @@ class HostTable(ReadableTable):
         If a snapshot is in progress, this waits until it has ended. No other thread may use the table meanwhile.
         """
         self._before_write()
-        if self.changes is not None:
-            self.changes.await_end()
-            self.note_changes(anew=True)  # forgets the last checkpoint, so that the next one is full
-        self.storage.fill(self._shape(self.dim), *self._initial)
+        self._forget_all()
         if self.history is not None:
             self.history = History(self.history.how)
         self._step, self.untouched = 0, True
@@ -388,12 +385,15 @@ class HostTable(ReadableTable):
     def forget_rows(self) -> None:
         """Give all rows their initial values, before those of a checkpoint are loaded; see `reset`."""
         self._before_write()
-        if self.changes is not None:
-            self.changes.await_end()
-            self.note_changes(anew=True)
-        self.storage.fill(self._shape(self.dim), *self._initial)
+        self._forget_all()
         self.untouched = False
         self._after_write(None)
+
+    def _forget_all(self) -> None:
+        if self.changes is not None:
+            self.changes.await_end()
+            self.note_changes(anew=True)  # forgets the last checkpoint, so that the next one is full
+        self.storage.fill(self._shape(self.dim), *self._initial)
 
     def adopt(self, history: History, *, whole: bool) -> None:
         """Replace the table's step history with that of a checkpoint, before the checkpoint's rows are loaded.
