@@ -26,7 +26,7 @@ Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 Values = tuple[Any, ...]  # arrays [N, ...] of N rows
 
-_AT_ONCE_BYTES = 1 << 22  # bytes copied each time the lock is held, for about half a millisecond
+AT_ONCE_BYTES = 1 << 22  # bytes copied each time the lock is held, for about half a millisecond
 _SORTED_AT_ONCE = 16  # sets of copied rows
 _BUCKETS = 32  # ranges of a table's rows; a bucket's copies are freed once its rows are read
 
@@ -77,7 +77,7 @@ class Copies(Protocol):
     def select(self, copied: Values, places: Ids) -> Values:
         """Return copies of copies, those at some places [any]."""
 
-    def read(self, rows: Ids, start: int, out: Values, left: Ids | None, first: int | None, ids: Ids | None) -> None:
+    def read(self, rows: Ids, start: int, out: Values, left: Ids | None, first: int | None) -> None:
         """Copy rows [n] to the outputs, from the place `start` on.
 
         Args:
@@ -85,8 +85,7 @@ class Copies(Protocol):
             start: The first place.
             out: The outputs.
             left: Which of the rows are not copied aside, bool [n], or None for all; the others need not be copied.
-            first: If not None, `rows` are ids[start:], or, without ids, those from first + start on.
-            ids: See `first`.
+            first: If not None, `rows` are those from `first` on.
         """
 
     def end(self) -> None:
@@ -103,7 +102,7 @@ class RowCopies:
         self._storage, self._row_slots = storage, storage.row_slots
         _, planes, D = storage.shape
         self.row_bytes = 4 * (planes * D + self._row_slots.shape[1])
-        self.at_once = max(1, _AT_ONCE_BYTES // self.row_bytes)
+        self.at_once = max(1, AT_ONCE_BYTES // self.row_bytes)
 
     def held(self, rows: Ids) -> Iterator[Ids]:
         """See `Copies`."""
@@ -121,14 +120,12 @@ class RowCopies:
         """See `Copies`."""
         return tuple(taken(values, places) for values in copied)
 
-    def read(self, rows: Ids, start: int, out: Values, left: Ids | None, first: int | None, ids: Ids | None) -> None:
+    def read(self, rows: Ids, start: int, out: Values, left: Ids | None, first: int | None) -> None:
         """See `Copies`."""
         del left  # copying all of them is faster
         (columns, row_columns), stop = out, start + len(rows)
-        if first is None:
-            self._storage.copy_to_columns(0, len(rows), 0, rows, columns[:, start:stop])
-        else:
-            self._storage.copy_to_columns(start, stop, first, ids, columns)
+        ids = rows if first is None else None
+        self._storage.copy_to_columns(0, len(rows), first or 0, ids, columns[:, start:stop])
         row_columns[:, start:stop] = self._row_slots[rows].T
 
     def end(self) -> None:
@@ -234,7 +231,7 @@ class Snapshot:
                 found = scratch("rows read", (len(rows),), rows.dtype)
                 count = int(take(rows, self._pending, found))
                 left = None if count == len(rows) else np.isin(rows, found[:count])
-                self.copies.read(rows, start, out, left, first if rows is positions else None, ids)
+                self.copies.read(rows, start, out, left, first + start if rows is positions and ids is None else None)
                 aside, self._aside = self._aside, []
             while aside:
                 self._sort_in([aside.pop() for _ in range(min(_SORTED_AT_ONCE, len(aside)))])

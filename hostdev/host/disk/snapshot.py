@@ -11,13 +11,12 @@ import numpy.typing as npt
 
 from hostdev.host.disk.segments import SegmentFile
 from hostdev.host.disk.tier import Tier
+from hostdev.host.snapshot import AT_ONCE_BYTES
 
 Ids = npt.NDArray[Any]
 Values = tuple[Any, ...]
 
 LOCATION_BITS = 32  # of the number of a record in its segment
-
-_AT_ONCE_BYTES = 1 << 22  # bytes of rows that are written each time the snapshot's lock is held
 
 
 class LocationCopies:
@@ -29,7 +28,7 @@ class LocationCopies:
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self.row_bytes = 16  # a row's number and its location
-        self.at_once = max(1, _AT_ONCE_BYTES // tier.planes.row_bytes)
+        self.at_once = max(1, AT_ONCE_BYTES // tier.planes.row_bytes)
         self._numbers = np.full(len(tier.store.live), -1, np.int64)  # of the segments of the table
         self._segments: list[int] = []
         self._read: int | None = tier.begin_read()
@@ -50,9 +49,9 @@ class LocationCopies:
         """See `Copies`."""
         return tuple(values[places] for values in copied)
 
-    def read(self, rows: Ids, start: int, out: Values, left: Ids | None, first: int | None, ids: Ids | None) -> None:
+    def read(self, rows: Ids, start: int, out: Values, left: Ids | None, first: int | None) -> None:
         """See `Copies`."""
-        del first, ids
+        del first
         to = out[0][start : start + len(rows)]
         if left is None:
             to[:] = self._locate(rows)

@@ -30,7 +30,6 @@ Positions = npt.NDArray[np.int32]
 
 FRAME_BYTES = 32  # memory of a frame beside its row
 _BUFFERS_OF = 16  # buffers for writing take at most one part in 16 of the memory
-_WRITTEN_BYTES = 1 << 22  # bytes of rows that are written for a checkpoint each time the lock is held
 _SPARE_BATCHES = 4  # rows of so many batches are in memory although the plan does not keep them
 _RESERVED_OF = 8  # one frame in 8 is for reads and writes outside of the pipeline
 
@@ -301,7 +300,7 @@ class Tier:
             self._changed.notify_all()
 
     def locate(self, rows: Ids) -> npt.NDArray[np.int64]:
-        """Return where the values of rows are on disk, int64 [N]: position + 1, or 0 for initial values.
+        """Return where the values of some rows are on disk, int64 [N]: position + 1, or 0 for initial values.
 
         Changed rows are written first. The rows must not change meanwhile. The records are there until a read ends that
         has begun before; see `SegmentStore.begin_read`.
@@ -310,7 +309,7 @@ class Tier:
             UserError: A read or write of the disk has failed.
         """
         found = np.empty(len(rows), np.int64)
-        left, most = np.arange(len(rows)), max(1, _WRITTEN_BYTES // self.planes.row_bytes)
+        left = np.arange(len(rows))
         while True:
             with self._changed:
                 some = rows[left]
@@ -320,7 +319,7 @@ class Tier:
                 positions = np.empty(len(some), np.int64)
                 count = frames.locate(some, self.where, self._saved, positions, changed)
                 found[left] = positions
-                now = changed[: min(count, most, self.store.room())]
+                now = changed[: min(count, self.store.room())]
                 found[left[now]] = 1 + self._write(places[now], some[now])
                 left = left[changed[len(now) : count]]
             if not len(left):
@@ -333,7 +332,6 @@ class Tier:
         Raises:
             UserError: A write of the disk has failed.
         """
-        most = max(1, _WRITTEN_BYTES // self.planes.row_bytes)
         while len(rows):
             with self._changed:
                 self.store.require_good()
@@ -343,7 +341,7 @@ class Tier:
                 at = places[here]
                 unsaved = (self._saved[at] == frames.CHANGED) & (self._pins[at] == 0)
                 here = here[unsaved & (self._state[at] & frames.ARRIVING == 0)]
-                now = here[: min(most, self.store.room())]
+                now = here[: self.store.room()]
                 if len(now):
                     self._write(places[now], rows[now])
                 rows = rows[here[len(now) :]]
