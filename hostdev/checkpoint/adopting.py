@@ -1,7 +1,4 @@
-"""Loading of rows in segments into a table on disk: it holds the segments by hard links, and reads no rows.
-
-Also, which rows of a checkpoint's files belong to a process.
-"""
+"""Loading of rows in segments into a table on disk: it holds the segments by hard links, and reads no rows."""
 
 from pathlib import Path
 from typing import Any
@@ -11,49 +8,15 @@ import numpy.typing as npt
 
 from hostdev.checkpoint.files import check_file, mapped
 from hostdev.checkpoint.folder import Checkpoint
+from hostdev.checkpoint.local_rows import has_local_rows, map_rows
 from hostdev.checkpoint.manifest import RangeFile, Table
-from hostdev.checkpoint.ranges import SPREAD, parse_range
-from hostdev.checkpoint.segment_rows import SegmentRows, count_records, require_locations
+from hostdev.checkpoint.ranges import parse_range
+from hostdev.checkpoint.segment_rows import count_records, require_locations
 from hostdev.host.disk.segments import SegmentFile
-from hostdev.host.disk.snapshot import LOCATION_BITS
+from hostdev.host.disk.snapshot import split_locations
 from hostdev.host.disk.storage import DiskStorage
-from hostdev.kernels.shards import get_positions, ids_of
 
 Ids = npt.NDArray[np.int64]
-
-_RECORD = (1 << LOCATION_BITS) - 1
-
-
-def has_local_rows(about: Table, file: RangeFile, table: Any) -> bool:
-    """Return whether a file may have rows that this process holds."""
-    if getattr(table, "part", None) is None or about.order != SPREAD or about.rows != table.total_rows:
-        return True
-    return bool(file.start < table.start + table.rows and table.start < file.stop)
-
-
-def map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
-    """Return the local rows to load, and the indices of their values among the file's rows (None for all).
-
-    Args:
-        about: The table's entry in the manifest.
-        numbers: The file's rows: ascending ids, or ascending positions if the rows were divided among processes.
-        table: The table to load into.
-    """
-    part = getattr(table, "part", None)
-    if about.order == SPREAD and (part is None or about.rows != table.total_rows):
-        numbers = ids_of(numbers, about.rows)  # positions depend on the table's number of rows
-    if part is None:
-        return numbers, None
-    same = about.order == SPREAD and about.rows == table.total_rows
-    positions = numbers if same else get_positions(numbers, table.total_rows)
-    chosen = np.flatnonzero((table.start <= positions) & (positions < table.start + table.rows))
-    return positions[chosen] - table.start, chosen
-
-
-def open_segments(checkpoint: Checkpoint, name: str) -> SegmentRows | None:
-    """Return the rows in segments of a checkpoint's table, or None if they are not in segments."""
-    table = checkpoint.manifest.table(name)
-    return None if table.segments is None else SegmentRows(checkpoint.path, table)
 
 
 def can_adopt(about: Table, table: Any) -> bool:
@@ -95,8 +58,8 @@ class Adopted:
     def place(self, rows: npt.NDArray[Any], locations: Ids) -> None:
         """Take the records at locations [N], none of which is 0, for rows [N]."""
         self._tier.forget(rows)
-        positions = self._at[(locations - 1) >> LOCATION_BITS] * self._tier.store.format.per_segment
-        self._tier.adopt(rows, positions + ((locations - 1) & _RECORD))
+        segments, records = split_locations(locations)
+        self._tier.adopt(rows, self._at[segments] * self._tier.store.format.per_segment + records)
 
     def __enter__(self) -> "Adopted":
         return self
@@ -115,7 +78,7 @@ def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, c
         locations = read_locations(checkpoint.path / file.file, about, file)
         locations = locations[locations != 0]
         require_locations(checkpoint.path, about, locations, records)
-        used[(locations - 1) >> LOCATION_BITS] = True
+        used[split_locations(locations)[0]] = True
     return used
 
 

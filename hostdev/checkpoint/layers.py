@@ -15,7 +15,7 @@ from hostdev.checkpoint.folder import Chain, chain_of_table
 from hostdev.checkpoint.manifest import RangeFile, Table
 from hostdev.checkpoint.merged_keys import merge_keys
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, parse_range, require_covered, rows_per_file
-from hostdev.checkpoint.segment_rows import SegmentRows
+from hostdev.checkpoint.segment_rows import open_segments
 from hostdev.core.keys import KeyColumns, join_columns
 
 Rows = npt.NDArray[np.float32]
@@ -31,7 +31,7 @@ class Layers:
         self.merged = lru_cache(maxsize=None)(partial(merge_keys, chain))  # called with the name of a table by key
         self._parsed = lru_cache(maxsize=None)(self._parse)
         self._mapped = lru_cache(maxsize=None)(partial(open_column, chain))
-        self._segments = lru_cache(maxsize=None)(self._open_segments)
+        self._segments = lru_cache(maxsize=None)(lambda layer, name: open_segments(chain[layer], name))
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
         """Return the row ranges of a table's files; raise BrokenCheckpointError unless they cover the table.
@@ -111,11 +111,7 @@ class Layers:
     def _parse(self, layer: int, name: str, file: RangeFile) -> RowChunk:
         path: Path = self.chain[layer].path / file.file
         table = self.chain[layer].manifest.table(name)
-        segments = None if table.segments is None else self._segments(layer, name)
-        return parse_range(path, mapped(path), table, file, segments)
-
-    def _open_segments(self, layer: int, name: str) -> SegmentRows:
-        return SegmentRows(self.chain[layer].path, self.chain[layer].manifest.table(name))
+        return parse_range(path, mapped(path), table, file, self._segments(layer, name))
 
     def _keyed_rows(self, table: Table, start: int, stop: int, wanted: Sequence[str]) -> RowChunk:
         """Return the merged rows [start, stop) of a table by key."""

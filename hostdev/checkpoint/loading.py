@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.checkpoint.adopting import adopt_rows, has_local_rows, map_rows, open_segments
+from hostdev.checkpoint.adopting import adopt_rows
 from hostdev.checkpoint.current import history_of
 from hostdev.checkpoint.files import check_file, check_segment, mapped
 from hostdev.checkpoint.folder import Chain, Found, candidates, chain_of_table, read_chain
 from hostdev.checkpoint.keyed import is_by_key, load_ids, load_keys, require_kind
 from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.local_rows import has_local_rows, map_rows
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, SegmentEntry, Table
 from hostdev.checkpoint.ranges import WEIGHTS, parse_range
-from hostdev.checkpoint.segment_rows import SegmentRows
+from hostdev.checkpoint.segment_rows import SegmentRows, open_segments
 from hostdev.checkpoint.state import read_values
 from hostdev.core.errors import UserError
 from hostdev.core.keys import FormerIds

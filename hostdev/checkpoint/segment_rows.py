@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint.files import mapped
+from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.manifest import BrokenCheckpointError, SegmentState, Table
 from hostdev.core.errors import UserError
 from hostdev.core.initializers import from_text
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.host.disk.readers import Planes, Read, Source
 from hostdev.host.disk.rows import RowFormat
-from hostdev.host.disk.snapshot import LOCATION_BITS
+from hostdev.host.disk.snapshot import LOCATION_BITS, split_locations
 from hostdev.host.storage import Float32, Shape, Split
 from hostdev.kernels.disk_records import BLOCK_HEADER, DAMAGED, GOOD, Format
 from hostdev.kernels.jit import address_of
@@ -83,9 +84,8 @@ class SegmentRows:
         kind, position, _ = map(int, read.failure)
         if kind == GOOD:
             return
-        size = self.state.block_bytes
-        segment = self._root / self.state.files[position >> LOCATION_BITS].file
-        block = (position & ((1 << LOCATION_BITS) - 1)) // self._source.format.per_block
+        size, (number, record) = self.state.block_bytes, split_locations(position + 1)
+        segment, block = self._root / self.state.files[number].file, record // self._source.format.per_block
         what = "its checksum is wrong" if kind == DAMAGED else "it has rows of another place"
         begin = block * size
         raise BrokenCheckpointError(f"{segment} is broken (bytes {begin:,} to {begin + size:,}: {what})")
@@ -145,6 +145,12 @@ def number_segments(locations: Ids, start: int, state: SegmentState) -> Ids:
     return locations if not first else np.where(locations > 0, locations + (first << LOCATION_BITS), locations)
 
 
+def open_segments(checkpoint: Checkpoint, name: str) -> SegmentRows | None:
+    """Return the rows in segments of a checkpoint's table, or None if they are not in segments."""
+    table = checkpoint.manifest.table(name)
+    return None if table.segments is None else SegmentRows(checkpoint.path, table)
+
+
 def count_records(state: SegmentState) -> Ids:
     """Return how many records each segment can have, int64 [segments]."""
     per_block = (state.block_bytes - BLOCK_HEADER) // state.record_bytes
@@ -153,7 +159,7 @@ def count_records(state: SegmentState) -> Ids:
 
 def require_locations(root: Path, table: Table, locations: Ids, records: Ids) -> None:
     """Raise BrokenCheckpointError unless locations [N], none of which is 0, are in segments with so many records."""
-    segments, numbers = (locations - 1) >> LOCATION_BITS, (locations - 1) & ((1 << LOCATION_BITS) - 1)
+    segments, numbers = split_locations(locations)
     wrong = (locations < 0) | (segments >= len(records))
     if wrong.any() or (numbers >= records[segments]).any():
         raise BrokenCheckpointError(

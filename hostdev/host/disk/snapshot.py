@@ -19,6 +19,17 @@ Values = tuple[Any, ...]
 LOCATION_BITS = 32  # of the number of a record in its segment
 
 
+def make_locations(segments: Ids, records: Ids) -> npt.NDArray[np.int64]:
+    """Return the locations [N] of records by the numbers of their segments and their own ones."""
+    found: npt.NDArray[np.int64] = (segments << LOCATION_BITS | records) + 1
+    return found
+
+
+def split_locations(locations: Ids) -> tuple[Ids, Ids]:
+    """Return the numbers of segments and records at locations [N], none of which is 0."""
+    return (locations - 1) >> LOCATION_BITS, (locations - 1) & ((1 << LOCATION_BITS) - 1)
+
+
 class LocationCopies:
     """Implements `host.snapshot.Copies`; the output is one array of locations, int64 [N].
 
@@ -65,14 +76,14 @@ class LocationCopies:
         out[0][start + places[here]] = copied[0][here]
 
     def _locate(self, rows: Ids) -> npt.NDArray[np.int64]:
-        found = self._tier.locate(rows) - 1
-        there = np.flatnonzero(found >= 0)
-        segments, numbers = np.divmod(found[there], self._tier.store.format.per_segment)
+        found = self._tier.locate(rows)
+        there = np.flatnonzero(found)
+        segments, numbers = np.divmod(found[there] - 1, self._tier.store.format.per_segment)
         for segment in np.unique(segments[self._numbers[segments] < 0]).tolist():
             self._numbers[segment] = len(self._segments)
             self._segments.append(segment)
-        found[there] = self._numbers[segments] << LOCATION_BITS | numbers
-        return found + 1
+        found[there] = make_locations(self._numbers[segments], numbers)
+        return found
 
     def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
         """Make `hold` hold each segment that was named, in the order of their numbers; return what it returns.
