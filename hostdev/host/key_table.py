@@ -27,6 +27,7 @@ from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import initial_seed
 from hostdev.host.committed_keys import CommittedKeys
+from hostdev.host.disk.rows import RowFormat
 from hostdev.host.disk.storage import DiskStorage
 from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.guest_rows import GuestRows
@@ -156,9 +157,9 @@ class KeyTable(SteppedKeys):
         else:
             if isinstance(old := getattr(self, "storage", None), DiskStorage):
                 old.close()
-            formats = self.dtype, self.slots_dtype
             get_keys = partial(_keys_of, self.index.keys)
-            self.storage = DiskStorage(self.name, self._key_shape, *formats, self.disk, get_keys, *self._initial)
+            format_ = RowFormat(self.name, self._key_shape, self.dtype, self.slots_dtype, *self._initial)
+            self.storage = DiskStorage(format_, self.disk, get_keys)
         self._unknown: dict[str, int] = {}  # rows for keys without a row, by name
         self._gone: list[Keys] = []  # keys that have lost their rows since the last checkpoint
         self._first_step = 0  # the table's step count when the index was at step 0

@@ -22,6 +22,7 @@ from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, requ
 from hostdev.core.tables import initial_seed
 from hostdev.host import current
 from hostdev.host.changes import Changes
+from hostdev.host.disk.rows import RowFormat
 from hostdev.host.disk.storage import DiskStorage, require_disk
 from hostdev.host.reads import ReadableTable, get_row_ids
 from hostdev.host.storage import Shape, Storage, make_storage
@@ -147,7 +148,7 @@ class HostTable(ReadableTable):
             self.storage.fill(shape, *self._initial)
         else:
             get_keys = partial(get_row_ids, part, self.start, self.total_rows)  # not a method: the storage keeps it
-            self.storage = DiskStorage(name, shape, dtype, slots_dtype, storage, get_keys, *self._initial)
+            self.storage = DiskStorage(RowFormat(name, shape, dtype, slots_dtype, *self._initial), storage, get_keys)
         self.changes: Changes | None = None  # tracked from the first checkpoint on
         self.untouched = True  # all rows have their initial values
         self.may_train = part is not None  # if False, `_require_alone` decides

@@ -140,8 +140,4 @@ class Collector:
         tag = source.tags[segment] + np.uint64(chunk * blocks)
         disk_records.check(0, blocks, words, tag, format_, failure)
         if failure[0] != GOOD:
-            begin = chunk * size + int(failure[1]) * format_.block_bytes
-            raise UserError(
-                f"table {self._segments.name!r}: bytes {begin:,} to {begin + format_.block_bytes:,} of {path} are "
-                "damaged; resume from the last checkpoint, and check the disk"
-            )
+            raise self._segments.damage(segment, chunk * blocks + int(failure[1]), int(failure[0]))

@@ -29,7 +29,7 @@ class RowFormat:
 
     def __init__(self, name: str, shape: Shape, dtype: str, slots_dtype: str, seed: int, init: Initializer) -> None:
         self.shape, self.seed, self.init = shape, seed, init
-        self._name, self._dtypes = name, (dtype, slots_dtype)
+        self.name, self._dtypes = name, (dtype, slots_dtype)
         one = self.allocate(np.zeros(1, np.int64))
         self.row_bytes = Planes.of(one.planes).row_bytes
 
@@ -37,7 +37,7 @@ class RowFormat:
         """Return storage for rows in memory, one for each of the keys."""
         of, count = self.shape, len(keys)
         shape = Shape(count, of.dim, of.optimizer, 0, count, False, of.ids, self._dtypes[1], keys)
-        return make_storage(self._name, shape, *self._dtypes)
+        return make_storage(self.name, shape, *self._dtypes)
 
     def fill(self, storage: Float32 | Split, rows: Positions, keys: npt.NDArray[np.int64]) -> None:
         """Write the initial values of the rows of some keys to these rows of storage in memory."""

@@ -219,12 +219,9 @@ class Segments:
         if kind == GOOD:
             return
         segment, number = divmod(position, self.format.per_segment)
-        block = number // self.format.per_block
-        size = self.format.block_bytes
-        where = f"table {self.name!r}: bytes {block * size:,} to {(block + 1) * size:,} of {self._paths[segment]}"
+        block, size = number // self.format.per_block, self.format.block_bytes
         if kind != UNREADABLE:
-            what = "are damaged: their checksum is wrong" if kind == DAMAGED else "are those of another place"
-            raise UserError(f"{where} {what}; resume from the last checkpoint, and check the disk")
+            raise self.damage(segment, block, kind)
         why = f"only {got} bytes of them are there"
         if got < 0:
             try:
@@ -232,7 +229,17 @@ class Segments:
                 why = "a first attempt failed"
             except OSError as error:
                 why = in_words(error)
-        raise UserError(f"{where} cannot be read ({why}); resume from the last checkpoint, and check the disk")
+        raise self._failure(segment, block, f"cannot be read ({why})")
+
+    def damage(self, segment: int, block: int, kind: int) -> UserError:
+        """Return the error of a block that is DAMAGED or MISPLACED (`kernels.disk_records`)."""
+        what = "are damaged: their checksum is wrong" if kind == DAMAGED else "are those of another place"
+        return self._failure(segment, block, what)
+
+    def _failure(self, segment: int, block: int, what: str) -> UserError:
+        size = self.format.block_bytes
+        where = f"table {self.name!r}: bytes {block * size:,} to {(block + 1) * size:,} of {self._paths[segment]}"
+        return UserError(f"{where} {what}; resume from the last checkpoint, and check the disk")
 
     def close(self) -> None:
         """Close all files."""

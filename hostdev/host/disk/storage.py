@@ -44,29 +44,13 @@ class DiskStorage:
     `sources` reads any rows, and `held` holds them in memory.
 
     Args:
-        name: The table's name.
-        shape: The dimensions of the whole table.
-        dtype: How weights are stored.
-        slots_dtype: How state columns are stored.
+        format_: How rows are stored, and what they are initially.
         disk: Where the rows are.
         get_keys: Returns what takes the place of the rows' ids, integers [N], for row numbers [N].
-        seed: Of the initial values.
-        init: The initializer of the weights.
     """
 
-    def __init__(
-        self,
-        name: str,
-        shape: Shape,
-        dtype: str,
-        slots_dtype: str,
-        disk: Disk,
-        get_keys: Callable[[Ids], Ids],
-        seed: int,
-        init: Initializer,
-    ) -> None:
-        self._whole, self.get_keys = shape, get_keys
-        self.format = RowFormat(name, shape, dtype, slots_dtype, seed, init)
+    def __init__(self, format_: RowFormat, disk: Disk, get_keys: Callable[[Ids], Ids]) -> None:
+        self._whole, self.get_keys, self.format = format_.shape, get_keys, format_
 
         def allocate(count: int, keys: npt.NDArray[np.int64]) -> Planes:
             self.frames = self.format.allocate(keys)
@@ -76,7 +60,8 @@ class DiskStorage:
             self.format.fill(self.frames, frames, keys)
 
         shared = self.format.row_bytes, allocate, get_keys, fill
-        self.tier = Tier(name, disk.path, shape.rows, disk.nbytes, *shared, keys_change=shape.keys is not None)
+        shape, keys_change = self._whole, self._whole.keys is not None
+        self.tier = Tier(format_.name, disk.path, shape.rows, disk.nbytes, *shared, keys_change=keys_change)
         self.row_slots: Any = RowSlots(self)
 
     def close(self) -> None:
