@@ -1,7 +1,9 @@
 """A checkpoint's files: mapped into memory, and verified by their checksums."""
 
 import os
+from collections.abc import Callable
 from hashlib import sha256
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -34,62 +36,55 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
         file: The file's entry in the manifest.
         content: Output for the file's content, `file.bytes` bytes; if None, the file is only verified.
     """
-    if wrong := _wrong(path, file, content):
-        error = BrokenCheckpointError(f"{path} {wrong}")
-        error.file = path
-        raise error
 
+    def look(stream: FileIO) -> str | None:
+        digest, size = sha256(), 0
+        piece = memoryview(bytearray(_PIECE)) if content is None else content
+        while size < file.bytes:
+            start = 0 if content is None else size
+            read = stream.readinto(piece[start : start + min(_PIECE, file.bytes - size)])
+            if not read:
+                return f"it has {size} bytes, not {file.bytes}"
+            digest.update(piece[start : start + read])
+            size += read
+        return None if digest.hexdigest() == file.sha256 else "its checksum is wrong"
 
-def _wrong(path: Path, file: File, content: memoryview | None) -> str | None:
-    """Return what is wrong with a file, as text that follows its path in a message, or None if it is valid."""
-    digest, size = sha256(), 0
-    piece = memoryview(bytearray(_PIECE)) if content is None else content
-    try:
-        with path.open("rb", buffering=0) as stream:
-            there = os.fstat(stream.fileno()).st_size
-            if there != file.bytes:
-                return f"is broken (it has {there} bytes, not {file.bytes})"
-            while size < there:
-                start = 0 if content is None else size
-                read = stream.readinto(piece[start : start + min(_PIECE, there - size)])
-                if not read:
-                    return f"is broken (it has {size} bytes, not {file.bytes})"
-                digest.update(piece[start : start + read])
-                size += read
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        raise_if_transient(error)
-        return f"cannot be read ({error.strerror})"
-    return None if digest.hexdigest() == file.sha256 else "is broken (its checksum is wrong)"
+    _check(path, file, look)
 
 
 def check_segment(path: Path, file: SegmentEntry, state: SegmentState) -> None:
     """Read a segment; raise BrokenCheckpointError unless its size and the checksums of its blocks are right."""
-    size, found, blocks, failure = state.block_bytes, sha256(), 0, np.zeros(3, np.int64)
-    format_ = Format(state.record_bytes, size, 1, 1, 1)
-    error = None
+
+    def look(stream: FileIO) -> str | None:
+        size, found, blocks, failure = state.block_bytes, sha256(), 0, np.zeros(3, np.int64)
+        format_ = Format(state.record_bytes, size, 1, 1, 1)
+        while data := stream.read(max(1, _PIECE // size) * size):
+            words = np.frombuffer(data[: len(data) // size * size], np.uint64).reshape(-1, size >> 3)
+            tag = np.uint64((file.number << 32) + blocks)
+            disk_records.check(0, len(words), words.reshape(-1), tag, format_, failure)
+            if failure[0] != GOOD:
+                begin = (blocks + int(failure[1])) * size
+                return f"bytes {begin:,} to {begin + size:,}: the checksum is wrong"
+            found.update(np.ascontiguousarray(words[:, :2]).data)
+            blocks += len(words)
+        return None if found.hexdigest() == file.sha256 else "its checksum is wrong"
+
+    _check(path, file, look)
+
+
+def _check(path: Path, file: File, look: Callable[[FileIO], str | None]) -> None:
+    """Raise BrokenCheckpointError unless a file has its size, and `look` returns None for the open file."""
     try:
         with path.open("rb", buffering=0) as stream:
-            if (there := os.fstat(stream.fileno()).st_size) != file.bytes:
-                error = f"is broken (it has {there} bytes, not {file.bytes})"
-            while error is None and (data := stream.read(max(1, _PIECE // size) * size)):
-                words = np.frombuffer(data[: len(data) // size * size], np.uint64).reshape(-1, size >> 3)
-                tag = np.uint64((file.number << 32) + blocks)
-                disk_records.check(0, len(words), words.reshape(-1), tag, format_, failure)
-                if failure[0] != GOOD:
-                    begin = (blocks + int(failure[1])) * size
-                    error = f"is broken (bytes {begin:,} to {begin + size:,}: the checksum is wrong)"
-                found.update(np.ascontiguousarray(words[:, :2]).data)
-                blocks += len(words)
+            there = os.fstat(stream.fileno()).st_size
+            why = f"it has {there} bytes, not {file.bytes}" if there != file.bytes else look(stream)
+            wrong = None if why is None else f"is broken ({why})"
     except FileNotFoundError:
-        error = "is missing"
-    except OSError as failed:
-        raise_if_transient(failed)
-        error = f"cannot be read ({failed.strerror})"
-    if error is None and found.hexdigest() != file.sha256:
-        error = "is broken (its checksum is wrong)"
-    if error is not None:
-        broken = BrokenCheckpointError(f"{path} {error}")
+        wrong = "is missing"
+    except OSError as error:
+        raise_if_transient(error)
+        wrong = f"cannot be read ({error.strerror})"
+    if wrong is not None:
+        broken = BrokenCheckpointError(f"{path} {wrong}")
         broken.file = path
         raise broken

@@ -84,7 +84,7 @@ class SegmentRows:
         kind, position, _ = map(int, read.failure)
         if kind == GOOD:
             return
-        size, (number, record) = self.state.block_bytes, split_locations(position + 1)
+        size, (number, record) = self.state.block_bytes, divmod(position, self._source.format.per_segment)
         segment, block = self._root / self.state.files[number].file, record // self._source.format.per_block
         what = "its checksum is wrong" if kind == DAMAGED else "it has rows of another place"
         begin = block * size
