@@ -20,6 +20,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, dense_bytes, format_bytes
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
+from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.options import is_raw
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
@@ -138,11 +139,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     if is_raw(found.schema.rows):
         advise_admission(settings, data, found)
         return None
-    reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
-    size = settings.batch_size or min(config.REFERENCE_BATCH_SIZE, max(1, reader.rows // 20))
-    reader.require(size)
-    if settings.host_threads is not None:
-        set_host_threads(settings.host_threads)
+    reader, size = _open(settings, data, found)
     device = backend.select(settings.device)
     model = model_of(settings, found.schema)
     on_accelerator = backend.is_accelerator(device)
@@ -183,6 +180,16 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     return chosen
 
 
+def _open(settings: TrainConfig, data: Path, found: Manifest) -> tuple[ShardReader, int]:
+    """Return the training samples and the batch size, and set the number of threads."""
+    reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
+    size = settings.batch_size or min(config.REFERENCE_BATCH_SIZE, max(1, reader.rows // 20))
+    reader.require(size)
+    if settings.host_threads is not None:
+        set_host_threads(settings.host_threads)
+    return reader, size
+
+
 def advise_tables_on_disk(settings: TrainConfig, folder: Path, step: float | None) -> None:
     """Print how much memory the model's tables need on the disk of a folder; see `disk_advice.advise_disk`.
 
@@ -193,11 +200,7 @@ def advise_tables_on_disk(settings: TrainConfig, folder: Path, step: float | Non
     found = manifest.read(data)
     if is_raw(found.schema.rows):
         raise UserError(f"{data} has raw ids, which have no rows yet: --disk needs data with a vocabulary or buckets")
-    reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
-    size = settings.batch_size or min(config.REFERENCE_BATCH_SIZE, max(1, reader.rows // 20))
-    reader.require(size)
-    if settings.host_threads is not None:
-        set_host_threads(settings.host_threads)
+    reader, size = _open(settings, data, found)
     print(f"data     {data}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}")
     advise_disk(model_of(settings, found.schema), reader, size, folder=folder, seed=settings.seed, step=step)
 
