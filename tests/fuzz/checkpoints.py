@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -76,21 +77,27 @@ def write(at: Path, content: object) -> None:
     """Write checkpoint.json with the files' current checksums and sizes."""
     if isinstance(content, dict):
         tables = content.get("tables") if isinstance(content.get("tables"), list) else []
-        lists = [table.get("files") for table in tables if isinstance(table, dict)] + [content.get("others")]
-        for file in [each for files in lists if isinstance(files, list) for each in files]:
-            if isinstance(file, dict) and isinstance(file.get("file"), str):
-                _fix(at, file)
+        tables = [table for table in tables if isinstance(table, dict)]
+        states = [table.get("segments") for table in tables if isinstance(table.get("segments"), dict)]
+        _fix(at, [*(table.get("files") for table in tables), content.get("others")], lambda found: found)
+        _fix(at, [state.get("files") for state in states], _get_headers)
         content.pop("sha256", None)
         content["sha256"] = json_checksum(content)
     (at / FILE_NAME).write_text(json.dumps(content))
 
 
-def _fix(at: Path, file: dict) -> None:
-    try:
-        found = (at / file["file"]).read_bytes()
-    except (OSError, ValueError):
-        return
-    file["bytes"], file["sha256"] = len(found), sha256(found).hexdigest()
+def _fix(at: Path, lists: list, hashed: Callable[[bytes], bytes]) -> None:
+    for file in [each for files in lists if isinstance(files, list) for each in files]:
+        if isinstance(file, dict) and isinstance(file.get("file"), str):
+            try:
+                found = (at / file["file"]).read_bytes()
+            except (OSError, ValueError):
+                continue
+            file["bytes"], file["sha256"] = len(found), sha256(hashed(found)).hexdigest()
+
+
+def _get_headers(segment: bytes) -> bytes:
+    return b"".join(segment[at : at + 16] for at in range(0, len(segment), 4096))
 
 
 def fix_parents(path: Path, names: list[str]) -> None:
@@ -106,12 +113,17 @@ def fix_parents(path: Path, names: list[str]) -> None:
             write(path / name, content)
 
 
+def run_command(case: Path, command: list[str]) -> None:
+    """Run `checkpoint COMMAND` on the checkpoints of a case; "out" stands for a folder of the case."""
+    name, *options = command
+    options = [str(case / each) if each == "out" else each for each in options]
+    cli.run(checkpoint.PROG, checkpoint.main, [name, str(case / "c"), *options])
+
+
 def _read(case: Path, number: int) -> None:
     path = case / "c"
     if number < len(COMMANDS):
-        command, *options = COMMANDS[number]
-        options = [str(case / each) if each == "out" else each for each in options]
-        cli.run(checkpoint.PROG, checkpoint.main, [command, str(path), *options])
+        run_command(case, COMMANDS[number])
         return
     chain = folder.newest(path).chain
     verify(chain)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from hashlib import sha256
 from pathlib import Path
 from random import Random
 
@@ -14,12 +13,10 @@ from hostdev.checkpoint.loading import load_tables, require_tables
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.manifest import FILE_NAME
 from hostdev.checkpoint.writer import Content
-from hostdev.commands import checkpoint
-from hostdev.core import cli
-from hostdev.core.checksums import json_checksum
 from hostdev.host.table import HostTable
 from hostdev.kernels import disk_records
 from hostdev.kernels.disk_records import Format
+from tests.fuzz.checkpoints import run_command, write
 from tests.fuzz.mutations import change_bytes, change_json
 
 COMMANDS = [["info"], ["verify"], ["merge", "--out", "out"], ["export", "--out", "out", "--format", "npy", "--slots"]]
@@ -70,7 +67,7 @@ def run(base: Path, case: Path, draw: Random) -> None:
         data = file.read_bytes()
         data = change_bytes(data, draw) if len(data) < 1 << 16 else _change_record(data, place, draw)
         file.write_bytes(data)
-    _write(at, content)
+    write(at, content)
     _read(case, draw.randrange(len(COMMANDS) + 2))
 
 
@@ -86,37 +83,10 @@ def _change_record(data: bytes, place: int, draw: Random) -> bytes:
     return words.tobytes()
 
 
-def _write(at: Path, content: object) -> None:
-    if isinstance(content, dict):
-        tables = content.get("tables") if isinstance(content.get("tables"), list) else []
-        tables = [table for table in tables if isinstance(table, dict)]
-        states = [table.get("segments") for table in tables if isinstance(table.get("segments"), dict)]
-        for lists, digest in (
-            ([table.get("files") for table in tables] + [content.get("others")], lambda found: found),
-            ([state.get("files") for state in states], _headers),
-        ):
-            for file in [each for files in lists if isinstance(files, list) for each in files]:
-                if isinstance(file, dict) and isinstance(file.get("file"), str):
-                    try:
-                        found = (at / file["file"]).read_bytes()
-                    except (OSError, ValueError):
-                        continue
-                    file["bytes"], file["sha256"] = len(found), sha256(digest(found)).hexdigest()
-        content.pop("sha256", None)
-        content["sha256"] = json_checksum(content)
-    (at / FILE_NAME).write_text(json.dumps(content))
-
-
-def _headers(found: bytes) -> bytes:
-    return b"".join(found[at : at + 16] for at in range(0, len(found), 4096))
-
-
 def _read(case: Path, number: int) -> None:
     path = case / "c"
     if number < len(COMMANDS):
-        command, *options = COMMANDS[number]
-        options = [str(case / each) if each == "out" else each for each in options]
-        cli.run(checkpoint.PROG, checkpoint.main, [command, str(path), *options])
+        run_command(case, COMMANDS[number])
         return
     ids = np.arange(300)
     if number == len(COMMANDS):
