@@ -50,7 +50,7 @@ class DiskStorage:
     """
 
     def __init__(self, format_: RowFormat, disk: Disk, get_keys: Callable[[Ids], Ids]) -> None:
-        self._whole, self.get_keys, self.format = format_.shape, get_keys, format_
+        self._whole, self.format = format_.shape, format_
 
         def allocate(count: int, keys: npt.NDArray[np.int64]) -> Planes:
             self.frames = self.format.allocate(keys)
