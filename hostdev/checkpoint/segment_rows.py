@@ -18,7 +18,9 @@ from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.manifest import BrokenCheckpointError, SegmentState, Table
 from hostdev.core.errors import UserError
 from hostdev.core.initializers import from_text
+from hostdev.core.memory import available_bytes
 from hostdev.core.optimizers import OPTIMIZERS
+from hostdev.core.pages import read_singly
 from hostdev.host.disk.readers import Planes, Read, Source
 from hostdev.host.disk.rows import RowFormat
 from hostdev.host.disk.snapshot import LOCATION_BITS, split_locations
@@ -39,17 +41,21 @@ class SegmentRows:
     Args:
         root: The checkpoint's folder.
         table: The table's entry in the manifest.
+        all_rows: Whether all rows will be read.
 
     Raises:
         BrokenCheckpointError: A segment is missing, or the entry is invalid.
         UserError: The segments were written by a release with another format of records.
     """
 
-    def __init__(self, root: Path, table: Table) -> None:
+    def __init__(self, root: Path, table: Table, *, all_rows: bool = False) -> None:
         assert table.segments is not None
         self._root, self._table, self.state = root, table, table.segments
         self.format = make_format(root, table, self.state)
         self._maps = [np.frombuffer(mapped(root / file.file), np.uint8) for file in self.state.files]
+        if not (all_rows and 2 * sum(each.nbytes for each in self._maps) <= available_bytes()):
+            for each in self._maps:  # the rows of a lookup, and of a range, are anywhere; what lies around is not used
+                read_singly(each)
         records = Format.of(self.format.row_bytes, 0)
         require_format(root, table, self.state, records, self.format.row_bytes)
         tags = np.array([file.number for file in self.state.files], np.uint64) << np.uint64(32)
@@ -146,9 +152,9 @@ def number_segments(locations: Ids, start: int, state: SegmentState) -> Ids:
 
 
 def open_segments(checkpoint: Checkpoint, name: str) -> SegmentRows | None:
-    """Return the rows in segments of a checkpoint's table, or None if they are not in segments."""
+    """Return the rows in segments of a checkpoint's table, to read all of them; None if they are not in segments."""
     table = checkpoint.manifest.table(name)
-    return None if table.segments is None else SegmentRows(checkpoint.path, table)
+    return None if table.segments is None else SegmentRows(checkpoint.path, table, all_rows=True)
 
 
 def count_records(state: SegmentState) -> Ids:

@@ -1,4 +1,4 @@
-"""Mapping of many pages of a memory-mapped file at once, not a few at a time as they are first read."""
+"""What the system is told about the pages of memory-mapped files: which are read soon, and which in no order."""
 
 import ctypes
 import mmap
@@ -16,11 +16,21 @@ def populate(array: npt.NDArray[Any]) -> None:
 
     Do nothing on systems other than Linux 5.14 or later, or if the array is not C-contiguous.
     """
-    global _madvise
     if not sys.platform.startswith("linux") or not array.flags.c_contiguous or not array.nbytes:
         return
+    _advise(array, _POPULATE_READ)  # harmless error on older kernels
+
+
+def read_singly(array: npt.NDArray[Any]) -> None:
+    """Read each page of a memory-mapped array alone, without those around it; do nothing where that is unknown."""
+    if hasattr(mmap, "MADV_RANDOM") and array.nbytes:
+        _advise(array, mmap.MADV_RANDOM)
+
+
+def _advise(array: npt.NDArray[Any], advice: int) -> None:
+    global _madvise
     if _madvise is None:
         _madvise = ctypes.CDLL(None).madvise
         _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     begin = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
-    _madvise(begin, array.ctypes.data + array.nbytes - begin, _POPULATE_READ)  # harmless error on older kernels
+    _madvise(begin, array.ctypes.data + array.nbytes - begin, advice)
