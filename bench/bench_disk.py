@@ -203,7 +203,7 @@ def measure_checkpoints(
     return found | {"copying / holding": found["checkpoint that copies, s"] / found["checkpoint 10 steps later, s"]}
 
 
-def measure(rows: int, memory: int, folder: Path, warm: int, steps: int, *, peers: bool) -> dict[str, float]:
+def measure(rows: int, disk: hostdev.Disk, folder: Path, warm: int, steps: int, *, peers: bool) -> dict[str, float]:
     """Return all figures."""
     batches = scatter(draw(rows, warm + steps), rows)
     distinct: list[Any] = [unique(batch)[0] for batch in batches]
@@ -220,7 +220,7 @@ def measure(rows: int, memory: int, folder: Path, warm: int, steps: int, *, peer
     seen = Memory()
     before = seen.now()
     begin = time.perf_counter()
-    on_disk: Any = make(rows, hostdev.Disk(folder / "tables", memory))
+    on_disk: Any = make(rows, disk)
     found["fill, s"] = time.perf_counter() - begin
     tier = on_disk.storage.tier
     found["frames / rows"] = tier.count / rows
@@ -255,7 +255,7 @@ def measure(rows: int, memory: int, folder: Path, warm: int, steps: int, *, peer
     if peers:
         found["memmap, rows a second"] = measure_memmap(folder, rows, batches[warm:])
         found["rows a second / memmap's"] = found["rows a second"] / found["memmap, rows a second"]
-        found |= measure_rocksdb(folder, rows, batches[warm:], memory)
+        found |= measure_rocksdb(folder, rows, batches[warm:], disk.nbytes)
         if "RocksDB, rows a second" in found:
             found["rows a second / RocksDB's"] = found["rows a second"] / found["RocksDB, rows a second"]
     return found
@@ -268,16 +268,18 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=2 << 30, help="bytes for rows in memory")
     parser.add_argument("--warm", type=int, default=150, help="steps before those that are measured")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--window", type=int, default=hostdev.Disk.window, help="batches that are read ahead")
     parser.add_argument("--folder", type=Path, help="a folder on the disk (default: the system's for temporary files)")
     parser.add_argument("--no-peers", action="store_true", help="without memmap and RocksDB")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="hostdev-bench-", dir=given.folder))
     try:
-        found = measure(given.rows, given.memory, folder, given.warm, given.steps, peers=not given.no_peers)
+        disk = hostdev.Disk(folder / "tables", given.memory, given.window)
+        found = measure(given.rows, disk, folder, given.warm, given.steps, peers=not given.no_peers)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(*(f"  {name:<52}{value:>12.2f}" for name, value in found.items()), sep="\n")
-    record("disk", {"wanted": WANTED, "results": {name: round(value, 4) for name, value in found.items()}}, given.out)
+    record("disk", {"wanted": WANTED, "window": given.window, "results": {name: round(value, 4) for name, value in found.items()}}, given.out)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def _open(settings: TrainConfig, data: Path, found: Manifest) -> tuple[ShardRead
     return reader, size
 
 
-def advise_tables_on_disk(settings: TrainConfig, folder: Path, step: float | None) -> None:
+def advise_tables_on_disk(settings: TrainConfig, folder: Path, step: float | None, window: int) -> None:
     """Print how much memory the model's tables need on the disk of a folder; see `disk_advice.advise_disk`.
 
     Raises:
@@ -202,7 +202,8 @@ def advise_tables_on_disk(settings: TrainConfig, folder: Path, step: float | Non
         raise UserError(f"{data} has raw ids, which have no rows yet: --disk needs data with a vocabulary or buckets")
     reader, size = _open(settings, data, found)
     print(f"data     {data}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}")
-    advise_disk(model_of(settings, found.schema), reader, size, folder=folder, seed=settings.seed, step=step)
+    model = model_of(settings, found.schema)
+    advise_disk(model, reader, size, folder=folder, seed=settings.seed, step=step, window=window)
 
 
 def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:

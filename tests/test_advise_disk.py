@@ -66,6 +66,8 @@ def test_the_advice_can_be_followed(run, data, tmp_path, monkeypatch):
     [
         (["--emb-dim", 1, "--disk", "d"], "no table has rows of 64 bytes or more"),
         (["--step-ms", 5], "--step-ms has no effect without --disk"),
+        (["--table-window", 5], "--table-window has no effect without --disk"),
+        (["--disk", "d", "--table-window", -1], "--table-window must be in 0..1024 batches, not -1"),
         (["--disk", "d", "--step-ms", "nan"], "--step-ms must be a positive number"),
         (["--disk", "d", "--memory", "1GiB"], "--memory is for caches and has no effect with --disk"),
         (["--disk", "d", "--out", "a.png"], "--out is for caches"),

@@ -36,6 +36,7 @@ CHECKS = {
         "classify": (REQUESTED,),
         **dict.fromkeys(("_chance", "judge", "score", "worst", "divide", "exchange", "take"), (OWN,)),
     },
+    "cache.next_uses": {"announce": (REQUESTED,), "advance": (REQUESTED,)},
     "checkpoint.lookup": {"_copy": (IDS, STORED, COVERED)},
     "checkpoint.keyed_lookup": {"_copy": (STORED,)},
     "kernels.adagrad": {

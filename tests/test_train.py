@@ -116,6 +116,7 @@ def test_the_list_of_flags():
         "--evict-unused",
         "--table-dir",
         "--table-memory",
+        "--table-window",
     }
 
 

@@ -57,7 +57,7 @@ def every(kind, data):
 def test_the_digest_is_that_of_memory(run, every, data, tmp_path):
     trained = [*every, "--epochs", 1, "--checkpoint-every", 25]
     run(train, *trained, "--run-dir", "memory")
-    out = run(train, *trained, *ON_DISK, "--run-dir", "one")
+    out = run(train, *trained, *ON_DISK, "--table-window", 40, "--run-dir", "one")
     assert "places of rows on disk" in out
     assert digest_of(tmp_path / "one") == digest_of(tmp_path / "memory")
     assert list((tmp_path / "disk").iterdir()) == []
@@ -130,6 +130,8 @@ def test_a_full_disk_is_saved(run, in_process, every, tmp_path, monkeypatch):
         ([*ON_DISK[:3], "much"], "--table-memory: a size must be a number of bytes"),
         ([*ON_DISK, "--emb-dim", 1], "--table-dir has no effect: no table has rows of 64 bytes or more"),
         ([*ON_DISK, "--model", "wide_deep", "--l2", "table"], "--l2 table would read all rows from disk in every step"),
+        (["--table-window", 4], "--table-window has no effect without --table-dir; leave out --table-window"),
+        ([*ON_DISK, "--table-window", 2_000], "--table-window must be in 0..1024 batches, not 2000"),
         ([*ON_DISK[:3], "90KB"], "of its rows in memory, but its Disk has memory for"),
     ],
 )

@@ -15,10 +15,12 @@ import numpy.typing as npt
 
 from hostdev.cache import planning
 from hostdev.cache.directory import ROW, AllRows, Directory, find_quantile, most_bytes
+from hostdev.cache.next_uses import NextUses
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
 from hostdev.cache.plan import Ids, Plan, Positions, Statistics, take
 from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, NEAREST, STATIC, PlanContext
 from hostdev.cache.prices import MOST_BITS, Costs, get_price_index, prices
+from hostdev.core.disk_storage import MOST_DISK_WINDOW
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_occurrences
@@ -77,10 +79,11 @@ class Planner:
             the largest `counts`. "nearest" keeps the rows that are used next, as they are announced or expected, for
             caches in which each row must enter that a batch uses. If more than 8,192 slots are occupied, a batch may
             search only some for evictions.
-        window: Number of batches announced in addition to the one that is planned, at most 32; only for lookahead and
-            nearest. Only the first 16 batches are considered individually, but all of them count for probabilities.
+        window: Number of batches announced in addition to the one that is planned; only for lookahead and nearest.
+            Lookahead allows at most 32, of which it considers the first 16 individually, but all of them count for
+            probabilities.
         counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against
-            recent uses by how well each predicts; "lru" and "lfu" ignore counts.
+            recent uses by how well each predicts; others ignore counts.
         costs: Costs of a bypass, an admission and an eviction; only for lookahead.
         budget: Bytes that the data of all rows may take. If these are too few, the data of only some rows is kept, in
             half of the budget, or more if needed.
@@ -100,8 +103,9 @@ class Planner:
         kind = _kind(policy)
         if not 0 <= capacity <= rows <= MOST_ROWS:
             raise ValueError(f"a cache needs 0 <= capacity <= rows <= {MOST_ROWS}, not {capacity=} and {rows=}")
-        if not isinstance(window, int | np.integer) or not 0 <= window <= MOST_WINDOW:
-            raise ValueError(f"the window must be in 0..{MOST_WINDOW} batches, not {window!r}")
+        most = MOST_DISK_WINDOW if kind == NEAREST else MOST_WINDOW
+        if not isinstance(window, int | np.integer) or not 0 <= window <= most:
+            raise ValueError(f"the window must be in 0..{most} batches, not {window!r}")
         if counts is not None and np.shape(counts) != (rows,):
             raise ValueError(f"counts must have the shape ({rows},), not {np.shape(counts)}")
         self.rows, self.capacity, self.policy = rows, capacity, policy
@@ -125,7 +129,7 @@ class Planner:
         self._bits = min(self.window, MOST_BITS)
         self._indices = prices(costs, self._bits).reshape(2, -1)  # unused by other policies
         self._counts = (
-            np.asarray(counts) if self._looks_ahead and counts is not None else None
+            np.asarray(counts) if kind == LOOKAHEAD and counts is not None else None
         )  # kept until the first batch shows how many uses a batch has
         self._least, self._gate, self._counted = np.float32(0), 0, False  # from the counts, if usable
         self._least_of_late, self._gate_of_late = np.float32(0), 0
@@ -134,6 +138,7 @@ class Planner:
         self._scanned = 0  # the next slot to search for evictions
         self._swapped = 0  # evictions of the last batch
         self._announced: deque[tuple[Ids, Positions | int, Ids]] = deque()  # ids, uses, positions
+        self._next_uses = NextUses(window) if kind == NEAREST else None
         self._planned = 0  # number of planned batches
         self._has_hits = True  # the statistics include the hits of the last planned batch
 
@@ -152,7 +157,7 @@ class Planner:
     def nbytes(self) -> int:
         """Current size of the planner in bytes, without the counts and the ids and uses of announced batches."""
         beside = sum(positions.nbytes for ids, _, positions in self._announced if positions is not ids)
-        return self._directory.nbytes + self.filled * 4 + beside
+        return self._directory.nbytes + self.filled * 4 + beside + (self._next_uses.nbytes if self._next_uses else 0)
 
     def announce(self, ids: Ids, uses: Positions | int) -> None:
         """Announce the next batch; at most `window` + 1 batches may wait to be planned.
@@ -172,9 +177,12 @@ class Planner:
         now = self._make_context(self._planned + len(self._announced))
         positions = self._directory.place(ids, self._planned)
         self._announced.append((ids, uses, positions))
-        of_each = None if isinstance(uses, int) else uses
-        args = (positions, of_each, now, self._directory.rows, self._directory.values, _DECAYS)
-        parallel_for(planning.announce, len(ids), *args, grain=_GRAIN)
+        known = self._directory.rows, self._directory.values, _DECAYS
+        if self._next_uses is None:
+            of_each = None if isinstance(uses, int) else uses
+            parallel_for(planning.announce, len(ids), positions, of_each, now, *known, grain=_GRAIN)
+        else:
+            self._next_uses.announce(positions, now, *known)
         if self._looks_ahead:
             self._learn(ids, now)
 
@@ -184,6 +192,8 @@ class Planner:
         ids, uses, positions = self._announced.popleft()
         U = len(ids)
         self._planned += 1
+        if self._next_uses is not None:
+            self._next_uses.plan(positions, self._directory.rows)
         known = (now, self._directory.rows, self._directory.values, _DECAYS, self._indices)
         hits, hit_slots, missed = (scratch(name, (U,), np.int32) for name in ("hits", "hit_slots", "missed"))
         keys = scratch("keys", (U,), np.uint16)
@@ -299,6 +309,8 @@ class Planner:
         known[:, planning.SLOT] = -1
         last = known[:, planning.LAST]
         np.minimum(last, self._planned - 1, out=last)
+        if self._next_uses is not None:
+            self._next_uses.clear(known)
         known[self._slots[: self.filled], planning.SLOT] = taken
         self._exchanging = False
 

@@ -6,6 +6,8 @@ V rows, C slots, U unique ids of a batch. A row's data takes half a cache line:
             up to that one, bit k for the batch k before it; 2 is the row's slot or -1; 3 its uses in all announced
             batches (lookahead: the batches that use it; static: 1 if it is to be cached); 6 is 1 for the C likeliest
             rows by count; 7 is, in a directory, the row's id
+            nearest: 1 is the row's position among the ids of that batch, and 6 the number of the first batch after the
+            planned one that uses it, or one that is not after it if none is announced (`next_uses`)
     values  float32 [V, 8], a view of `rows`: word 4 is the row's decayed number of uses as of the last one; 5 the
             probability that a batch uses it, by its count
 
@@ -28,6 +30,7 @@ FINE_BITS = 4  # low bits of a lookahead key: bits of the probability, below the
 _DROPPED_BITS = 17  # low bits of float32's 23 mantissa bits; 6 are kept
 _LOWEST = (127 - 32) << 6  # 2 ** -32 has the key 0
 LAST, BEFORE, SLOT, COUNT, RECENT, CHANCE, MEMBER, ID = range(8)  # words of a row
+NEXT = MEMBER  # with the policy "nearest"
 WORDS = 8  # per row
 SURE = 1e6  # a weight in recent uses, at which counts are fully trusted
 DECAYS = 512  # batches after which a use is forgotten
@@ -87,12 +90,11 @@ def _chance(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
 @inline
 def _nearness(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
     """Return 1 / the number of batches until the row's next use: its announced one, or else the expected one."""
-    coming = _coming(rows, row, now)
-    if coming > np.uint64(0):
-        highest: Any = (np.float64(coming).view(np.int64) >> np.int64(52)) - np.int64(1023)
-        return np.float32(1) / np.float32(np.int64(now.bits) - highest)
+    until: Any = np.int64(rows[row, NEXT]) - np.int64(now.number)
+    if until > 0:
+        return np.float32(1) / np.float32(until)
     chance = max(_chance(rows, values, row, now, decays), np.float32(1e-9))
-    return np.float32(1) / (np.float32(now.bits + 1) + np.float32(1) / chance)
+    return np.float32(1) / (np.float32(now.latest - now.number + 1) + np.float32(1) / chance)
 
 
 @kernel
@@ -160,7 +162,7 @@ def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, va
         gone: Any = number - np.int64(rows[row, LAST])
         before = np.uint64(np.uint32(rows[row, BEFORE])) << np.uint64(min(gone, 63))
         rows[row, LAST], rows[row, BEFORE] = number, np.uint32(before | np.uint64(1))
-        if now.kind == LOOKAHEAD or now.kind == NEAREST:
+        if now.kind == LOOKAHEAD:
             values[row, RECENT] = values[row, RECENT] * decays[np.uint64(min(gone, DECAYS - 1))] + np.float32(1)
             rows[row, COUNT] += 1
         elif now.kind != STATIC and uses is not None:

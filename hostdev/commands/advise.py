@@ -7,11 +7,13 @@ from pathlib import Path
 
 from hostdev.cache.options import MOST_WINDOW, WINDOW
 from hostdev.core import cli, pictures
+from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
 from hostdev.core.memory import parse_bytes
 from hostdev.train import config
 from hostdev.train.config import TrainConfig
+from hostdev.train.config_checks import require_table_window
 
 PROG = "hostdev.advise"
 MESH_OPTIONS = ("micro_batches", "plan", "stage_cut", "schedule", "precision")
@@ -67,6 +69,12 @@ def parser(prog: str = PROG) -> cli.Parser:
         help="with --disk: the time of a step with all rows in memory (default: the host's work for its rows)",
     )
     made.add_argument(
+        "--table-window",
+        type=int,
+        metavar="N",
+        help=f"with --disk: the number of batches that are read ahead (--table-window; default {Disk.window})",
+    )
+    made.add_argument(
         "--mesh",
         type=int,
         metavar="N",
@@ -102,7 +110,8 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         with cli.importing(prog):
             from hostdev.advise import advise_tables_on_disk
         step = None if arguments.step_ms is None else arguments.step_ms / 1e3
-        advise_tables_on_disk(settings, arguments.disk, step)
+        window = Disk.window if arguments.table_window is None else arguments.table_window
+        advise_tables_on_disk(settings, arguments.disk, step, window)
         return
     with cli.importing(prog):
         from hostdev.advise import advise
@@ -112,9 +121,12 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
 def _check_disk(arguments: argparse.Namespace) -> None:
     """Raise UserError if options contradict --disk, or need it."""
     if arguments.disk is None:
-        if arguments.step_ms is not None:
-            raise UserError("--step-ms has no effect without --disk; leave out --step-ms")
+        for name, given in (("--step-ms", arguments.step_ms), ("--table-window", arguments.table_window)):
+            if given is not None:
+                raise UserError(f"{name} has no effect without --disk; leave out {name}")
         return
+    if arguments.table_window is not None:
+        require_table_window(arguments.table_window)
     if arguments.mesh is not None:
         raise UserError("--disk and --mesh are different questions; give one of them")
     for name, given in (("--memory", arguments.memory is not None), ("--out", arguments.out is not None)):

@@ -33,6 +33,7 @@ OPTIONS = (
     "evict_unused",
     "table_dir",
     "table_memory",
+    "table_window",
     "initial_vectors",
     "frozen_vectors",
     "precision",

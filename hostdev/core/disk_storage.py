@@ -6,6 +6,8 @@ from pathlib import Path
 
 from hostdev.core.memory import parse_bytes
 
+MOST_DISK_WINDOW = 1024  # batches
+
 
 @dataclass(frozen=True)
 class Disk:
@@ -18,10 +20,13 @@ class Disk:
         dir: The folder, which is created if it does not exist. Several tables may use the same one.
         memory: Memory for the rows of the table, in bytes, or such as "4GiB". Beside it, a table takes 4 bytes for each
             of its rows (8 bytes for more than about a billion).
+        window: Number of batches that loops read ahead, at most 1024, to know which rows to keep in memory. More reads
+            less of the disk where much of the table is in memory, and keeps so many of the program's batches in memory.
     """
 
     dir: str | os.PathLike[str]
     memory: int | str
+    window: int = 16
 
     def __post_init__(self) -> None:
         if not isinstance(self.dir, str | os.PathLike) or not str(self.dir):
@@ -32,6 +37,9 @@ class Disk:
             )
         if self.nbytes < 1:
             raise ValueError(f"the memory of Disk must be more than {self.memory!r}")
+        is_number = isinstance(self.window, int) and not isinstance(self.window, bool)
+        if not is_number or not 0 <= self.window <= MOST_DISK_WINDOW:
+            raise ValueError(f"the window of Disk must be in 0..{MOST_DISK_WINDOW} batches, not {self.window!r}")
 
     @property
     def path(self) -> Path:

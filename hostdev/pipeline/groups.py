@@ -106,5 +106,9 @@ class Group:
 
     @property
     def window(self) -> int:
-        """Number of batches that the cache's plan looks ahead; 0 without a cache."""
-        return self.cache.window if self.cache is not None else 0
+        """Number of batches that the plans of the cache and of tables on disk look ahead; 0 without both."""
+        found = 0 if self.cache is None else self.cache.window
+        for one in self.embeddings:
+            if isinstance(one.table, HostTable) and one.table.disk is not None:
+                found = max(found, one.table.disk.window)
+        return found

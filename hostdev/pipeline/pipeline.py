@@ -20,7 +20,6 @@ from hostdev.pipeline.row_ids import RowOffsets
 from hostdev.pipeline.scheduling.overlapped import OverlappedPass
 from hostdev.pipeline.scheduling.passes import Pass, PassOptions, SerialPass
 from hostdev.pipeline.stages.step import abandon_step
-from hostdev.pipeline.tiers import get_window
 
 _MOST_DEPTH = MOST_UNFINISHED - 2
 
@@ -119,7 +118,7 @@ class Pipeline:
         """
         if self.training is not None:
             raise RuntimeError("the tables are being trained; end or close the loop over `train` first")
-        window = max(map(get_window, self.groups))
+        window = max(group.window for group in self.groups)
         for group in self.groups:
             if group.keys is not None:
                 group.keys.begin_pass()

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.cache.options import WINDOW
 from hostdev.cache.planner import Planner
 from hostdev.host.disk.storage import DiskStorage
 from hostdev.host.disk.tier import NoFramesError, Pinned, Tier, count_kept
@@ -32,10 +31,11 @@ class TableTier:
         group: The number of the table's group.
         tier: The table's rows.
         after_plan: Whether a cache decides which of a batch's rows the table needs.
+        window: Number of batches that are announced beside the next one.
     """
 
-    def __init__(self, group: int, tier: Tier, after_plan: bool) -> None:
-        self.group, self.tier, self.after_plan = group, tier, after_plan
+    def __init__(self, group: int, tier: Tier, after_plan: bool, window: int) -> None:
+        self.group, self.tier, self.after_plan, self._window = group, tier, after_plan, window
         self._planner: Planner | None = None
         self._announced = 0  # number of the last batch
 
@@ -47,7 +47,7 @@ class TableTier:
             ids, inverse = batch.groups[self.group][:2]
             if self._planner is None:
                 kept = count_kept(self.tier.count, self.tier.rows, len(ids))
-                self._planner = Planner(self.tier.rows, kept, "nearest")
+                self._planner = Planner(self.tier.rows, kept, "nearest", window=self._window)
             if len(self._planner) > self._planner.window:
                 return
             self._planner.announce(ids, len(inverse))
@@ -168,17 +168,11 @@ class PassPins:
 def find_tiers(groups: Sequence[Group]) -> list[TableTier]:
     """Return the tables of the groups that are on disk."""
     return [
-        TableTier(number, one.table.storage.tier, group.cache is not None)
+        TableTier(number, one.table.storage.tier, group.cache is not None, one.table.storage.window)
         for number, group in enumerate(groups)
         for one in group.embeddings
         if isinstance(one.table, HostTable) and isinstance(one.table.storage, DiskStorage)
     ]
-
-
-def get_window(group: Group) -> int:
-    """Return the number of batches that a group's planners look ahead."""
-    on_disk = any(isinstance(one.table, HostTable) and one.table.is_on_disk for one in group.embeddings)
-    return max(group.window, WINDOW if on_disk else 0)
 
 
 def _get_rows(group: PlannedGroup) -> Ids:

@@ -51,6 +51,10 @@ def get_settings(
     for group, window in zip(groups, windows, strict=True):
         text = "no cache" if window is None else f"a cache that looks {window} batches ahead"
         found[f"the cache of table {group.tables[0].name!r}"] = shown(window, text)
+    disks = [disk for table in tables if (disk := getattr(table, "disk", None)) is not None]
+    furthest = max((disk.window for disk in disks), default=None)
+    text = "no table on disk" if furthest is None else f"tables on disk that look {furthest} batches ahead"
+    found["the storage of tables"] = shown(furthest, text)
     return found
 
 

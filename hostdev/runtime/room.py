@@ -40,14 +40,14 @@ class GroupSize(NamedTuple):
         pairs = zip(self.tables, disks, strict=True)
         return sum(table.nbytes(self.rows) if disk is None else disk.nbytes for table, disk in pairs)
 
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of memory that it takes to know which rows are where."""
-        found = 0
+    def disk_bytes(self, uses: int) -> int:
+        """Return the bytes of memory that it takes to know which rows are where, if a batch looks up `uses` ids."""
+        found, unique = 0, min(uses, self.rows)
         for table, disk in zip(self.tables, self.disks, strict=False):
             if disk is not None:
                 frames = min(self.rows, disk.nbytes // table.nbytes(1))
-                found += get_location_bytes(self.rows) * self.rows + planner_bytes(self.rows, frames)
+                found += get_location_bytes(self.rows) * self.rows
+                found += planner_bytes(self.rows, frames, unique, disk.window) + 4 * (disk.window + 1) * unique
         return found
 
 
@@ -83,7 +83,8 @@ def kept(
             continue
         row, whole = row_bytes(group.tables)
         parts["tables"] += group.row_bytes
-        parts["places of rows on disk"] += group.disk_bytes
+        parts["places of rows on disk"] += group.disk_bytes(uses)
+        window = max([window, *(disk.window for disk in group.disks if disk is not None)])
         if group.by_key:
             parts["directories of keys"] += KEY_BYTES * group.rows * len(group.tables)
         if depth:

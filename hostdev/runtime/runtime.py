@@ -127,7 +127,7 @@ class Runtime(FrameworkLoaders):
         self.staging = Staging(self.device, log, batches=depth + 2)
         groups = placement.make_groups(self.group_specs, specs, self.device, ranks, log)
         if ranks is not None:
-            windows = [None if group.cache is None else group.window for group in groups]
+            windows = [None if group.cache is None else group.cache.window for group in groups]
             settings = alike.get_settings(
                 self.bindings, self.stacks, self.group_specs, self.device.type, depth, dense_exchange, windows
             )

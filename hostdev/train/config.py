@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.cache.options import AUTO, POLICIES, WINDOW, rows_of
+from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.keys import UNKNOWN
 from hostdev.core.memory import format_bytes, parse_bytes
@@ -221,6 +222,12 @@ class TrainConfig:
     )
     table_memory: str | None = _flag(
         "memory for the rows of the tables in --table-dir, in each process, such as 4GiB", kind=str, metavar="X"
+    )
+    table_window: int | None = _flag(
+        "batches that are read ahead to know which rows of the tables in --table-dir to keep in memory "
+        f"(default {Disk.window})",
+        kind=int,
+        metavar="N",
     )
     initial_vectors: str | None = _flag(
         "files with a vector for each value of a column, with which its embeddings begin, such as item=items.parquet; "

@@ -3,6 +3,7 @@
 from typing import Any
 
 from hostdev.cache.options import AUTO, MOST_WINDOW, rows_of
+from hostdev.core.disk_storage import MOST_DISK_WINDOW
 from hostdev.core.errors import UserError
 from hostdev.core.memory import parse_bytes
 
@@ -105,13 +106,23 @@ def parse_capacity(capacity: str | None) -> int | str | None:
     return capacity
 
 
+def require_table_window(window: int) -> None:
+    """Raise UserError unless --table-window is possible."""
+    if not 0 <= window <= MOST_DISK_WINDOW:
+        raise UserError(f"--table-window must be in 0..{MOST_DISK_WINDOW} batches, not {window}")
+
+
 def check_disk(settings: Any) -> None:
     """Raise UserError for options of tables on disk that contradict each other or have no effect."""
     for one, other in (("table_dir", "table_memory"), ("table_memory", "table_dir")):
         if getattr(settings, one) is not None and getattr(settings, other) is None:
             raise UserError(f"{option_name(one)} needs {option_name(other)}; give both")
     if settings.table_dir is None:
+        if settings.table_window is not None:
+            raise UserError("--table-window has no effect without --table-dir; leave out --table-window")
         return
+    if settings.table_window is not None:
+        require_table_window(settings.table_window)
     if not settings.host_device_mix:
         raise UserError("--table-dir needs --host-device-mix: tables on disk belong to the host")
     if settings.l2 == "table":

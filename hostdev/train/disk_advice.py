@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hostdev.cache.options import WINDOW
 from hostdev.cache.plan import Statistics
 from hostdev.cache.simulation import Simulation
+from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar
@@ -127,7 +127,9 @@ def choose_groups(model: Model, groups: Sequence[Group]) -> list[Group]:
     return found
 
 
-def simulate(model: Model, groups: Sequence[Group], reader: ShardReader, size: int, seed: int) -> list[Need]:
+def simulate(
+    model: Model, groups: Sequence[Group], reader: ShardReader, size: int, seed: int, window: int
+) -> list[Need]:
     """Return what a step needs with each share of the rows in memory, over one pass in batches of `size` samples.
 
     Shares of less memory than a batch needs are left out. Figures are those of the second half, in which rows that were
@@ -138,7 +140,7 @@ def simulate(model: Model, groups: Sequence[Group], reader: ShardReader, size: i
     simulations = []
     for group in groups:
         kept = [count_kept(_count(group, share), group.rows, group.unique) for share in shares]
-        simulations.append(Simulation(group.rows, kept, steps, None, WINDOW, policies=["nearest"], optimum=False))
+        simulations.append(Simulation(group.rows, kept, steps, None, window, policies=["nearest"], optimum=False))
     with bar(steps, "simulating", "step") as progress:
         for batch in reader.batches(size, seed=seed, epoch=1):
             for group, simulation in zip(groups, simulations, strict=True):
@@ -173,7 +175,9 @@ def _need(share: float, groups: Sequence[Group], parts: Sequence[Statistics]) ->
     return Need(share, nbytes, rows, read, written)
 
 
-def advise_disk(model: Model, reader: ShardReader, size: int, *, folder: Path, seed: int, step: float | None) -> None:
+def advise_disk(
+    model: Model, reader: ShardReader, size: int, *, folder: Path, seed: int, step: float | None, window: int
+) -> None:
     """Measure the disk of a folder, simulate a pass, and print what fits: memory, bytes, steps a second, and wear.
 
     Args:
@@ -183,6 +187,7 @@ def advise_disk(model: Model, reader: ShardReader, size: int, *, folder: Path, s
         folder: A folder on the disk.
         seed: Of the order of the samples.
         step: Seconds of a step with all rows in memory, or None for the host's work alone, which is measured.
+        window: Number of batches that are read ahead.
     """
     every = measure_groups(model, reader, size, seed)
     groups = choose_groups(model, every)
@@ -190,7 +195,7 @@ def advise_disk(model: Model, reader: ShardReader, size: int, *, folder: Path, s
     written = f"{format_bytes(int(rates.written))}/s"
     where = "" if rates.direct else " (through the system's page cache, which may be faster than the disk)"
     print(f"disk     {rates.reads:,.0f} random reads of 4 KiB a second, {written} written in sequence{where}")
-    needs = simulate(model, groups, reader, size, seed)
+    needs = simulate(model, groups, reader, size, seed, window)
     unique = sum(group.unique for group in groups)
     host = sum(group.host.passed * group.unique for group in every) / 1e9
     least = host if step is None else step
@@ -199,10 +204,10 @@ def advise_disk(model: Model, reader: ShardReader, size: int, *, folder: Path, s
     print(f"tables   {names}: {format_bytes(total)} of rows; other tables stay in memory")
     given = "given by --step-ms" if step is not None else "the host's work for its rows; --step-ms gives another"
     print(f"step     up to {unique:,} unique rows; {least * 1e3:.2f} ms with all rows in memory ({given})\n")
-    print("\n".join(format_needs(needs, rates, least)))
+    print("\n".join(format_needs(needs, rates, least, window)))
 
 
-def format_needs(needs: Sequence[Need], rates: DiskRates, least: float) -> list[str]:
+def format_needs(needs: Sequence[Need], rates: DiskRates, least: float, window: int = Disk.window) -> list[str]:
     """Return a table and the advice as lines; `least` is the seconds of a step without the disk."""
     lines = [
         f"{'':<7}{'':>12}   in a step",
@@ -228,5 +233,8 @@ def format_needs(needs: Sequence[Need], rates: DiskRates, least: float) -> list[
             f"disk takes {best.seconds(rates) / least:.1f} times as long as a step"
         )
     else:
-        advice = f"--table-memory {format_bytes(chosen.nbytes).replace(' ', '')}: the disk keeps up with the steps"
+        options = f"--table-memory {format_bytes(chosen.nbytes).replace(' ', '')}"
+        if window != Disk.window:
+            options += f" --table-window {window}"
+        advice = f"{options}: the disk keeps up with the steps"
     return [*lines, "", f"advice   {advice}"]

@@ -1,4 +1,4 @@
-"""The options of `hostdev train` for tables on disk: --table-dir and --table-memory."""
+"""The options of `hostdev train` for tables on disk: --table-dir, --table-memory and --table-window."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,7 @@ def set_disks(model: Model, settings: Any) -> None:
             "memory; leave out --table-dir"
         )
     memory, total = parse_bytes(settings.table_memory), sum(sizes.values())
+    window = Disk.window if settings.table_window is None else settings.table_window
     for name, size in sizes.items():
-        disk = Disk(settings.table_dir, memory * size // total)
+        disk = Disk(settings.table_dir, memory * size // total, window)
         model.tables = {**model.tables, name: replace(model.tables[name], disk=disk)}

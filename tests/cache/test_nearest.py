@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from hostdev.cache import planner
 from hostdev.cache.optimum import optimal
 from hostdev.cache.planner import Planner
 
@@ -13,14 +14,15 @@ def count_least(batches, rows, capacity):
     return best.unique - best.unique_hits
 
 
-def count(batches, rows, capacity, policy="nearest", window=16):
-    planner, announced, misses = Planner(rows, capacity, policy, window=window), 0, 0
+def count(batches, rows, capacity, policy="nearest", window=16, budget=planner.BUDGET, one=None):
+    one = one or Planner(rows, capacity, policy, window=window, budget=budget)
+    announced = misses = 0
     for _ in batches:
-        while announced < len(batches) and len(planner) <= planner.window:
+        while announced < len(batches) and len(one) <= one.window:
             uses = np.ones(len(batches[announced]), np.int32)
-            planner.announce(batches[announced], len(uses) if planner.window else uses)
+            one.announce(batches[announced], len(uses) if one.window else uses)
             announced += 1
-        plan = planner.plan()
+        plan = one.plan()
         misses += len(plan.ids) - len(plan.hits)
     return misses
 
@@ -32,11 +34,34 @@ def draw(random, rows, steps, n):
     return [np.unique(places[np.searchsorted(edges, random.random(n))]) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("budget", [planner.BUDGET, 0])
+@pytest.mark.parametrize("window", [16, 99])
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("capacity", [20, 100, 400])
-def test_it_is_optimal_if_all_batches_are_announced(capacity, seed):
-    batches = draw(np.random.default_rng(seed), 1_000, 17, 300)
-    assert count(batches, 1_000, capacity) == count_least(batches, 1_000, capacity)
+def test_it_is_optimal_if_all_batches_are_announced(capacity, seed, window, budget):
+    batches = draw(np.random.default_rng(seed), 1_000, window + 1, 300)
+    misses = count(batches, 1_000, capacity, window=window, budget=budget)
+    assert misses == count_least(batches, 1_000, capacity)
+
+
+def test_a_longer_window_misses_less():
+    batches = draw(np.random.default_rng(3), 5_000, 300, 300)
+    found = [count(batches, 5_000, 1_000, window=window) for window in (0, 16, 64, 256)]
+    assert found == sorted(found, reverse=True) and found[-1] < 1.02 * count_least(batches, 5_000, 1_000)
+    assert found[0] > 1.2 * found[-1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_that_were_announced_and_not_planned_are_forgotten(seed):
+    random = np.random.default_rng(seed)
+    batches, others = draw(random, 1_000, 21, 200), draw(random, 1_000, 21, 200)
+    one = Planner(1_000, 150, "nearest", window=20)
+    for number, batch in enumerate(others):
+        one.announce(batch, len(batch))
+        if number == 20:
+            one.plan()
+    one.restore(np.full(150, -1, np.int32))
+    assert count(batches, 1_000, 150, one=one) == count_least(batches, 1_000, 150)
 
 
 def test_it_misses_less_than_others_if_they_are_not():

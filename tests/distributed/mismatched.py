@@ -4,6 +4,7 @@ python -m tests.distributed.mismatched WHAT RANK
 """
 
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -44,6 +45,8 @@ def main(what, rank):
         seed = 1 + (what == "seed" and mine)
         name = "b" if what == "name" and mine else "a"
         how = {what: "bfloat16"} if what in ("dtype", "slots") and mine else {}
+        if what == "storage" and mine:
+            how = {"storage": hostdev.Disk(tempfile.mkdtemp(), "40MB")}
         table = hostdev.HostTable(50, 4, hostdev.SGD(lr=0.1), name=name, seed=seed, part=ranks.part(), **how)
         runtime = hostdev.Runtime({"f": table}, device="cpu", ranks=ranks)
         torch.manual_seed(what == "weights" and mine)

@@ -139,6 +139,11 @@ def test_one_rank_does_not_come(processes):
         ),
         ("slots", "slots of table 'a' differs between processes: fp32 on rank 0; bf16 on rank 1"),
         (
+            "storage",
+            "the storage of tables differs between processes: no table on disk on rank 0; tables on disk that look 16 "
+            "batches ahead on rank 1",
+        ),
+        (
             "micro_batches",
             "UnlikeError: runtime.train(): micro_batches differs between processes: 1 on rank 0; 2 on rank 1",
         ),

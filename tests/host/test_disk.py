@@ -340,6 +340,8 @@ def test_batches_that_do_not_fit_are_refused(tmp_path, small):
         ({"memory": "0"}, "must be more than"),
         ({"memory": "many"}, "a size must be a number of bytes"),
         ({"memory": 1.5}, "must be a number of bytes or a size"),
+        ({"memory": 1 << 20, "window": 1025}, r"the window of Disk must be in 0\.\.1024 batches, not 1025"),
+        ({"memory": 1 << 20, "window": True}, "the window of Disk must be in"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

@@ -86,9 +86,9 @@ def train(disk, *, zipf=1.05, depth=2, cache=0, until=None, saves=None, **option
     return digest.hexdigest(), seen
 
 
-def on(tmp_path, share):
+def on(tmp_path, share, window=16):
     """Return the arguments of `Disk` for a share of the rows in memory."""
-    return tmp_path / "disk", BUFFERS + max(int(share * ROWS), 1) * EACH
+    return tmp_path / "disk", BUFFERS + max(int(share * ROWS), 1) * EACH, window
 
 
 WAYS = {
@@ -109,10 +109,29 @@ WAYS = {
 def test_results_do_not_depend_on_what_is_in_memory(way, tmp_path):
     options = WAYS[way]
     expected = train(None, **options)
-    for share, depth, cache in ((1, 2, 0), (0.35, 0, 0), (0.35, 3, "5%"), (0.35, 2, 0)):
-        assert train(on(tmp_path, share), depth=depth, cache=cache, **options) == expected, (share, depth, cache)
+    for share, depth, cache, window in ((1, 2, 0, 16), (0.35, 0, 0, 16), (0.35, 3, "5%", 60), (0.35, 2, 0, 0)):
+        how = share, depth, cache, window
+        assert train(on(tmp_path, share, window), depth=depth, cache=cache, **options) == expected, how
         gc.collect()
         assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_generator_that_the_loader_and_the_body_share(tmp_path):
+    """A table on disk reads ahead even at depth 0, but with a window of 0."""
+
+    def run(disk, **options):
+        table, random, seen = make_table(disk), np.random.default_rng(5), []
+        loader = (torch.from_numpy(random.integers(0, ROWS, 50)) for _ in range(20))
+        with Runtime({"t": table}, device="cpu", depth=0) as runtime:
+            for batch, rows in runtime.train(loader, ids=lambda batch: {"t": batch}, **options):
+                rows["t"].backward(torch.full((50, DIM), random.random()))
+                seen.append(batch.tolist())
+        return seen, table.lookup(np.arange(ROWS)).tobytes()
+
+    expected = run(None)
+    assert run(on(tmp_path, 0.35, 0)) == run(on(tmp_path, 0.35), read_ahead=0) == expected
+    with pytest.raises(ValueError, match="the same Generator as the loop's body, and the loop reads ahead"):
+        run(on(tmp_path, 0.35))
 
 
 @pytest.mark.parametrize("way", ["uniform", "zipf 1.2", "unused keys evicted"])

@@ -50,7 +50,7 @@ class DiskStorage:
     """
 
     def __init__(self, format_: RowFormat, disk: Disk, get_keys: Callable[[Ids], Ids]) -> None:
-        self._whole, self.format = format_.shape, format_
+        self._whole, self.format, self.window = format_.shape, format_, disk.window
 
         def allocate(count: int, keys: npt.NDArray[np.int64]) -> Planes:
             self.frames = self.format.allocate(keys)

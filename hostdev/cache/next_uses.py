@@ -1,0 +1,87 @@
+"""The next use of each row in the announced batches, for the policy "nearest".
+
+Each announced batch has an array with the next batch that uses each of its ids. A batch writes its number there for the
+ids that occur in an earlier announced batch, which word BEFORE of a row's data leads to, and otherwise to the row's
+word NEXT. When a batch is planned, its array becomes the NEXT of its rows. This costs the same for any window.
+"""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.cache.planning import BEFORE, COUNT, DECAYS, LAST, NEXT, RECENT, PlanContext
+from hostdev.kernels.jit import address_of, array_at, kernel, prefetch_to_read
+from hostdev.kernels.pool import parallel_for
+
+Positions = npt.NDArray[Any]
+
+_AHEAD = 64  # prefetch distance in rows
+_GRAIN = 1 << 14
+
+
+class NextUses:
+    """The next uses of the rows of announced batches.
+
+    Args:
+        window: Number of batches that may be announced beside the next one.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._following: deque[npt.NDArray[np.int32]] = deque()  # by batch, the next batch that uses each id, or 0
+        self._addresses = np.zeros(window + 1, np.int64)  # of these arrays, by the batch's number modulo the length
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        return sum(each.nbytes for each in self._following)
+
+    def announce(self, positions: Positions, now: PlanContext, rows: Any, values: Any, decays: Any) -> None:
+        """Record that batch `now.latest` uses the rows at these positions [U], all different."""
+        following = np.zeros(len(positions), np.int32)
+        self._following.append(following)
+        self._addresses[now.latest % len(self._addresses)] = address_of(following)
+        parallel_for(announce, len(positions), positions, now, rows, values, decays, self._addresses, grain=_GRAIN)
+
+    def plan(self, positions: Positions, rows: Any) -> None:
+        """Advance the rows of the earliest announced batch, which is at these positions, to their next use."""
+        parallel_for(advance, len(positions), positions, self._following.popleft(), rows, grain=_GRAIN)
+
+    def clear(self, known: npt.NDArray[np.int32]) -> None:
+        """Forget all announced batches; `known` has the data of all rows."""
+        self._following.clear()
+        known[:, NEXT] = 0
+
+
+@kernel
+def announce(
+    start: Any, stop: Any, positions: Any, now: Any, rows: Any, values: Any, decays: Any, addresses: Any
+) -> None:
+    """Record that batch `now.latest` uses the rows at positions[start:stop]; `now.number` is the next one to plan."""
+    end, number = np.uint64(stop), np.int64(now.latest)
+    for p in range(np.uint64(start), end):
+        if p + np.uint64(_AHEAD) < end:
+            prefetch_to_read(rows, positions[p + np.uint64(_AHEAD)], 1)
+        row = np.uint64(positions[p])
+        last: Any = np.int64(rows[row, LAST])
+        if last >= np.int64(now.number):
+            before = np.uint64(rows[row, BEFORE])
+            address = addresses[np.uint64(last) % np.uint64(len(addresses))]
+            array_at(address, before + np.uint64(1), np.int32)[before] = number
+        else:
+            rows[row, NEXT] = number
+        rows[row, LAST], rows[row, BEFORE] = number, p
+        ago: Any = min(number - last, DECAYS - 1)
+        values[row, RECENT] = values[row, RECENT] * decays[np.uint64(ago)] + np.float32(1)
+        rows[row, COUNT] += 1
+
+
+@kernel
+def advance(start: Any, stop: Any, positions: Any, following: Any, rows: Any) -> None:
+    """Set the next use of the rows at positions[start:stop] to following[start:stop]."""
+    end = np.uint64(stop)
+    for p in range(np.uint64(start), end):
+        if p + np.uint64(_AHEAD) < end:
+            prefetch_to_read(rows, positions[p + np.uint64(_AHEAD)], 1)
+        rows[np.uint64(positions[p]), NEXT] = following[p]
