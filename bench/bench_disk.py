@@ -279,7 +279,8 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(*(f"  {name:<52}{value:>12.2f}" for name, value in found.items()), sep="\n")
-    record("disk", {"wanted": WANTED, "window": given.window, "results": {name: round(value, 4) for name, value in found.items()}}, given.out)
+    rounded = {name: round(value, 4) for name, value in found.items()}
+    record("disk", {"wanted": WANTED, "window": given.window, "results": rounded}, given.out)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class NextUses:
 
     def __init__(self, window: int) -> None:
         self._following: deque[npt.NDArray[np.int32]] = deque()  # by batch, the next batch that uses each id, or 0
-        self._addresses = np.zeros(window + 1, np.int64)  # of these arrays, by the batch's number modulo the length
+        self._places = np.zeros((window + 1, 2), np.int64)  # their addresses and lengths, by batch number modulo rows
 
     @property
     def nbytes(self) -> int:
@@ -41,8 +41,8 @@ class NextUses:
         """Record that batch `now.latest` uses the rows at these positions [U], all different."""
         following = np.zeros(len(positions), np.int32)
         self._following.append(following)
-        self._addresses[now.latest % len(self._addresses)] = address_of(following)
-        parallel_for(announce, len(positions), positions, now, rows, values, decays, self._addresses, grain=_GRAIN)
+        self._places[now.latest % len(self._places)] = address_of(following), len(following)
+        parallel_for(announce, len(positions), positions, now, rows, values, decays, self._places, grain=_GRAIN)
 
     def plan(self, positions: Positions, rows: Any) -> None:
         """Advance the rows of the earliest announced batch, which is at these positions, to their next use."""
@@ -55,9 +55,7 @@ class NextUses:
 
 
 @kernel
-def announce(
-    start: Any, stop: Any, positions: Any, now: Any, rows: Any, values: Any, decays: Any, addresses: Any
-) -> None:
+def announce(start: Any, stop: Any, positions: Any, now: Any, rows: Any, values: Any, decays: Any, places: Any) -> None:
     """Record that batch `now.latest` uses the rows at positions[start:stop]; `now.number` is the next one to plan."""
     end, number = np.uint64(stop), np.int64(now.latest)
     for p in range(np.uint64(start), end):
@@ -67,8 +65,9 @@ def announce(
         last: Any = np.int64(rows[row, LAST])
         if last >= np.int64(now.number):
             before = np.uint64(rows[row, BEFORE])
-            address = addresses[np.uint64(last) % np.uint64(len(addresses))]
-            array_at(address, before + np.uint64(1), np.int32)[before] = number
+            place = np.uint64(last) % np.uint64(len(places))
+            if before < np.uint64(places[place, 1]):  # but for batches that an interrupt has left behind
+                array_at(places[place, 0], before + np.uint64(1), np.int32)[before] = number
         else:
             rows[row, NEXT] = number
         rows[row, LAST], rows[row, BEFORE] = number, p

@@ -62,8 +62,8 @@ class TableTier:
             self.tier.let_go(plan.evicted)
 
     def end_pass(self) -> None:
-        """Forget the batches that were announced and not planned."""
-        if self._planner is not None and len(self._planner):
+        """Forget the batches that were announced and not planned, and what an interrupt has left behind."""
+        if self._planner is not None:
             self._planner.restore(self._planner.slot_ids)
 
 
