@@ -371,6 +371,21 @@ def test_a_file_system_without_locks_works_and_nothing_is_removed(tmp_path, monk
         folder.remove()
 
 
+def test_a_file_system_that_keeps_open_files_under_other_names_is_cleared_up(tmp_path, monkeypatch):
+    """As NFS does."""
+    folder, unlink = TableFolder(tmp_path, "t"), os.unlink
+
+    def unlink_later(name, *, dir_fd=None):
+        if folder._lock.closed:
+            unlink(name, dir_fd=dir_fd)
+        elif not name.startswith(".nfs"):
+            os.rename(name, f".nfs-{name}", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink_later)
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_fork_leaves_the_files_alone(tmp_path, small):
     table = filled(tmp_path)
     files = set((tmp_path / "disk").rglob("*"))

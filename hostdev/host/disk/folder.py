@@ -58,6 +58,7 @@ class TableFolder:
         """Remove the folder with its files."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+        shutil.rmtree(self.path, ignore_errors=True)  # network file systems keep files that are open, under other names
 
 
 def remove_abandoned(parent: Path) -> None:
