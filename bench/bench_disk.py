@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -70,13 +71,25 @@ def make(rows: int, disk: hostdev.Disk | None) -> hostdev.HostTable:
     return table
 
 
-def run_steps(runtime: hostdev.Runtime, batches: list[np.ndarray]) -> tuple[float, float]:
-    """Return the seconds of a step, and of its CPU time."""
-    begin, used = time.perf_counter(), time.process_time()
+def run_steps(
+    runtime: hostdev.Runtime,
+    batches: list[np.ndarray],
+    first: int = 0,
+    last: int | None = None,
+    at_first: Callable[[], object] = lambda: None,
+) -> tuple[float, float]:
+    """Train on batches until step `last`; return the seconds of a step from `first` on, and of its CPU time."""
+    last, began = len(batches) if last is None else last, (0.0, 0.0)
     grads = torch.full((len(batches[0]), DIM), 1e-3)
-    for _, rows in runtime.train(batches, ids=lambda batch: {"t": batch}):
+    for step, (_, rows) in enumerate(runtime.train(batches, ids=lambda batch: {"t": batch})):
+        if step == first:
+            at_first()
+            began = time.perf_counter(), time.process_time()
+        if step == last:
+            break
         rows["t"].backward(grads)
-    return (time.perf_counter() - begin) / len(batches), (time.process_time() - used) / len(batches)
+    steps = last - first
+    return (time.perf_counter() - began[0]) / steps, (time.process_time() - began[1]) / steps
 
 
 def measure_reads(table: Any, count: int = 100_000) -> dict[str, float]:
@@ -205,15 +218,16 @@ def measure_checkpoints(
 
 def measure(rows: int, disk: hostdev.Disk, folder: Path, warm: int, steps: int, *, peers: bool) -> dict[str, float]:
     """Return all figures."""
-    batches = scatter(draw(rows, warm + steps), rows)
+    end = warm + steps
+    batches = scatter(draw(rows, end + disk.window), rows)  # those after the steps are only known
     distinct: list[Any] = [unique(batch)[0] for batch in batches]
-    each = statistics.fmean(map(len, distinct[warm:]))
+    each = statistics.fmean(map(len, distinct[warm:end]))
     found = {"unique rows of a batch": each}
     if rows * ROW_BYTES < available_bytes() - (2 << 30):
         table = make(rows, None)
         runtime = hostdev.Runtime({"t": table}, device="cpu")
         run_steps(runtime, batches[:5])
-        found["step in memory, ms"] = run_steps(runtime, batches[-steps:])[0] * 1e3
+        found["step in memory, ms"] = run_steps(runtime, batches[warm:end])[0] * 1e3
         runtime.close()
         del table, runtime
         gc.collect()
@@ -226,16 +240,23 @@ def measure(rows: int, disk: hostdev.Disk, folder: Path, warm: int, steps: int, 
     found["frames / rows"] = tier.count / rows
     runtime = hostdev.Runtime({"t": on_disk}, device="cpu")
     seen.most = seen.now()
-    run_steps(runtime, batches[:warm])
-    reads, written = tier.store.read_records, dict(tier.store.written_bytes)
-    seconds, cpu = run_steps(runtime, batches[warm:])
+    counted: list[Any] = []
+
+    def note() -> None:
+        counted.append((tier.store.read_records, dict(tier.store.written_bytes)))
+
+    seconds, cpu = run_steps(runtime, batches, warm, end, note)
+    note()
+    (reads, written), (reads_at_end, written_at_end) = counted
     found["peak memory / announced"] = (seen.most - before) / on_disk.storage.nbytes
     found |= {"step on disk, ms": seconds * 1e3, "CPU of the process in it, ms": cpu * 1e3}
-    found["rows read a step"] = (tier.store.read_records - reads) / steps
-    best = optimal([(ids, np.ones(len(ids), np.int32)) for ids in distinct], rows, tier.count, since=warm)
-    found["least rows that any cache reads a step"] = (best.unique - best.unique_hits) / steps
-    changed = sum(map(len, distinct[warm:])) * ROW_BYTES
-    wrote = {name: tier.store.written_bytes[name] - written[name] for name in written}
+    found["rows read a step"] = (reads_at_end - reads) / steps
+    uses = [(ids, np.ones(len(ids), np.int32)) for ids in distinct]
+    least = [optimal(uses, rows, tier.count, since=since) for since in (warm, end)]
+    misses = [best.unique - best.unique_hits for best in least]
+    found["least rows that any cache reads a step"] = (misses[0] - misses[1]) / steps
+    changed = sum(map(len, distinct[warm:end])) * ROW_BYTES
+    wrote = {name: written_at_end[name] - written[name] for name in written}
     found["written / changed"] = sum(wrote.values()) / changed
     found["written / rows that left"] = sum(wrote.values()) / max(wrote["rows"], 1)
     found |= measure_reads(on_disk) | measure_fio(tier._folder.path)
@@ -249,13 +270,13 @@ def measure(rows: int, disk: hostdev.Disk, folder: Path, warm: int, steps: int, 
     if best:
         found["reads / fio"] = found["reads a second"] / best
         found["CPU of a read / fio's"] = found["CPU us of a read"] / found.get("fio psync, CPU us of a read", np.nan)
-    found |= measure_checkpoints(runtime, on_disk, folder, batches[-steps:])
+    found |= measure_checkpoints(runtime, on_disk, folder, batches[warm:end])
     runtime.close()
     on_disk.close()
     if peers:
-        found["memmap, rows a second"] = measure_memmap(folder, rows, batches[warm:])
+        found["memmap, rows a second"] = measure_memmap(folder, rows, batches[warm:end])
         found["rows a second / memmap's"] = found["rows a second"] / found["memmap, rows a second"]
-        found |= measure_rocksdb(folder, rows, batches[warm:], disk.nbytes)
+        found |= measure_rocksdb(folder, rows, batches[warm:end], disk.nbytes)
         if "RocksDB, rows a second" in found:
             found["rows a second / RocksDB's"] = found["rows a second"] / found["RocksDB, rows a second"]
     return found

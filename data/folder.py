@@ -3,12 +3,17 @@
 from pathlib import Path
 
 from hostdev.core.errors import UserError
+from hostdev.stores.address import address_of
 
 FILE_NAME = "manifest.json"
 
 
 def require(folder: Path) -> None:
-    """Raise UserError unless `folder` has a manifest."""
+    """Raise UserError unless `folder` has a manifest. For one in a store, read the manifest and the vocabulary anew."""
+    if (address := address_of(folder)) is not None:
+        from hostdev.data.remote import refresh
+
+        refresh(folder, address)
     if not (folder / FILE_NAME).is_file():
         raise UserError(
             f"{folder} is not a data set: it has no {FILE_NAME}; create a data set with python -m "

@@ -1,13 +1,12 @@
 """A small synthetic data set for runs without --data, created once in the user's cache folder."""
 
 import json
-import os
-import sys
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
-from hostdev.core.errors import HostdevError, UserError
+from hostdev.core.errors import HostdevError
+from hostdev.core.user_cache import user_cache
 from hostdev.data.manifest import FILE_NAME, VERSION
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
@@ -18,19 +17,6 @@ SEED = 2020
 OPTIONS = Options(threshold=5, dense="log", seed=SEED)
 
 
-def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME/hostdev, or hostdev in the platform's cache folder."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "hostdev"
-    try:
-        home = Path.home()
-    except RuntimeError:
-        raise UserError(
-            "there is no home folder to store the synthetic data set in; set XDG_CACHE_HOME or pass --data"
-        ) from None
-    return (home / "Library/Caches" if sys.platform == "darwin" else home / ".cache") / "hostdev"
-
-
 def there() -> Path | None:
     """Return the synthetic data set's folder, or None if it does not exist."""
     folder = _folder()
@@ -39,7 +25,7 @@ def there() -> Path | None:
 
 def _folder() -> Path:
     recipe = json.dumps([ROWS, SEED, asdict(OPTIONS), GENERATOR_VERSION, VERSION])
-    return cache_folder() / f"lookalike-{sha256(recipe.encode()).hexdigest()[:8]}"
+    return user_cache() / f"lookalike-{sha256(recipe.encode()).hexdigest()[:8]}"
 
 
 def ensure() -> tuple[Path, bool]:

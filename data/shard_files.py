@@ -20,16 +20,15 @@ from hostdev.core.arrow_files import as_numpy
 from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.data import ragged
 from hostdev.data.manifest import Manifest, Shard, shard_schema
+from hostdev.data.remote import RemoteFiles
 from hostdev.data.rows import Piece
 from hostdev.data.targets import find_wrong, find_wrong_weights
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.lookup import first_outside
+from hostdev.stores.store import StoppedError
 
+_ATTEMPTS = 20  # to open a copy of a store's file, which other processes may remove
 _READ = 1 << 22  # bytes per call; large, because each call waits for the GIL
-
-
-class StoppedError(Exception):
-    """The reader is closed, so the rest of a file is not read."""
 
 
 class ShardFiles:
@@ -39,6 +38,7 @@ class ShardFiles:
         self._root = root
         self._manifest = manifest
         self._intact: dict[str, tuple[int, ...]] = {}  # by file: its state when it was verified
+        self._remote = RemoteFiles.find(root)
 
     def open(self, shard: Shard, stop: Event) -> list[Piece]:
         """Return a shard's record batches, memory-mapped.
@@ -47,13 +47,26 @@ class ShardFiles:
             StoppedError: `stop` is set.
             UserError: The file is missing or does not match the manifest, or an id, label or weight is invalid.
         """
-        path = self._root / shard.file
+        if self._remote is None:
+            return self._open(self._root / shard.file, shard, stop)
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._open(self._remote.fetch(shard.file, shard.sha256, stop), shard, stop)
+            except FileNotFoundError:  # another process has made room for a shard of its own
+                continue
+        raise UserError(
+            f"{self._remote.folder} has no room for the shards that are in use; set HOSTDEV_STORE_CACHE_SIZE to more"
+        )
+
+    def _open(self, path: Path, shard: Shard, stop: Event) -> list[Piece]:
         state = self._read(path, shard, stop)
         try:
             with pa.memory_map(os.fsencode(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
         except (pa.ArrowException, OSError) as error:
             raise_if_transient(error)
+            if self._remote is not None and not path.exists():
+                raise FileNotFoundError from None
             raise UserError(f"shard {path} is not an Arrow file ({error}); preprocess the data again") from None
         if _state(path.stat()) != state:
             raise _changed(path)
@@ -95,6 +108,8 @@ class ShardFiles:
                     if stop.is_set():
                         raise StoppedError
         except FileNotFoundError:
+            if self._remote is not None:
+                raise
             raise UserError(f"shard {path} is missing; preprocess the data again") from None
         except OSError as error:
             raise_if_transient(error)

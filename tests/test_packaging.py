@@ -35,6 +35,7 @@ ROOMS = [
     ("cache",),
     ("device",),
     ("host",),
+    ("stores",),
     ("core", "errors"),
     ("kernels",),
     ("models",),
@@ -44,7 +45,7 @@ ROOMS = [
 AGAINST = {
     "kernels": {"hostdev.core.cpus", "hostdev.core.errors", "hostdev.core.locks", "hostdev.core.signals"},
     "models": {"hostdev.core", "hostdev.runtime.spec"},
-    "data": {"hostdev.core", "hostdev.kernels"},
+    "data": {"hostdev.core", "hostdev.kernels", "hostdev.stores"},
 }
 # Options that several commands have, each with its own meaning. Every other option is added in one place.
 SHARED_OPTIONS = {"--out", "--mesh", "--label", "--keep"}  # the last keeps checkpoints, or columns of a file

@@ -16,6 +16,7 @@ from hostdev.data.preprocess.counting import add_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.host.key_options import KEY_BYTES
+from hostdev.stores.address import shown_data
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
 
@@ -86,7 +87,9 @@ def advise_admission(settings: TrainConfig, data: Path, found: Manifest) -> None
     """Print what each --admit-count keeps, takes and loses, in all and by column."""
     model = model_of(replace(settings, tables="dynamic", host_device_mix=True), found.schema)
     each = sum(spec.shape.nbytes(1) + KEY_BYTES for spec in model.tables.values())
-    print(f"data     {data}: {found.rows('train'):,} training and {found.rows('test'):,} test rows, raw ids")
+    print(
+        f"data     {shown_data(data)}: {found.rows('train'):,} training and {found.rows('test'):,} test rows, raw ids"
+    )
     print(f"tables   {', '.join(sorted(model.tables))}: a key takes {each} bytes in all")
     print("\n".join(format_advice(measure(data, found), each)))
 

@@ -16,8 +16,10 @@ import hostdev
 from hostdev.checkpoint.loading import verify_others
 from hostdev.core.errors import DiskFullError, TableFullError, UserError
 from hostdev.data import lookalike, manifest
+from hostdev.data.remote import describe_place
 from hostdev.device import backend
 from hostdev.kernels.numa import in_words
+from hostdev.stores.address import shown_data
 from hostdev.train import checkpointing, report, starting
 from hostdev.train.build import require_layout
 from hostdev.train.cache_advice.auto import choose_cache
@@ -100,7 +102,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         ending = Ending(run)
         if session is not None:
             session.on_fault = partial(ending.abandon, "failed")
-        config = {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
+        config = {**settings.as_json(), "data": shown_data(data), "versions": _versions(), "preprocess": found.options}
         try:
             run.files.write_config(config)
         except OSError:
@@ -111,7 +113,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         device, trainer = backend.describe(run.device), run.trainer
         memory = trainer.host_budget.describe()
         checkpoints = run.saver.describe() if run.saver is not None else None
-        trained = settings.as_json(), data, rows, trainer.tables, device, trainer.caches
+        trained = settings.as_json(), describe_place(data), rows, trainer.tables, device, trainer.caches
         print(report.start_lines(*trained, memory, checkpoints, trainer.cut, found.statistics), flush=True)
         try:
             status = run.train(stop)

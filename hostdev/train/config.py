@@ -18,6 +18,7 @@ from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.parallel.plan_text import parse_plan
+from hostdev.stores.address import data_path
 from hostdev.train import config_checks
 from hostdev.train.config_checks import option_name as _option
 
@@ -32,6 +33,13 @@ _AT_LEAST_1 = (
 )
 
 
+def _data_path(text: str) -> Path:
+    try:
+        return data_path(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, "type": kind, **extra})
 
@@ -41,7 +49,10 @@ class TrainConfig:
     """The options of `hostdev train`. `resolved` fills in the defaults that depend on other options."""
 
     data: Path | None = _flag(
-        "data set written by hostdev preprocess (default: a small synthetic one)", kind=Path, metavar="DIR"
+        "data set written by hostdev preprocess, here or in a store such as s3://BUCKET/DIR (default: a small "
+        "synthetic one)",
+        kind=_data_path,
+        metavar="DIR",
     )
     host_device_mix: bool = _flag(
         "keep the tables in host memory, where the CPU looks up rows and updates them", default=False

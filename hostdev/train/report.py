@@ -21,7 +21,7 @@ _WAITED = 0.05  # share of the time that reads may hold up before the summary sa
 
 def start_lines(
     config: dict[str, Any],
-    data: Path,
+    data: str,
     rows: dict[str, int],
     tables: dict[str, Any],
     device: str,
