@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from hostdev.data.folder import FILE_NAME
 from hostdev.stores.address import address_of
 from hostdev.stores.kept_files import KeptFiles
 from hostdev.stores.store import Store
+
+_ATTEMPTS = 5
 
 
 class RemoteFiles:
@@ -69,22 +72,32 @@ def refresh(folder: Path, address: str) -> None:
             name, sha256 = found.get("vocabulary"), found.get("vocabulary_sha256")
             if isinstance(name, str) and isinstance(sha256, str) and sha256.isalnum():
                 inside(folder, name)
-                _place(files.fetch(name, sha256), folder / name)
+                _place(files, name, sha256, folder / name)
         _write(folder / FILE_NAME, content)
     except OSError as error:
         raise UserError(f"{address} cannot be kept in {folder} ({in_words(error)}); set HOSTDEV_STORE_CACHE") from None
 
 
-def _place(copy: Path, path: Path) -> None:
-    """Give a copy another name, which it keeps when the copy is removed."""
+def _place(files: RemoteFiles, name: str, sha256: str, path: Path) -> None:
+    """Copy a file to a path, unless it is there; a file beside it has its SHA-256."""
+    noted = path.with_name(f"{path.name}.sha256")
     with contextlib.suppress(OSError):
-        if copy.samefile(path):
+        if path.is_file() and noted.read_text() == sha256:
             return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     part.unlink(missing_ok=True)
-    os.link(copy, part)
+    for attempt in range(_ATTEMPTS):
+        copy = files.fetch(name, sha256)
+        try:
+            os.link(copy, part)  # it stays when the copy makes room for others
+        except OSError:  # other processes have made room, or there are no links
+            if not copy.exists() and attempt + 1 < _ATTEMPTS:
+                continue
+            shutil.copyfile(copy, part)
+        break
     part.replace(path)
+    _write(noted, sha256.encode())
 
 
 def _write(path: Path, content: bytes) -> None:
