@@ -1,17 +1,18 @@
 """A data set in a store: what is small is copied as a whole, and shards are copied when they are needed."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import threading
 from pathlib import Path
 
-from hostdev.core.errors import UserError, in_words
+from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.memory import format_bytes
 from hostdev.core.names import inside
 from hostdev.data.folder import FILE_NAME
-from hostdev.stores.address import address_of
+from hostdev.stores.address import address_of, get_folder
 from hostdev.stores.kept_files import KeptFiles
 from hostdev.stores.store import Store
 
@@ -44,6 +45,38 @@ class RemoteFiles:
         """How many bytes the copies may take."""
         return self._kept.limit
 
+    def discard(self, sha256: str) -> None:
+        """Remove a copy that is damaged."""
+        self._kept.discard(sha256)
+
+    def read(self, name: str) -> bytes:
+        """Return a file's content."""
+        return self._store.read(name)
+
+    def fetch_to(self, name: str, sha256: str | None, path: Path) -> None:
+        """Copy a file to a path, which replaces what is there."""
+        part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if sha256 is None:  # data sets of the first version
+                self._store.fetch(name, part)
+            else:
+                self._link_or_copy(name, sha256, part)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _link_or_copy(self, name: str, sha256: str, part: Path) -> None:
+        for attempt in range(_ATTEMPTS):
+            copy = self.fetch(name, sha256)
+            try:
+                os.link(copy, part)  # it stays when the copy makes room for others
+            except OSError:  # other processes have made room, or there are no links
+                if not copy.exists() and attempt + 1 < _ATTEMPTS:
+                    continue
+                shutil.copyfile(copy, part)
+            return
+
     def fetch(self, name: str, sha256: str, stop: threading.Event | None = None) -> Path:
         """Return the path of a copy of a file; see `KeptFiles.get`."""
         return self._kept.get(self._store, name, sha256, stop)
@@ -64,46 +97,52 @@ def refresh(folder: Path, address: str) -> None:
         UserError: The store cannot be read, or the folder cannot be written.
     """
     files = RemoteFiles(address)
-    content = files._store.read(FILE_NAME)
+    content = files.read(FILE_NAME)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(ValueError, TypeError, AttributeError):  # whoever reads it says what is wrong
-            found = json.loads(content)
-            name, sha256 = found.get("vocabulary"), found.get("vocabulary_sha256")
-            if isinstance(name, str) and isinstance(sha256, str) and sha256.isalnum():
-                inside(folder, name)
-                _place(files, name, sha256, folder / name)
+        _place_vocabulary(files, content, folder)
         _write(folder / FILE_NAME, content)
     except OSError as error:
+        raise_if_transient(error)
         raise UserError(f"{address} cannot be kept in {folder} ({in_words(error)}); set HOSTDEV_STORE_CACHE") from None
 
 
-def _place(files: RemoteFiles, name: str, sha256: str, path: Path) -> None:
-    """Copy a file to a path, unless it is there; a file beside it has its SHA-256."""
-    noted = path.with_name(f"{path.name}.sha256")
+def pin(root: Path) -> Path:
+    """Return a folder with a data set's manifest and vocabulary that stays as it is now, whatever the store gets."""
+    address = address_of(root)
+    if address is None:
+        return root
+    content = (root / FILE_NAME).read_bytes()
+    folder = get_folder() / "versions" / hashlib.sha256(content).hexdigest()
+    _place_vocabulary(RemoteFiles(address), content, folder)
+    _write(folder / FILE_NAME, content)
+    return folder
+
+
+def _place_vocabulary(files: RemoteFiles, content: bytes, folder: Path) -> None:
+    """Copy the vocabulary that a manifest names, unless it is there; a file beside it has its SHA-256."""
+    try:
+        found = json.loads(content)
+        name, sha256 = found["vocabulary"], found.get("vocabulary_sha256")
+        inside(folder, name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return  # whoever reads the manifest says what is wrong
+    noted = folder / f"{name}.sha256"
     with contextlib.suppress(OSError):
-        if path.is_file() and noted.read_text() == sha256:
+        if sha256 is not None and (folder / name).is_file() and noted.read_text() == sha256:
             return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-    part.unlink(missing_ok=True)
-    for attempt in range(_ATTEMPTS):
-        copy = files.fetch(name, sha256)
-        try:
-            os.link(copy, part)  # it stays when the copy makes room for others
-        except OSError:  # other processes have made room, or there are no links
-            if not copy.exists() and attempt + 1 < _ATTEMPTS:
-                continue
-            shutil.copyfile(copy, part)
-        break
-    part.replace(path)
-    _write(noted, sha256.encode())
+    files.fetch_to(name, sha256, folder / name)
+    if sha256 is not None:
+        _write(noted, sha256.encode())
 
 
 def _write(path: Path, content: bytes) -> None:
     with contextlib.suppress(OSError):
         if path.read_bytes() == content:
             return
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-    part.write_bytes(content)
-    part.replace(path)
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

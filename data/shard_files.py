@@ -31,6 +31,10 @@ _ATTEMPTS = 20  # to open a copy of a store's file, which other processes may re
 _READ = 1 << 22  # bytes per call; large, because each call waits for the GIL
 
 
+class ChangedError(UserError):
+    """A shard does not have its checksum, or has changed while it was read."""
+
+
 class ShardFiles:
     """The shards of the data set in folder `root`; thread-safe."""
 
@@ -49,11 +53,17 @@ class ShardFiles:
         """
         if self._remote is None:
             return self._open(self._root / shard.file, shard, stop)
+        damaged = 0
         for _ in range(_ATTEMPTS):
             try:
                 return self._open(self._remote.fetch(shard.file, shard.sha256, stop), shard, stop)
             except FileNotFoundError:  # another process has made room for a shard of its own
                 continue
+            except ChangedError:  # the copy is damaged, or another process has removed it and fetched it again
+                damaged += 1
+                if damaged == 3:
+                    raise
+                self._remote.discard(shard.sha256)
         raise UserError(
             f"{self._remote.folder} has no room for the shards that are in use; set HOSTDEV_STORE_CACHE_SIZE to more"
         )
@@ -172,8 +182,8 @@ def _state(found: os.stat_result) -> tuple[int, ...]:
     return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino
 
 
-def _changed(path: Path) -> UserError:
-    return UserError(f"shard {path} has a wrong checksum: it is damaged or was changed; preprocess the data again")
+def _changed(path: Path) -> ChangedError:
+    return ChangedError(f"shard {path} has a wrong checksum: it is damaged or was changed; preprocess the data again")
 
 
 def piece_of(batch: pa.RecordBatch, found: Manifest) -> Piece:

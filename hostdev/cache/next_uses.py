@@ -46,11 +46,21 @@ class NextUses:
 
     def plan(self, positions: Positions, rows: Any) -> None:
         """Advance the rows of the earliest announced batch, which is at these positions, to their next use."""
-        parallel_for(advance, len(positions), positions, self._following.popleft(), rows, grain=_GRAIN)
+        following = self._following.popleft()
+        assert len(following) == len(positions)
+        parallel_for(advance, len(positions), positions, following, rows, grain=_GRAIN)
 
-    def clear(self, known: npt.NDArray[np.int32]) -> None:
-        """Forget all announced batches; `known` has the data of all rows."""
+    def clear(self) -> None:
+        """Forget all announced batches; `forget` must follow before another one is announced."""
         self._following.clear()
+        self._places[:] = 0
+
+    def __len__(self) -> int:
+        return len(self._following)
+
+    @staticmethod
+    def forget(known: npt.NDArray[np.int32]) -> None:
+        """Forget the next use of all rows, whose data is `known`."""
         known[:, NEXT] = 0
 
 

@@ -147,6 +147,11 @@ class Planner:
         return len(self._announced)
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no batch is announced, and no interrupt has left anything behind."""
+        return not self._announced and not self._exchanging and not self._next_uses
+
+    @property
     def slot_ids(self) -> Positions:
         """The row in each slot, int32 [C]; -1 if the slot is free."""
         ids = np.full(self.capacity, -1, np.int32)
@@ -303,6 +308,9 @@ class Planner:
             counts = rows[positions, planning.COUNT] - added  # an interrupted `announce` may have added only some
             rows[positions, planning.COUNT] = np.maximum(counts, 0)
         self._announced.clear()
+        if self._next_uses is not None:
+            self._next_uses.clear()
+        self._exchanging = True
         self.filled = len(taken)
         self._slots[: self.filled] = self._directory.place(slot_ids[taken], self._planned)
         known = self._directory.known
@@ -310,7 +318,7 @@ class Planner:
         last = known[:, planning.LAST]
         np.minimum(last, self._planned - 1, out=last)
         if self._next_uses is not None:
-            self._next_uses.clear(known)
+            self._next_uses.forget(known)
         known[self._slots[: self.filled], planning.SLOT] = taken
         self._exchanging = False
 

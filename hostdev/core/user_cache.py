@@ -9,8 +9,9 @@ from hostdev.core.errors import UserError
 
 def user_cache() -> Path:
     """Return $XDG_CACHE_HOME/hostdev, or hostdev in the platform's cache folder; raise UserError if there is none."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "hostdev"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if base.is_absolute():  # the XDG specification ignores other paths
+        return base / "hostdev"
     try:
         home = Path.home()
     except RuntimeError:

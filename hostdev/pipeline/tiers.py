@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache.planner import Planner
+from hostdev.core.signals import deferred, uninterruptible
 from hostdev.host.disk.storage import DiskStorage
 from hostdev.host.disk.tier import NoFramesError, Pinned, Tier, count_kept
 from hostdev.host.table import HostTable
@@ -63,8 +64,9 @@ class TableTier:
 
     def end_pass(self) -> None:
         """Forget the batches that were announced and not planned, and what an interrupt has left behind."""
-        if self._planner is not None:
-            self._planner.restore(self._planner.slot_ids)
+        if self._planner is not None and not self._planner.is_settled:
+            planner, slot_ids = self._planner, self._planner.slot_ids
+            uninterruptible(lambda: planner.restore(slot_ids))
 
 
 class BatchPins:
@@ -149,12 +151,13 @@ class PassPins:
 
     def release(self, pins: BatchPins) -> None:
         """Unpin a batch's rows."""
-        with self._lock:
-            held, pins.held = pins.held, []
-            self._held.discard(pins)
-            self.released += 1
-        for table, pinned in held:
-            table.tier.unpin(pinned)
+        with deferred():
+            with self._lock:
+                held, pins.held = pins.held, []
+                self._held.discard(pins)
+                self.released += 1
+            for table, pinned in held:
+                table.tier.unpin(pinned)
 
     def close(self) -> None:
         """Unpin all rows; the threads of the pass have ended."""

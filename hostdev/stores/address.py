@@ -8,7 +8,8 @@ from hostdev.core.errors import UserError
 from hostdev.core.user_cache import user_cache
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
-_SECRETS = re.compile(r"(?<=://)[^/@:\s]*:[^/@\s]*@|\?[^\s'\"]*")  # a password, and what a signed address ends with
+# A user with a password, or who may be one, and what a signed address ends with.
+_SECRETS = re.compile(r"(?<=://)[^/@:\s]*:[^/@\s]*@|((?<=http://)|(?<=https://))[^/@\s]*@|\?[^\s'\"]*")
 LOCAL = ("file", "local")
 _DATA = "data"
 
@@ -27,7 +28,9 @@ def without_secrets(text: str) -> str:
 def get_folder() -> Path:
     """Return the folder for copies of a store's files: HOSTDEV_STORE_CACHE, or one below the user's cache folder."""
     given = os.environ.get("HOSTDEV_STORE_CACHE", "")
-    return Path(given).absolute() if given else user_cache() / "stores"
+    if given and not Path(given).is_absolute():
+        raise UserError(f"HOSTDEV_STORE_CACHE must be an absolute path, not {given}")
+    return Path(given) if given else user_cache() / "stores"
 
 
 def data_path(text: str) -> Path:
@@ -40,15 +43,19 @@ def data_path(text: str) -> Path:
     """
     if not is_remote(text):
         return Path(text)
+    scheme, _, rest = text.partition("://")
+    host = rest.partition("/")[0]
     if without_secrets(text) != text:
         raise UserError(
             f"{without_secrets(text)}: leave out passwords and what follows a question mark, which logs would show; "
             "the store's package finds credentials in its own ways"
         )
-    scheme, _, rest = text.partition("://")
-    parts = [part for part in rest.split("/") if part]
-    if not parts or {".", ".."} & set(parts):
-        raise UserError(f"{text} is not the address of a folder; give one such as s3://BUCKET/FOLDER")
+    parts = rest.rstrip("/").split("/")
+    if not host or {"", ".", ".."} & set(parts):
+        raise UserError(
+            f"{text} is not the address of a folder; give one such as s3://BUCKET/FOLDER or hdfs://HOST:PORT/FOLDER, "
+            "without empty parts"
+        )
     return get_folder() / _DATA / scheme.lower() / Path(*parts)
 
 

@@ -6,18 +6,20 @@ copies that were used longest ago are removed first. One that is removed while i
 
 import contextlib
 import os
+import re
 import shutil
 import threading
 import time
 from pathlib import Path
 
-from hostdev.core.errors import UserError, in_words
-from hostdev.core.locks import is_same_file, lock_state
+from hostdev.core.errors import UserError, in_words, raise_if_transient
+from hostdev.core.locks import is_same_file, lock_state, unlock
 from hostdev.core.memory import parse_bytes
 from hostdev.stores.address import get_folder
 from hostdev.stores.store import StoppedError, Store, StoreError
 
 _LOCK = ".lock"
+_SHA256 = re.compile("[0-9a-f]{64}")
 _SHARE = 0.25  # of the disk's free space, by default
 _PAUSE = 0.05  # seconds between looks at a file that another process fetches
 
@@ -60,25 +62,37 @@ class KeptFiles:
             StoreError: The file cannot be fetched, or has another SHA-256.
             UserError: The copy cannot be written.
         """
-        path = self.folder / sha256
+        if not _SHA256.fullmatch(sha256):
+            raise StoreError(f"{store.shown}: the manifest has no SHA-256 for {name}; preprocess the data again")
+        path, lock = self.folder / sha256, self.folder / f"{sha256}{_LOCK}"
         while not _touch(path):
-            lock = self.folder / f"{sha256}{_LOCK}"
             try:
                 with lock.open("ab") as file:
                     state = lock_state(file.fileno())
                     if state == "held":
                         _wait(stop)
                         continue
-                    if not is_same_file(lock, file) or _touch(path):
-                        continue  # whoever held the lock has fetched the file
-                    self._fetch(store, name, sha256, path, stop)
-                    lock.unlink(missing_ok=True)
+                    try:
+                        if not is_same_file(lock, file) or _touch(path):
+                            continue  # whoever held the lock has fetched the file
+                        self._fetch(store, name, sha256, path, stop)
+                    finally:
+                        if is_same_file(lock, file):
+                            lock.unlink(missing_ok=True)
+                        if state == "locked":
+                            unlock(file)  # a fork of the process may have the file open, too
             except OSError as error:
+                raise_if_transient(error)
                 raise UserError(
                     f"{store.shown}/{name} cannot be kept in {self.folder} ({in_words(error)}); set "
                     "HOSTDEV_STORE_CACHE to a folder with more space"
                 ) from None
         return path
+
+    def discard(self, sha256: str) -> None:
+        """Remove a copy that is damaged."""
+        with contextlib.suppress(OSError):
+            (self.folder / sha256).unlink()
 
     def _fetch(self, store: Store, name: str, sha256: str, path: Path, stop: threading.Event | None) -> None:
         part = path.with_name(f"{sha256}.{os.getpid()}-{threading.get_ident()}.part")
@@ -106,17 +120,24 @@ class KeptFiles:
             if total <= self.limit:
                 return
             if path != newest:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                    total -= size
+                try:
+                    path.unlink(missing_ok=True)  # another process may make room, too
+                except OSError:
+                    continue
+                total -= size
 
 
 def _touch(path: Path) -> bool:
     """Note that a copy is used now, by the time of its last access; return whether it is there."""
     try:
-        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))  # a new time of change would look like a change
-    except OSError:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
         return False
+    try:
+        with contextlib.suppress(OSError):  # another user's
+            os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))  # else the file would seem to be changed
+    finally:
+        os.close(file)
     return True
 
 

@@ -1,16 +1,17 @@
-"""A folder in a store, read and written through fsspec. What fails for a while is tried again.
+"""A folder in a store, read through fsspec. What fails for a while is tried again.
 
 fsspec is what pandas, Dask and torch use. Each kind of store is a package of its own (s3fs, gcsfs, adlfs), which finds
 credentials in its own ways; hostdev never sees them, and its messages leave out what an address may have of them.
 """
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hostdev.core.errors import UserError, in_words, raise_if_transient, write_stderr
 from hostdev.stores.address import without_secrets
@@ -18,7 +19,12 @@ from hostdev.stores.address import without_secrets
 PATIENCE = 300.0  # seconds; HOSTDEV_STORE_PATIENCE has others
 _PIECE = 1 << 23  # bytes of a request
 _PAUSES = 0.5, 30.0  # seconds: the first one, which doubles, and the longest
-_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ImportError)
+_POLL = 0.2  # seconds between looks whether an answer is still needed
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_LASTING_NUMBERS = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EREMCHG if hasattr(errno, "EREMCHG") else -1}
+_PASSING_STATES = {408, 425, 429}  # of HTTP, and all from 500 on
+_PASSING_NAMES = "Connect|Timeout|TimedOut|Incomplete|Payload|Disconnect|Retrieval|HTTPClient|Server|Parser|Throttl|Too"
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 
 T = TypeVar("T")
@@ -33,28 +39,37 @@ class StoreError(UserError):
 
 
 class Store:
-    """A folder in a store. Any thread may call the methods.
+    """A folder in a store. Any thread may call the methods, and forks of the process.
 
     Args:
         address: Such as "s3://BUCKET/FOLDER".
 
     Raises:
-        StoreError: The kind of store is unknown, or its package is not installed.
+        StoreError: The kind of store is unknown, its package is not installed, or it cannot be opened.
     """
 
     def __init__(self, address: str) -> None:
+        self._address, self.shown = address, without_secrets(address).rstrip("/")
+        self._open()
+
+    def _open(self) -> None:
         import fsspec
 
-        self.shown = without_secrets(address).rstrip("/")
-        scheme = address.partition("://")[0].lower()
+        scheme = self._address.partition("://")[0].lower()
         try:
-            self._files, root = fsspec.core.url_to_fs(address)
+            self._opened, root = fsspec.core.url_to_fs(self._address)
         except ImportError as error:
             advice = f"pip install 'hostdev[{_EXTRAS[scheme]}]'" if scheme in _EXTRAS else "install it"
             raise StoreError(f"{self.shown} needs a package that is missing ({in_words(error)}); {advice}") from None
-        except ValueError as error:
-            raise StoreError(f"{self.shown}: {without_secrets(in_words(error))}") from None
-        self._root = root.rstrip("/")
+        except Exception as error:  # each package has its own
+            raise StoreError(f"{self.shown}: {_describe(error)}") from None
+        self._root, self._owner = root.rstrip("/"), os.getpid()
+
+    @property
+    def _files(self) -> Any:
+        if self._owner != os.getpid():  # a fork of the process that has the threads
+            self._open()
+        return self._opened
 
     def size(self, name: str, stop: threading.Event | None = None) -> int:
         """Return the size of a file in bytes."""
@@ -92,6 +107,8 @@ class Store:
                 content = self._patiently(name, get, stop)
                 digest.update(content)
                 file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         return digest.hexdigest()
 
     def _path(self, name: str) -> str:
@@ -105,13 +122,14 @@ class Store:
             if stop is not None and stop.is_set():
                 raise StoppedError
             try:
-                return work()
+                return _ask(work, stop)
+            except StoppedError:
+                raise
             except Exception as error:
-                if isinstance(error, OSError):
-                    raise_if_transient(error)
+                raise_if_transient(error)
                 why = _describe(error)
                 left = _get_patience() - (time.monotonic() - begin)
-                if _lasts(error):
+                if not _may_pass(error):
                     raise StoreError(f"{where}: {why}") from None
                 if left <= 0:
                     raise StoreError(
@@ -128,6 +146,29 @@ class Store:
             pause = min(2 * pause, _PAUSES[1])
 
 
+def _ask(work: Callable[[], T], stop: threading.Event | None) -> T:
+    """Return what `work` returns in a thread of its own, which is left alone when `stop` is set: it may hang."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="hostdev-store", daemon=True).start()
+    while not done.wait(_POLL):
+        if stop is not None and stop.is_set():
+            raise StoppedError
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
 def _get_patience() -> float:
     text = os.environ.get("HOSTDEV_STORE_PATIENCE", "")
     try:
@@ -136,9 +177,17 @@ def _get_patience() -> float:
         raise StoreError(f"HOSTDEV_STORE_PATIENCE must be a number of seconds, not {text!r}") from None
 
 
-def _lasts(error: Exception) -> bool:
-    """Return whether an error stays the same however often one tries."""
-    return isinstance(error, _LASTING) or "Credential" in type(error).__name__
+def _may_pass(error: Exception) -> bool:
+    """Return whether an error may be gone a while later; each package has its own kinds."""
+    response = getattr(error, "response", None)
+    of_boto = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+    for state in (of_boto, getattr(error, "status", None), getattr(error, "code", None)):
+        if isinstance(state, int) and state >= 400:
+            return state >= 500 or state in _PASSING_STATES
+    if isinstance(error, OSError):
+        lasts = isinstance(error, _LASTING) or error.errno in _LASTING_NUMBERS or "Forbidden" in str(error)
+        return not lasts
+    return any(word in type(error).__name__ for word in _PASSING_NAMES.split("|"))
 
 
 def _describe(error: Exception) -> str:
@@ -148,6 +197,6 @@ def _describe(error: Exception) -> str:
         text = f"no permission ({text})"
     elif isinstance(error, FileNotFoundError):
         text = f"there is no such file or bucket ({text})"
-    elif "Credential" in type(error).__name__:
+    elif type(error).__name__ in _NO_CREDENTIALS:
         text = f"no credentials ({text})"
     return text[:200]

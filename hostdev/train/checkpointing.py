@@ -29,7 +29,10 @@ from hostdev.core.progress import note
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
 from hostdev.data.manifest import Manifest
+from hostdev.data.manifest import read as read_data
+from hostdev.data.remote import pin
 from hostdev.distributed.process_group import SAVE, Ranks
+from hostdev.stores.address import shown_data
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality
@@ -298,7 +301,16 @@ def values(settings: TrainConfig, data: Manifest, device: str, progress: Progres
 
 
 def data_files(root: Path, data: Manifest) -> dict[str, Path]:
-    """Return the data set's files that convert raw text to ids, by their names in a checkpoint."""
+    """Return the data set's files that convert raw text to ids, by their names in a checkpoint.
+
+    Raises:
+        UserError: The data set is in a store, and has been replaced since `data` was read.
+    """
+    pinned = pin(root)
+    if pinned != root:
+        if read_data(pinned) != data:
+            raise UserError(f"{shown_data(root)} has changed while the run began; repeat the command")
+        root = pinned
     files = {f"data/{DATA_MANIFEST}": root / DATA_MANIFEST}
     if data.vocabulary is not None:
         files[f"data/{data.vocabulary}"] = root / data.vocabulary

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from hostdev import Adam, Disk, Feature, HostTable, LazyAdam, LeastRecent, MinCount, Runtime, Unused, UserError
+from hostdev.cache.planner import Planner
 from hostdev.core.digest import StateDigest
 from hostdev.host.disk import readers, store
 from hostdev.kernels import disk_records
 from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.pipeline.scheduling import overlapped
 from hostdev.runtime.digest import add_table
 
 ROWS, DIM, BATCH, STEPS = 4_000, 8, 100, 26
@@ -132,6 +134,46 @@ def test_a_generator_that_the_loader_and_the_body_share(tmp_path):
     assert run(on(tmp_path, 0.35, 0)) == run(on(tmp_path, 0.35), read_ahead=0) == expected
     with pytest.raises(ValueError, match="the same Generator as the loop's body, and the loop reads ahead"):
         run(on(tmp_path, 0.35))
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("place", ["restore", "join"])
+def test_an_interrupt_at_the_end_of_a_loop_leaves_no_plan_and_no_pins(place, depth, tmp_path, monkeypatch):
+    table, times = make_table(on(tmp_path, 0.35, 40)), []
+
+    def interrupted(call):
+        def run(*arguments):
+            if place != "restore":
+                call(*arguments)
+            times.append(1)
+            if len(times) == 1:
+                raise KeyboardInterrupt
+            if place == "restore":
+                call(*arguments)
+
+        return run
+
+    with Runtime({"user": table, "bag": Feature(table, pooling="sum")}, device="cpu", depth=depth) as runtime:
+        loop = runtime.train(batches(1.05), ids=read_ids)
+        _, rows = next(loop)
+        (rows["user"].sum() + rows["bag"].sum()).backward()
+        next(loop)
+        with monkeypatch.context() as patch:
+            if place == "restore":
+                patch.setattr(Planner, "restore", interrupted(Planner.restore))
+            else:
+                patch.setattr(overlapped, "uninterruptible", interrupted(overlapped.uninterruptible))
+            if place == "join" and not depth:
+                loop.close()
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    loop.close()
+        tier = table.storage.tier
+        assert tier._pinned == 0 and not tier._pins.any()
+        [planner] = [one._planner for one in runtime.pipeline._context.tiers]
+        assert planner.is_settled
+        for _, rows in runtime.train(batches(1.05), ids=read_ids):
+            (rows["user"].sum() + rows["bag"].sum()).backward()
 
 
 @pytest.mark.parametrize("way", ["uniform", "zipf 1.2", "unused keys evicted"])

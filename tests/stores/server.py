@@ -36,8 +36,9 @@ class Flaky:
 
     def _fail(self, start_response, status):
         code = status.partition(" ")[2].replace(" ", "")
-        start_response(status, [("Content-Type", "application/xml")])
-        return [f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>on purpose</Message></Error>".encode()]
+        text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>on purpose</Message></Error>".encode()
+        start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(text)))])
+        return [text]
 
 
 class Quiet(WSGIRequestHandler):

@@ -40,6 +40,13 @@ def sums(files):
     return {str(size): sha256(files.cat_file(f"/set/{size}")).hexdigest() for size in SIZES}
 
 
+class AnswerError(Exception):
+    """An error of a library, with the state of HTTP."""
+
+    def __init__(self, state):
+        self.response = {"ResponseMetadata": {"HTTPStatusCode": state}}
+
+
 @contextlib.contextmanager
 def failing(opened, errors):
     """Let reads of a store raise errors in turn in a `with` block; None stands for success."""
@@ -67,7 +74,7 @@ def test_what_fails_for_a_while_is_tried_again(files, tmp_path, capfd):
         ConnectionError("reset"),
         TimeoutError("slow"),
         OSError(errno.EIO, "an error"),
-        RuntimeError("of the library"),
+        AnswerError(503),
     )
     with failing(opened, itertools.chain.from_iterable((error, None) for error in itertools.cycle(some))):
         assert opened.fetch("100", tmp_path / "a") == expected
@@ -75,6 +82,16 @@ def test_what_fails_for_a_while_is_tried_again(files, tmp_path, capfd):
     with failing(opened, [*some, *itertools.repeat(None, 100)]):
         assert opened.fetch("100", tmp_path / "a") == expected
     assert "memory://set/100: an error; trying again in 0 s" in capfd.readouterr().err
+
+
+def test_an_answer_that_never_comes_holds_nobody_up(files, monkeypatch):
+    opened, stop, ends, expected = Store("memory://set"), threading.Event(), threading.Event(), sums(files)["9"]
+    with monkeypatch.context() as patch:
+        patch.setattr(opened._files, "cat_file", lambda *a, **o: ends.wait(60))
+        threading.Timer(0.1, stop.set).start()
+        with pytest.raises(StoppedError):
+            KeptFiles().get(opened, "9", expected, stop)
+    ends.set()
 
 
 def test_an_answer_that_is_cut_short_is_tried_again(files, tmp_path, monkeypatch):
@@ -91,6 +108,10 @@ def test_an_answer_that_is_cut_short_is_tried_again(files, tmp_path, monkeypatch
         (FileNotFoundError(errno.ENOENT, "no key"), "there is no such file or bucket"),
         (PermissionError("Access Denied"), r"no permission \(Access Denied\)"),
         (type("NoCredentialsError", (Exception,), {})("Unable to locate"), r"no credentials \(Unable to locate\)"),
+        (OSError("Forbidden: you cannot"), "Forbidden"),
+        (OSError(errno.EINVAL, "Bad Request"), "Bad Request"),
+        (ValueError("no such profile"), "no such profile"),
+        (AnswerError(403), ""),
     ],
 )
 def test_what_lasts_is_said_at_once(files, tmp_path, error, words):
@@ -159,6 +180,25 @@ def test_a_wrong_file_is_refused_and_not_kept(files):
     assert [path for path in kept.folder.iterdir() if path.suffix != ".lock"] == []
 
 
+@pytest.mark.parametrize("sha256", ["", "../../x", "/x", "0" * 63, "G" * 64])
+def test_what_is_not_a_sum_is_no_name(files, sha256):
+    kept = KeptFiles()
+    with pytest.raises(StoreError, match="memory://set: the manifest has no SHA-256 for 9"):
+        kept.get(Store("memory://set"), "9", sha256)
+    assert list(kept.folder.parent.rglob("*")) == [kept.folder]
+
+
+def test_the_copy_of_another_user_is_used(files, monkeypatch):
+    def refuse(*arguments, **options):
+        raise PermissionError(errno.EPERM, "not yours")
+
+    kept, expected = KeptFiles(), sums(files)["9"]
+    kept.get(Store("memory://set"), "9", expected)
+    monkeypatch.setattr(kept_files.os, "utime", refuse)
+    assert kept.get(Store("memory://set"), "9", expected).is_file()
+    assert kept.fetched == 9
+
+
 def test_a_full_disk_is_said(files, monkeypatch):
     def fetch(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -191,13 +231,23 @@ def test_addresses_and_paths_are_inverse(address):
 def test_what_is_an_address():
     assert is_remote("s3://b") and is_remote("memory://x") and not is_remote("file:///x") and not is_remote("a/s3:/b")
     assert data_path("some/folder").parts == ("some", "folder") and address_of(data_path("some/folder")) is None
-    for wrong in "s3://me:secret@bucket/x", "s3://bucket/x?secret=1":
+    for wrong in "s3://me:secret@bucket/x", "s3://bucket/x?secret=1", "https://secret@host/x":
         with pytest.raises(UserError, match="leave out passwords") as caught:
             data_path(wrong)
         assert "secret" not in str(caught.value)
-    with pytest.raises(UserError, match="is not the address of a folder"):
-        data_path("s3://bucket/../x")
+    for wrong in "s3://bucket/../x", "hdfs:///x", "s3://bucket//x", "s3://":
+        with pytest.raises(UserError, match="is not the address of a folder"):
+            data_path(wrong)
     assert without_secrets("see https://u:p@h/x?sig=1 for it") == "see https://h/x for it"
+
+
+def test_folders_are_absolute(monkeypatch):
+    monkeypatch.setenv("HOSTDEV_STORE_CACHE", "here")
+    with pytest.raises(UserError, match="HOSTDEV_STORE_CACHE must be an absolute path, not here"):
+        data_path("s3://bucket/x")
+    monkeypatch.delenv("HOSTDEV_STORE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    assert address_of(data_path("s3://bucket/x")) == "s3://bucket/x"
 
 
 def test_kinds_of_stores_that_are_not_there():

@@ -444,17 +444,24 @@ class OverlappedPass:
             failed = failed or not self._joined(threads[:-1])
         queues.stop()
         self._source = None
-        for thread in threads[self._reads_behind :]:
-            if together and failed:  # the thread may wait for a rank that has failed
-                thread.join(LONGEST_JOIN)
+
+        def join() -> None:
+            for thread in threads[self._reads_behind :]:
+                thread.join()
+
+        try:
+            if together and failed:  # a thread may wait for a rank that has failed
+                for thread in threads[self._reads_behind :]:
+                    thread.join(LONGEST_JOIN)
             else:
-                uninterruptible(thread.join)  # the caller of `close` will write the same memory as these threads
-        if self._reads_behind:
-            threads[0].join(LONGEST_JOIN)
-        queues.clear()
-        self._workers.pins.close()
-        if self._update and self._context.forwarding is not None:
-            self._context.forwarding.clear()
+                uninterruptible(join)  # the caller of `close` will write the same memory as these threads
+            if self._reads_behind:
+                threads[0].join(LONGEST_JOIN)
+        finally:  # an interrupt is raised once all have ended
+            queues.clear()
+            self._workers.pins.close()
+            if self._update and self._context.forwarding is not None:
+                self._context.forwarding.clear()
         if not failed:
             self._raise_update_error()
         queues.update_error = None
