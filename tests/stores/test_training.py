@@ -90,6 +90,7 @@ def test_other_commands(call, there):
     assert code == 0 and f"data     {there}" in out, error
 
 
+@pytest.mark.slow
 def test_the_manifest_is_read_anew(call, server, tmp_path):
     """Data that was prepared again has the same address."""
     for seed in (3, 4):
