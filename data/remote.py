@@ -8,6 +8,7 @@ import shutil
 import threading
 from pathlib import Path
 
+from hostdev.core.disk import replacing
 from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.memory import format_bytes
 from hostdev.core.names import inside
@@ -20,14 +21,14 @@ _ATTEMPTS = 5
 
 
 class RemoteFiles:
-    """The files of a data set in a store. Any thread may call `fetch`.
+    """The files of a data set in a `store`, and the copies that are `kept`. Any thread may call the methods.
 
     Args:
         address: The data set's address.
     """
 
     def __init__(self, address: str) -> None:
-        self._store, self._kept = Store(address), KeptFiles()
+        self.store, self.kept = Store(address), KeptFiles()
 
     @classmethod
     def find(cls, root: Path) -> "RemoteFiles | None":
@@ -35,36 +36,14 @@ class RemoteFiles:
         address = address_of(root)
         return None if address is None else cls(address)
 
-    @property
-    def folder(self) -> Path:
-        """Where the copies are."""
-        return self._kept.folder
-
-    @property
-    def limit(self) -> int:
-        """How many bytes the copies may take."""
-        return self._kept.limit
-
-    def discard(self, sha256: str) -> None:
-        """Remove a copy that is damaged."""
-        self._kept.discard(sha256)
-
-    def read(self, name: str) -> bytes:
-        """Return a file's content."""
-        return self._store.read(name)
-
     def fetch_to(self, name: str, sha256: str | None, path: Path) -> None:
         """Copy a file to a path, which replaces what is there."""
-        part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path) as part:
             if sha256 is None:  # data sets of the first version
-                self._store.fetch(name, part)
+                self.store.fetch(name, part)
             else:
                 self._link_or_copy(name, sha256, part)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
 
     def _link_or_copy(self, name: str, sha256: str, part: Path) -> None:
         for attempt in range(_ATTEMPTS):
@@ -79,7 +58,7 @@ class RemoteFiles:
 
     def fetch(self, name: str, sha256: str, stop: threading.Event | None = None) -> Path:
         """Return the path of a copy of a file; see `KeptFiles.get`."""
-        return self._kept.get(self._store, name, sha256, stop)
+        return self.kept.get(self.store, name, sha256, stop)
 
 
 def describe_place(root: Path) -> str:
@@ -87,7 +66,7 @@ def describe_place(root: Path) -> str:
     files = RemoteFiles.find(root)
     if files is None:
         return str(root)
-    return f"{address_of(root)} (copies in {files.folder}, at most {format_bytes(files.limit)})"
+    return f"{address_of(root)} (copies in {files.kept.folder}, at most {format_bytes(files.kept.limit)})"
 
 
 def refresh(folder: Path, address: str) -> None:
@@ -97,7 +76,7 @@ def refresh(folder: Path, address: str) -> None:
         UserError: The store cannot be read, or the folder cannot be written.
     """
     files = RemoteFiles(address)
-    content = files.read(FILE_NAME)
+    content = files.store.read(FILE_NAME)
     try:
         _place_vocabulary(files, content, folder)
         _write(folder / FILE_NAME, content)
@@ -140,9 +119,5 @@ def _write(path: Path, content: bytes) -> None:
         if path.read_bytes() == content:
             return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-    try:
+    with replacing(path) as part:
         part.write_bytes(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

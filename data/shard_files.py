@@ -63,9 +63,10 @@ class ShardFiles:
                 damaged += 1
                 if damaged == 3:
                     raise
-                self._remote.discard(shard.sha256)
+                self._remote.kept.discard(shard.sha256)
         raise UserError(
-            f"{self._remote.folder} has no room for the shards that are in use; set HOSTDEV_STORE_CACHE_SIZE to more"
+            f"{self._remote.kept.folder} has no room for the shards that are in use; set HOSTDEV_STORE_CACHE_SIZE to "
+            "more"
         )
 
     def _open(self, path: Path, shard: Shard, stop: Event) -> list[Piece]:

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+from hostdev.core.disk import replacing
 from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.locks import is_same_file, lock_state, unlock
 from hostdev.core.memory import parse_bytes
@@ -52,7 +53,6 @@ class KeptFiles:
                 f"the folder for files of stores cannot be made ({in_words(error)}); set HOSTDEV_STORE_CACHE to another"
             ) from None
         self.limit = get_limit(self.folder)
-        self.fetched = 0  # bytes, by this process
 
     def get(self, store: Store, name: str, sha256: str, stop: threading.Event | None = None) -> Path:
         """Return the path of a copy of a file, which is fetched unless it is there.
@@ -95,8 +95,7 @@ class KeptFiles:
             (self.folder / sha256).unlink()
 
     def _fetch(self, store: Store, name: str, sha256: str, path: Path, stop: threading.Event | None) -> None:
-        part = path.with_name(f"{sha256}.{os.getpid()}-{threading.get_ident()}.part")
-        try:
+        with replacing(path) as part:
             found = store.fetch(name, part, stop)
             if found != sha256:
                 found = store.fetch(name, part, stop)  # it may have been replaced meanwhile
@@ -105,11 +104,6 @@ class KeptFiles:
                     f"{store.shown}/{name} has a wrong checksum: it is damaged or was changed; preprocess the data "
                     "again"
                 )
-            self.fetched += part.stat().st_size
-            part.replace(path)
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
         self._make_room(path)
 
     def _make_room(self, newest: Path) -> None:

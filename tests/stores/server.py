@@ -28,7 +28,7 @@ class Flaky:
             return self._fail(start_response, "503 Service Unavailable")
         if self._every and number % self._every == 0:
             if number // self._every % 3 == 0:
-                time.sleep(self._seconds)
+                time.sleep(self._seconds)  # a slow answer is what is simulated
             else:
                 status = "500 Internal Server Error", "503 Slow Down"
                 return self._fail(start_response, status[number // self._every % 2])

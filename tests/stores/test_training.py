@@ -16,15 +16,8 @@ TRAIN += ["--epochs", 2, "--micro-batches", 2]
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "set"
-    build(Synthetic(3_000, 2), folder, Options(threshold=1, rows_per_shard=400))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def there(local, server):
-    server.put(local, "s3://bucket/some/set")
+def there(small_data, server):
+    server.put(small_data, "s3://bucket/some/set")
     return "s3://bucket/some/set"
 
 
@@ -46,8 +39,8 @@ def call(tmp_path, server):
     return run
 
 
-def test_the_digest_is_that_of_local_data(call, local, there, tmp_path):
-    assert call(*TRAIN, "--data", local, "--run-dir", "local")[0] == 0
+def test_the_digest_is_that_of_local_data(call, small_data, there, tmp_path):
+    assert call(*TRAIN, "--data", small_data, "--run-dir", "local")[0] == 0
     code, out, error = call(*TRAIN, "--data", there, "--run-dir", "one")
     assert code == 0, error
     assert f"data     {there} (copies in {tmp_path / 'cache/hostdev/stores/files'}, at most" in out
@@ -59,7 +52,7 @@ def test_the_digest_is_that_of_local_data(call, local, there, tmp_path):
     assert secrets == [] and "a-secret" not in out
 
 
-def test_a_store_that_goes_away_for_a_moment(call, local, there, server, tmp_path):
+def test_a_store_that_goes_away_for_a_moment(call, small_data, there, server, tmp_path):
     with server.away():
         begun = call(*TRAIN, "--data", there, "--run-dir", "one", begin=True)
         line = begun.stderr.readline()
@@ -67,7 +60,7 @@ def test_a_store_that_goes_away_for_a_moment(call, local, there, server, tmp_pat
     with begun:
         _, error = begun.communicate(timeout=280)
         assert begun.returncode == 0, error
-    assert call(*TRAIN, "--data", local, "--run-dir", "local")[0] == 0
+    assert call(*TRAIN, "--data", small_data, "--run-dir", "local")[0] == 0
     assert digest_of(tmp_path / "one") == digest_of(tmp_path / "local")
 
 
