@@ -30,7 +30,7 @@ from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import TableSpec
-from hostdev.stores.address import shown_data
+from hostdev.stores.address import shown_place
 from hostdev.train import config
 from hostdev.train.admission_advice import advise_admission
 from hostdev.train.build import groups_of, ids_of, model_of
@@ -157,7 +157,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     on_host = sum(spec.shape.nbytes(spec.rows) for spec in model.tables.values())
     fits = "" if on_host <= available_bytes() else f", but only {format_bytes(available_bytes())} are free"
     print(
-        f"data     {shown_data(data)}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}, "
+        f"data     {shown_place(data)}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}, "
         f"{found.schema.rows:,} ids"
     )
     print(f"tables   {describe_tables(model.tables)}")
@@ -201,10 +201,10 @@ def advise_tables_on_disk(settings: TrainConfig, folder: Path, step: float | Non
     found = manifest.read(data)
     if is_raw(found.schema.rows):
         raise UserError(
-            f"{shown_data(data)} has raw ids, which have no rows yet: --disk needs data with a vocabulary or buckets"
+            f"{shown_place(data)} has raw ids, which have no rows yet: --disk needs data with a vocabulary or buckets"
         )
     reader, size = _open(settings, data, found)
-    print(f"data     {shown_data(data)}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}")
+    print(f"data     {shown_place(data)}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}")
     model = model_of(settings, found.schema)
     advise_disk(model, reader, size, folder=folder, seed=settings.seed, step=step, window=window)
 

@@ -42,7 +42,7 @@ from hostdev.parallel.state import DenseState
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import dense_arrays
 from hostdev.runtime.spec import CacheSpec
-from hostdev.stores.address import shown_data
+from hostdev.stores.address import shown_place
 from hostdev.train import config
 from hostdev.train.build import device_of, groups_of, ids_of, model_of, seed_torch, vector_tables
 from hostdev.train.config import TrainConfig
@@ -335,7 +335,7 @@ def verify(
     model = model_of(settings, found.schema)
     placed = [(mesh, adapt_layout(mesh, layout or Layout(), model, batches[0])) for mesh in meshes]
     groups, dims = groups_of(model), sorted({spec.dim for spec in vector_tables(model).values()})
-    report(f"data     {shown_data(data)}: {steps} steps of {size:,} samples, {ids_in_words(found.schema.rows)}")
+    report(f"data     {shown_place(data)}: {steps} steps of {size:,} samples, {ids_in_words(found.schema.rows)}")
     report(f"model    {settings.model}: " + "; ".join(" and ".join(tables) for tables in groups))
     report(
         f"dense    {settings.arithmetic} on {backend.describe(device)}; D = {', '.join(map(str, dims))}, "

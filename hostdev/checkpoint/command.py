@@ -17,7 +17,7 @@ from hostdev.core.table_dtypes import FP32
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    found = list(reversed(folder.candidates(arguments.path)))
+    found = list(reversed(folder.candidates(arguments.path, everything=True)))
     print(f"{'checkpoint':<24}{'step':>10}  {'holds':<36}{'bytes':>10}  created")
     code = 0
     chain: folder.Chain | None = None
@@ -61,7 +61,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    found = list(reversed(folder.candidates(arguments.path)))
+    found = list(reversed(folder.candidates(arguments.path, everything=True)))
     chains: dict[Path, folder.Chain] = {}
     wrong: dict[Path, str] = {}
     for path in found:

@@ -19,6 +19,7 @@ from hostdev.core import locks
 from hostdev.core.disk import sync_folder
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.names import inside
+from hostdev.stores.address import address_of, shown_place
 
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 _PARTIAL, _LOCK, _REMOVED = ".partial-", ".lock", ".removed-"
@@ -78,22 +79,32 @@ def _parse_numbers(match: re.Match[str]) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
+def is_name(name: str) -> bool:
+    """Return whether this may be the name of a checkpoint's folder."""
+    return _NAME.fullmatch(name) is not None
+
+
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is itself a checkpoint, rather than a folder of checkpoints."""
-    return (path / manifest.FILE_NAME).exists() or _NAME.fullmatch(path.name) is not None
+    return (path / manifest.FILE_NAME).exists() or is_name(path.name)
 
 
-def candidates(path: Path) -> list[Path]:
+def candidates(path: Path, *, everything: bool = False) -> list[Path]:
     """Return the path itself if it is a checkpoint, or the checkpoints in the folder `path`, newest first.
 
-    For a run directory, this looks in its subfolder `checkpoints`. Raise UserError if there are no checkpoints.
+    For a run directory, this looks in its subfolder `checkpoints`. Of a folder in a store, the newest checkpoint is
+    copied first, or with `everything` all are (see `remote.fetch`). Raise UserError if there are no checkpoints.
     """
+    if address_of(path) is not None:
+        from hostdev.checkpoint import remote
+
+        remote.fetch(path, everything=everything)
     if is_checkpoint(path):
         return [path]
     for place in (path, path / FOLDER):
         if found := [place / name for name in reversed(names_in(place))]:
             return found
-    raise UserError(f"{path} has no checkpoint" if path.exists() else f"there is no file or folder {path}")
+    raise UserError(f"{shown_place(path)} has no checkpoint" if path.exists() else f"there is no file or folder {path}")
 
 
 def read_chain(path: Path) -> Chain:

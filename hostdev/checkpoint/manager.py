@@ -14,13 +14,16 @@ from hostdev.checkpoint.keyed import OtherKeys, is_by_key, make_state
 from hostdev.checkpoint.locating import can_locate, describe_segments, find_held
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import FILE_BYTES
+from hostdev.checkpoint.uploads import Uploads
 from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content
 from hostdev.core.errors import UserError
 from hostdev.host.disk.snapshot import LocationCopies
 from hostdev.host.snapshot import Budget
 from hostdev.kernels.bits import count_bits
+from hostdev.stores.store import StoreError
 
 COPIES_BYTES = 384 << 20  # limit on the bytes of copied rows
+_ERRORS = folder.FolderInUseError, StoreError, UserError  # of `lock`
 SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # total memory for saving
 
 
@@ -42,6 +45,7 @@ class CheckpointManager:
         self._writer: AsyncWriter | None = None
         self._untaken: AsyncWriter | None = None
         self._channel: Any = None  # the writer thread's channel to the other ranks
+        self.uploads: Uploads | None = None  # if the folder is that of a store's copies, once it is locked
         self._lock = ExitStack()
         self._locked: IO[Any] | None = None
         self.most_copied = 0  # peak bytes of copied rows
@@ -58,15 +62,15 @@ class CheckpointManager:
         if self._ranks is None:
             self._lock_it()
             return
-        why = None
+        why, kind = None, 0
         if self._ranks.rank == 0:
             try:
                 self._lock_it()
             except UserError as error:
-                why = str(error)
-        why = self._ranks.control.share(why)[0]
+                why, kind = str(error), next(n for n, kind in enumerate(_ERRORS) if isinstance(error, kind))
+        why, kind = self._ranks.control.share([why, kind])[0]
         if why is not None:
-            raise UserError(why)
+            raise _ERRORS[kind](why)
 
     def _lock_it(self) -> None:
         if self._locked is not None and folder.is_locked_here(self.path, self._locked):
@@ -78,6 +82,14 @@ class CheckpointManager:
             raise UserError(f"{self.path} cannot be created: {error.strerror}") from None
         self._locked = self._lock.enter_context(folder.locked(self.path))
         folder.clean(self.path)  # leftovers of killed processes; saving removes them too, but a run may never save
+        try:
+            self.uploads = Uploads.find(self.path)
+            if self.uploads is not None:
+                self._hold = True
+                self.uploads.begin()
+        except BaseException:
+            self._unlock()
+            raise
 
     def start_from(self, chain: Sequence[Checkpoint], tables: Iterable[Any]) -> None:
         """Track the tables' changes since the checkpoint that they were just loaded from."""
@@ -159,6 +171,7 @@ class CheckpointManager:
                 on_end=ended,
                 channel=self._channel,
                 release=(lambda: None) if self._hold else self._unlock,
+                uploads=self.uploads,
                 held=find_held(self.last) if located else None,
             )
         except BaseException:
@@ -277,9 +290,13 @@ class CheckpointManager:
         return f"{checkpoint.path.resolve()} {checkpoint.manifest.checksum}"
 
     def close(self) -> None:
-        """Wait until the last checkpoint is written, and unlock the folder."""
+        """Wait until the last checkpoint is written, also to a store, and unlock the folder."""
         self.join()
-        self._unlock()
+        try:
+            if self.uploads is not None and self._locked is not None:
+                self.uploads.wait()
+        finally:
+            self._unlock()
 
     def _unlock(self) -> None:
         self._locked = None

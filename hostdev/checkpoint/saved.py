@@ -14,6 +14,7 @@ from hostdev.checkpoint.folder import Chain, newest
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.core.errors import UserError
 from hostdev.core.ids import to_keys
+from hostdev.stores.address import checkpoint_path
 
 Rows = npt.NDArray[np.float32]
 
@@ -160,7 +161,7 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
         BrokenCheckpointError: The checkpoint is damaged.
     """
     try:
-        found = newest(Path(path))
+        found = newest(checkpoint_path(path))
         for line in found.notes():
             warnings.warn(line, stacklevel=2)
         model = SavedModel(found.chain, tables)

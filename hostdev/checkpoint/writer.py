@@ -44,10 +44,12 @@ from hostdev.checkpoint.ranges import (
 )
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
 from hostdev.checkpoint.tree import tensors_as_bytes
+from hostdev.checkpoint.uploads import Uploads
 from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, RangeDigests
 from hostdev.core.errors import RankError, UserError, in_words
 from hostdev.core.workers import Workers
+from hostdev.stores.address import address_of
 
 Rows = npt.NDArray[np.float32]
 _Written = tuple[RangeFile, dict[str, Digests]]  # a file, and the digests of its ranges by column
@@ -106,6 +108,7 @@ class AsyncWriter:
         channel: Connects the processes that write this checkpoint.
         release: Called last, to unlock the folder.
         held: As for `hold_segments`.
+        uploads: Bring the checkpoint to a store.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class AsyncWriter:
         channel: Channel | None = None,
         release: Callable[[], None] = lambda: None,
         held: Held | None = None,
+        uploads: Uploads | None = None,
     ) -> None:
         self._path, self._step, self._items, self._content = path, step, items, content
         self._parent, self._keep, self._state_sha256, self._on_end = parent, keep, state_sha256, on_end
@@ -134,6 +138,7 @@ class AsyncWriter:
         self.checkpoint: Checkpoint | None = None
         self.error: BaseException | None = None
         self.is_reported = False  # the outcome was reported to a caller
+        self._uploads, self._upload = uploads, 0
         self._thread = threading.Thread(target=self._run, name="hostdev-checkpoint", daemon=True)
         self._thread.start()
 
@@ -152,22 +157,46 @@ class AsyncWriter:
         self._thread.join()
 
     def wait(self) -> Checkpoint:
-        """Wait until writing has ended, and return the checkpoint; raise the error that ended it, such as OSError."""
+        """Wait until the checkpoint is written, to a store if it is for one, and return it.
+
+        Raises:
+            Exception: The error that ended it, such as OSError.
+        """
         self.join()
         self.is_reported = True
         if self.error is not None:
             raise self.error
+        if self._upload and self._uploads is not None:
+            self._uploads.require(self._upload)
         assert self.checkpoint is not None
         return self.checkpoint
 
     def take_failure(self) -> str | None:
         """Return a message about a failure that was not reported yet, or None; a failure is returned only once."""
         if self.is_running or self.error is None or self.is_reported:
-            return None
+            return self._take_upload_failure()
         self.is_reported = True
         why = in_words(self.error)
         where = "" if str(self._path) in why else f" to {self._path}"
         return f"the checkpoint of step {self._step:,} was not saved{where}: {why}"
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether the checkpoint is on its way to a store, or will be."""
+        return self.is_running or (self._uploads is not None and not self._uploads.is_done(self._upload))
+
+    def _take_upload_failure(self) -> str | None:
+        uploads = self._uploads
+        if self.is_uploading or self.is_reported or uploads is None or uploads.failure is None or not self._upload:
+            return None
+        self.is_reported = True
+        return f"the checkpoint of step {self._step:,} was not uploaded: {uploads.failure}"
+
+    def await_upload(self) -> None:
+        """Wait until the checkpoint is in its store, or has failed."""
+        self.join()
+        if self._uploads is not None:
+            self._uploads.wait(self._upload)
 
     def _run(self) -> None:
         try:
@@ -208,6 +237,8 @@ class AsyncWriter:
                     folder.prune(self._path, self._keep, self._best_steps)
             except OSError:
                 pass  # the next checkpoint's clean-up tries again
+            if self._uploads is not None:
+                self._upload = self._uploads.notify()
 
     def _save_together(self, channel: Channel) -> Checkpoint:
         """Write a checkpoint together with other processes: each writes its rows, and rank 0 writes all else."""
@@ -222,8 +253,9 @@ class AsyncWriter:
             partial = Path(where)
 
             def write() -> list[tuple[dict[str, Any], int]]:
+                more = "" if address_of(self._path) is None else ", so set HOSTDEV_STORE_CACHE to a shared folder"
                 if not partial.is_dir():
-                    raise UserError(f"{partial} is missing: all hosts must share the checkpoint folder")
+                    raise UserError(f"{partial} is missing: all hosts must share the checkpoint folder{more}")
                 tables = zip(self._write_tables(partial), self._items, strict=True)
                 return [(asdict(table), item.first) for table, item in tables]
 

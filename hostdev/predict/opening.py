@@ -11,6 +11,7 @@ from hostdev.checkpoint.folder import Chain, Found, is_checkpoint, newest
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import values_of
 from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.checkpoint.remote import fetch
 from hostdev.checkpoint.state import DENSE, find_file
 from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.data import manifest
@@ -104,6 +105,7 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
         raise UserError(
             f"the newest checkpoint in {path} has no evaluation, so the best one is unknown; use the newest"
         )
+    fetch(path, step=known.step)
     chain = best.find_best_chain(found.chain[-1].path.parent, known)
     if chain is None:
         told = f"the best checkpoint (step {known.step:,}, after epoch {known.epoch}) is not in {path}"

@@ -27,6 +27,7 @@ from hostdev.predict.rows import as_batch, as_columns, as_mapping, get_column_na
 from hostdev.predict.unknown import UnknownValues
 from hostdev.runtime.features import FeatureIds, read_ids
 from hostdev.runtime.spec import Feature
+from hostdev.stores.address import checkpoint_path
 
 Probabilities = npt.NDArray[np.float32]
 _FEW = 64  # rows; up to this many, plain Python values are faster
@@ -67,7 +68,7 @@ class Predictor:
         which: str | None = None,
         _encodes: bool = True,  # whether raw rows will be given, not only batches of a data set
     ) -> None:
-        opened = open_checkpoint(Path(checkpoint), which)
+        opened = open_checkpoint(checkpoint_path(checkpoint), which)
         for line in opened.found.notes():
             warnings.warn(line, stacklevel=2)
         self.path, self.why, self.settings, self.data = opened.path, opened.why, opened.settings, opened.data

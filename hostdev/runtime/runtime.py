@@ -418,7 +418,7 @@ class Runtime(FrameworkLoaders):
             raise ValueError(f"keep must be a number of checkpoints, 1 or more, not {keep!r}")
         self._begin_call("save", alike.get_erasures(list(self.tables.values())))
         self.write_back()
-        return self._checkpoints.save(Path(path), extra, keep, wait=wait)
+        return self._checkpoints.save(path, extra, keep, wait=wait)
 
     def load(self, path: Path | str, *, strict: bool = True) -> Any:  # Any: the `extra` of `save`
         """Load a checkpoint, or the newest complete one in a folder; return its `extra`.
@@ -443,7 +443,7 @@ class Runtime(FrameworkLoaders):
         self._begin_call("load")
         self.pipeline.write_back()
         self.loops.carried.forget()
-        return self._checkpoints.load(Path(path), strict=strict)
+        return self._checkpoints.load(path, strict=strict)
 
     def _begin_call(self, name: str, values: Mapping[str, Any] | None = None) -> None:
         """Begin a collective call, and check that all ranks make the same one, with equal values."""

@@ -16,6 +16,7 @@ from hostdev.checkpoint.tree import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
 from hostdev.runtime.random_streams import Place
+from hostdev.stores.address import checkpoint_path
 
 _unreported: set[AsyncWriter] = set()  # writers whose outcome the program does not know yet
 
@@ -24,7 +25,7 @@ _unreported: set[AsyncWriter] = set()  # writers whose outcome the program does 
 def _await_all() -> None:
     """When Python exits, wait until all checkpoints are written, and print the errors that were not reported yet."""
     for writer in list(_unreported):
-        writer.join()
+        writer.await_upload()
         if (failure := writer.take_failure()) is not None:
             print(f"hostdev: warning: {failure}", file=sys.stderr)
 
@@ -66,15 +67,16 @@ class RuntimeCheckpoints:
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
         self._managers: dict[Path, CheckpointManager] = {}
+        self._uploading: list[AsyncWriter] = []  # written, and on their way to a store
 
-    def save(self, path: Path, extra: Any, keep: int, *, wait: bool) -> AsyncWriter:
+    def save(self, path: Path | str, extra: Any, keep: int, *, wait: bool) -> AsyncWriter:
         """See `Runtime.save`."""
         tensors: dict[str, Tensor] = {}
         place = self._runtime.place
         reading = {} if place is None else {"reading": place.to_state()}
         state = to_tree({"extra": extra, **reading}, tensors)
         self._join()  # a table allows only one snapshot at a time
-        manager = self._get_manager(path)
+        manager = self._get_manager(checkpoint_path(path))
         manager.keep = keep
         self._runtime.learning_rates()  # applies the rates that a scheduler has set for the next batch
         writer = manager.save(
@@ -86,10 +88,10 @@ class RuntimeCheckpoints:
             _unreported.discard(writer)
         return writer
 
-    def load(self, path: Path, *, strict: bool = True) -> Any:
+    def load(self, path: Path | str, *, strict: bool = True) -> Any:
         """See `Runtime.load`."""
         self._join()
-        tables = self._runtime.tables
+        path, tables = checkpoint_path(path), self._runtime.tables
         if not strict:
             return self._load_shared(path, tables)
         if self._runtime.ranks is None and all(getattr(table, "untouched", False) for table in tables.values()):
@@ -113,6 +115,9 @@ class RuntimeCheckpoints:
     def close(self) -> None:
         """Wait until all checkpoints are written, and warn about failures that were not reported."""
         self._join()
+        for manager in self._managers.values():
+            manager.close()
+        self._report_uploads()
 
     def _load_shared(self, path: Path, tables: dict[str, Any]) -> Any:
         """Load the tables that the checkpoint and the runtime both have; the next checkpoint is full."""
@@ -143,6 +148,13 @@ class RuntimeCheckpoints:
             manager.join()
             if (writer := manager.take_ended()) is None:
                 continue
-            _unreported.discard(writer)
+            self._uploading.append(writer)
+        self._report_uploads()
+
+    def _report_uploads(self) -> None:
+        for writer in self._uploading:
             if (failure := writer.take_failure()) is not None:
-                warnings.warn(failure, stacklevel=4)
+                warnings.warn(failure, stacklevel=5)
+            if not writer.is_uploading:
+                _unreported.discard(writer)
+        self._uploading = [writer for writer in self._uploading if writer.is_uploading]

@@ -11,7 +11,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 # A user with a password, or who may be one, and what a signed address ends with.
 _SECRETS = re.compile(r"(?<=://)[^/@:\s]*:[^/@\s]*@|((?<=http://)|(?<=https://))[^/@\s]*@|\?[^\s'\"]*")
 LOCAL = ("file", "local")
-_DATA = "data"
+_DATA, _CHECKPOINTS = "data", "checkpoints"  # folders for the two kinds of what has an address
 
 
 def is_remote(text: str) -> bool:
@@ -41,6 +41,18 @@ def data_path(text: str) -> Path:
     Raises:
         UserError: The address has a password, which would appear in logs.
     """
+    return _path_of(text, _DATA)
+
+
+def checkpoint_path(text: str | Path) -> Path:
+    """Return the path of a checkpoint, or of a folder of checkpoints: for an address, that of its copies.
+
+    See `data_path`.
+    """
+    return _path_of(str(text), _CHECKPOINTS)
+
+
+def _path_of(text: str, kind: str) -> Path:
     if not is_remote(text):
         return Path(text)
     scheme, _, rest = text.partition("://")
@@ -56,18 +68,23 @@ def data_path(text: str) -> Path:
             f"{text} is not the address of a folder; give one such as s3://BUCKET/FOLDER or hdfs://HOST:PORT/FOLDER, "
             "without empty parts"
         )
-    return get_folder() / _DATA / scheme.lower() / Path(*parts)
+    return get_folder() / kind / scheme.lower() / Path(*parts)
 
 
 def address_of(folder: Path) -> str | None:
-    """Return the address of the data set whose path this is, or None for a folder on this machine."""
+    """Return the address of the data set or checkpoint whose path this is, or None for one on this machine."""
     try:
-        scheme, *parts = folder.absolute().relative_to(get_folder() / _DATA).parts
-    except (ValueError, UserError):
+        root = get_folder()
+    except UserError:
         return None
-    return f"{scheme}://{'/'.join(parts)}"
+    for kind in (_DATA, _CHECKPOINTS):
+        for below in (folder.absolute(), folder.resolve()):
+            for above in (root / kind, (root / kind).resolve()):
+                if below.is_relative_to(above) and len(parts := below.relative_to(above).parts) > 1:
+                    return f"{parts[0]}://{'/'.join(parts[1:])}"
+    return None
 
 
-def shown_data(folder: Path) -> str:
-    """Return what to call the data set in a message: its address, or its path."""
+def shown_place(folder: Path) -> str:
+    """Return what to call a data set or a checkpoint in a message: its address, or its path."""
     return address_of(folder) or str(folder)

@@ -4,6 +4,7 @@ fsspec is what pandas, Dask and torch use. Each kind of store is a package of it
 credentials in its own ways; hostdev never sees them, and its messages leave out what an address may have of them.
 """
 
+import contextlib
 import errno
 import os
 import threading
@@ -84,6 +85,70 @@ class Store:
     def read(self, name: str) -> bytes:
         """Return a file's content."""
         return self._patiently(name, lambda: bytes(self._files.cat_file(self._path(name))), None)
+
+    def read_if_there(self, name: str) -> bytes | None:
+        """Return a file's content, or None if there is no such file."""
+
+        def get() -> bytes | None:
+            try:
+                return bytes(self._files.cat_file(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+        return self._patiently(name, get, None)
+
+    def list(self, name: str = "") -> dict[str, int]:
+        """Return the files below a folder by their names within it, such as "a/b", and their sizes in bytes.
+
+        A folder that is missing has no files.
+        """
+        path = self._path(name)
+
+        def get() -> dict[str, int]:
+            self._files.invalidate_cache()
+            found = self._files.find(path, detail=True)
+            return {each[len(path) :].lstrip("/"): int(about["size"] or 0) for each, about in found.items()}
+
+        return self._patiently(name, get, None)
+
+    def put(self, path: Path, name: str, stop: threading.Event | None = None) -> None:
+        """Copy a file of this machine to the store, where it appears when it is complete, and replaces what is there.
+
+        On a file system (hdfs://), it may be seen before.
+
+        Raises:
+            StoppedError: `stop` was set meanwhile.
+            StoreError: The store has no such bucket, or cannot be written for too long.
+            OSError: The path cannot be read.
+        """
+        size = path.stat().st_size
+
+        def put() -> None:
+            there = self._path(name)
+            self._files.put_file(str(path), there)
+            self._files.invalidate_cache(there.rpartition("/")[0])
+            found = int(self._files.info(there)["size"])
+            if found != size:
+                raise ConnectionError(f"{found:,} of {size:,} bytes were written")
+
+        self._patiently(name, put, stop)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file, which replaces what is there."""
+        self._patiently(name, lambda: self._files.pipe_file(self._path(name), content), None)
+
+    def copy(self, source: str, name: str) -> None:
+        """Copy a file within the store."""
+        self._patiently(name, lambda: self._files.cp_file(self._path(source), self._path(name)), None)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, which may be missing."""
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm_file(self._path(name))
+
+        self._patiently(name, remove, None)
 
     def fetch(self, name: str, path: Path, stop: threading.Event | None = None) -> str:
         """Copy a file to a path on this machine, in pieces, and return its SHA-256.

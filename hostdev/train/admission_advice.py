@@ -16,7 +16,7 @@ from hostdev.data.preprocess.counting import add_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.host.key_options import KEY_BYTES
-from hostdev.stores.address import shown_data
+from hostdev.stores.address import shown_place
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
 
@@ -88,7 +88,7 @@ def advise_admission(settings: TrainConfig, data: Path, found: Manifest) -> None
     model = model_of(replace(settings, tables="dynamic", host_device_mix=True), found.schema)
     each = sum(spec.shape.nbytes(1) + KEY_BYTES for spec in model.tables.values())
     print(
-        f"data     {shown_data(data)}: {found.rows('train'):,} training and {found.rows('test'):,} test rows, raw ids"
+        f"data     {shown_place(data)}: {found.rows('train'):,} training and {found.rows('test'):,} test rows, raw ids"
     )
     print(f"tables   {', '.join(sorted(model.tables))}: a key takes {each} bytes in all")
     print("\n".join(format_advice(measure(data, found), each)))

@@ -23,6 +23,7 @@ from hostdev.checkpoint.folder import (
 )
 from hostdev.checkpoint.loading import find_newest_valid, values_of, verify, verify_others
 from hostdev.checkpoint.manager import CheckpointManager
+from hostdev.checkpoint.remote import fetch
 from hostdev.checkpoint.writer import AsyncWriter
 from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.core.progress import note
@@ -32,7 +33,8 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.manifest import read as read_data
 from hostdev.data.remote import pin
 from hostdev.distributed.process_group import SAVE, Ranks
-from hostdev.stores.address import shown_data
+from hostdev.stores.address import checkpoint_path, shown_place
+from hostdev.stores.store import StoreError
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality
@@ -158,12 +160,13 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
             checkpoint and --run-dir holds a different or finished run.
     """
     path = _get_search_path(settings)
+    fetch(path)
     if settings.resume:
         if not path.exists():
-            raise UserError(f"--resume {path}: there is no such checkpoint")
+            raise UserError(f"--resume {shown_place(path)}: there is no such checkpoint")
     elif not is_checkpoint(path) and not names_in(path):
         _require_unfinished(settings, data)
-        return None, f"resume   there is no checkpoint in {path} yet: the run begins at step 0"
+        return None, f"resume   there is no checkpoint in {shown_place(path)} yet: the run begins at step 0"
     found = find_newest_valid(path, check)
     start = _make_start(settings, data, found.chain)
     return start, _describe_start(found, start)
@@ -171,7 +174,7 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
 
 def _get_search_path(settings: TrainConfig) -> Path:
     """Return the path given to --resume or, without a path, the folder of the run's checkpoints."""
-    return Path(settings.resume) if settings.resume else get_folder(settings, settings.run_dir or Path())
+    return checkpoint_path(settings.resume) if settings.resume else get_folder(settings, settings.run_dir or Path())
 
 
 def _make_start(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
@@ -179,7 +182,7 @@ def _make_start(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
         raise UserError(
-            f"{chain[-1].path} was written by Runtime.save, which does not record the model; use "
+            f"{shown_place(chain[-1].path)} was written by Runtime.save, which does not record the model; use "
             "Runtime.load in the program that saved it"
         )
     start = Start(chain, values["more"])
@@ -190,7 +193,7 @@ def _make_start(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
 def _describe_start(found: Found, start: Start) -> str:
     """Return lines that name the checkpoint that a run resumes from, and newer checkpoints that are damaged."""
     lines = [f"resume   {line}" for line in found.notes()]
-    return "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
+    return "\n".join([*lines, f"resume   {shown_place(start.path)}, after step {start.more['progress']['steps']:,}"])
 
 
 def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]) -> Start | None:
@@ -231,14 +234,15 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
     if (name := _find_difference(settings, then, data)) is not None:
         option = "--" + name.replace("_", "-")
         raise UserError(
-            f"{start.path} was trained with {_format_option(option, then[name])}, not "
+            f"{shown_place(start.path)} was trained with {_format_option(option, then[name])}, not "
             f"{_format_option(option, getattr(settings, name))}; use the checkpoint's value, or start a new run "
             "without --resume"
         )
     if start.more["data"] != data.identity:
         raise UserError(
-            f"{start.path} was trained on a data set other than {settings.data}: the samples or their order differ; to "
-            f"start a new run with the checkpoint's tables and layers, give --start-from {start.path} instead of "
+            f"{shown_place(start.path)} was trained on a data set other than {settings.data}: the samples or their "
+            "order differ; to start a new run with the checkpoint's tables and layers, give --start-from "
+            f"{shown_place(start.path)} instead of "
             "--resume"
         )
 
@@ -309,7 +313,7 @@ def data_files(root: Path, data: Manifest) -> dict[str, Path]:
     pinned = pin(root)
     if pinned != root:
         if read_data(pinned) != data:
-            raise UserError(f"{shown_data(root)} has changed while the run began; repeat the command")
+            raise UserError(f"{shown_place(root)} has changed while the run began; repeat the command")
         root = pinned
     files = {f"data/{DATA_MANIFEST}": root / DATA_MANIFEST}
     if data.vocabulary is not None:
@@ -346,6 +350,7 @@ class CheckpointSchedule:
         self.saved_step: int | None = None
         self._loaded: Checkpoint | None = None  # the checkpoint that the run resumed from, if it is in the folder
         self._failing: str | None = None  # why the last attempt failed
+        self._not_uploaded: str | None = None  # why the last upload to a store failed
         self._count = self._failed = 0
         self._stalled = 0.0
 
@@ -354,7 +359,7 @@ class CheckpointSchedule:
         when = [f"{self._every:,} steps"] if self._every is not None else []
         when += [f"{self._seconds / 60:g} minutes"] if self._seconds is not None else []
         return (
-            f"a checkpoint every {' and every '.join(when)} to {self.manager.path}; "
+            f"a checkpoint every {' and every '.join(when)} to {shown_place(self.manager.path)}; "
             f"the newest {self.manager.keep} are kept"
         )
 
@@ -362,7 +367,7 @@ class CheckpointSchedule:
         """Lock the folder; if `chain` was loaded, record which rows change from now on, for incremental checkpoints."""
         try:
             self.manager.lock()
-        except FolderInUseError:
+        except (FolderInUseError, StoreError):
             raise
         except UserError as error:
             self._failing = str(error)
@@ -424,6 +429,7 @@ class CheckpointSchedule:
 
     def _record_outcome(self) -> None:
         """Record whether the last attempt to save succeeded, if this attempt has ended."""
+        self._record_upload()
         writer = self.manager.take_ended()
         if writer is None:
             return
@@ -434,6 +440,14 @@ class CheckpointSchedule:
             note(f"the checkpoint of step {self._step:,} was saved")
         self._failing, self.saved_step = None, self._step
         self._count += 1
+
+    def _record_upload(self) -> None:
+        why = None if self.manager.uploads is None else self.manager.uploads.failure
+        if why is not None and self._not_uploaded is None:
+            note(f"warning: {why}; training continues, and uploading is tried again after the next checkpoint")
+        elif why is None and self._not_uploaded is not None:
+            note(f"checkpoints are in {shown_place(self.manager.path)} again")
+        self._not_uploaded = why
 
     def _fail(self, why: str) -> None:
         self._failed += 1
@@ -455,12 +469,12 @@ class CheckpointSchedule:
     @property
     def failed(self) -> str | None:
         """The reason why the last attempt to save failed, or None if it did not fail."""
-        return self._failing
+        return self._failing or self._not_uploaded
 
     def summary(self) -> dict[str, Any]:
         """Return the entry on checkpoints for summary.json."""
         return {
-            "path": str(self.manager.path),
+            "path": shown_place(self.manager.path),
             "saved": self._count,
             "failed": self._failed,
             "last_step": self.saved_step,

@@ -19,7 +19,7 @@ from hostdev.data import lookalike, manifest
 from hostdev.data.remote import describe_place
 from hostdev.device import backend
 from hostdev.kernels.numa import in_words
-from hostdev.stores.address import shown_data
+from hostdev.stores.address import shown_place
 from hostdev.train import checkpointing, report, starting
 from hostdev.train.build import require_layout
 from hostdev.train.cache_advice.auto import choose_cache
@@ -102,7 +102,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         ending = Ending(run)
         if session is not None:
             session.on_fault = partial(ending.abandon, "failed")
-        config = {**settings.as_json(), "data": shown_data(data), "versions": _versions(), "preprocess": found.options}
+        config = {**settings.as_json(), "data": shown_place(data), "versions": _versions(), "preprocess": found.options}
         try:
             run.files.write_config(config)
         except OSError:

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.parallel.plan_text import parse_plan
-from hostdev.stores.address import data_path
+from hostdev.stores.address import checkpoint_path, data_path, shown_place
 from hostdev.train import config_checks
 from hostdev.train.config_checks import option_name as _option
 
@@ -33,11 +33,14 @@ _AT_LEAST_1 = (
 )
 
 
-def _data_path(text: str) -> Path:
-    try:
-        return data_path(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _in_store(parse: Callable[[str], Path]) -> Callable[[str], Path]:
+    def parse_flag(text: str) -> Path:
+        try:
+            return parse(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_flag
 
 
 def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:
@@ -51,7 +54,7 @@ class TrainConfig:
     data: Path | None = _flag(
         "data set written by hostdev preprocess, here or in a store such as s3://BUCKET/DIR (default: a small "
         "synthetic one)",
-        kind=_data_path,
+        kind=_in_store(data_path),
         metavar="DIR",
     )
     host_device_mix: bool = _flag(
@@ -286,7 +289,9 @@ class TrainConfig:
     )
     keep_checkpoints: int | None = _flag("number of newest checkpoints to keep (default 3)", kind=int, metavar="K")
     checkpoint_dir: Path | None = _flag(
-        "folder of the checkpoints (default: checkpoints in the run directory)", kind=Path, metavar="DIR"
+        "folder of the checkpoints, or its address in a store (default: checkpoints in the run directory)",
+        kind=_in_store(checkpoint_path),
+        metavar="DIR",
     )
     resume: str | None = _flag(
         "resume from DIR or, without DIR, from the run's newest valid checkpoint; start a new run if there is no "
@@ -298,7 +303,7 @@ class TrainConfig:
     )
     start_from: Path | None = _flag(
         "start a new run with the tables and layers of a checkpoint; the data set must use the checkpoint's ids",
-        kind=Path,
+        kind=_in_store(checkpoint_path),
         metavar="CHECKPOINT",
     )
     trace: Path | None = _flag(
@@ -454,7 +459,7 @@ class TrainConfig:
     def as_json(self) -> dict[str, Any]:
         """Return the options by name, for config.json."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+        return {name: shown_place(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def _fields(names: Collection[str] | None) -> "list[Field[Any]]":

@@ -25,7 +25,7 @@ from hostdev.distributed.rank_environment import RankEnvironment, find_rank_envi
 from hostdev.distributed.session import leave_together, take_host_share
 from hostdev.distributed.start import start_processes, wait_for
 from hostdev.models import registry
-from hostdev.stores.address import shown_data
+from hostdev.stores.address import shown_place
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
 from hostdev.train.layouts import resolve_mesh
@@ -170,7 +170,7 @@ def _identity(data: Path) -> list[Any]:
         identity = manifest.read(data).identity
     except (UserError, OSError) as error:  # raised again after the rendezvous
         return shown(None, in_words(error))
-    return shown(identity, f"checksum {identity[:12]} ({shown_data(data)})")
+    return shown(identity, f"checksum {identity[:12]} ({shown_place(data)})")
 
 
 def make_run_dir(settings: TrainConfig, session: ProcessSession | None) -> RunDir:

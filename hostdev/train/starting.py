@@ -7,6 +7,7 @@ from hostdev.checkpoint.fitting import fit_tables, load_shared
 from hostdev.checkpoint.folder import Chain, read_chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import find_newest_valid, values_of
+from hostdev.checkpoint.remote import fetch
 from hostdev.checkpoint.state import find_file
 from hostdev.core.errors import UserError
 from hostdev.core.keys import FormerIds
@@ -14,6 +15,7 @@ from hostdev.data import manifest
 from hostdev.data.manifest import FILE_NAME, Manifest
 from hostdev.data.preprocess.meaning import difference, different_columns
 from hostdev.distributed.process_group import Ranks
+from hostdev.stores.address import shown_place
 from hostdev.train.config import TrainConfig
 from hostdev.train.raw_start import begins_with_vocabulary, map_ids
 from hostdev.train.trainer import Trainer
@@ -47,8 +49,9 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
             meanings in the checkpoint and in the data.
     """
     assert settings.start_from is not None
+    fetch(settings.start_from)
     if not settings.start_from.exists():
-        raise UserError(f"--start-from {settings.start_from}: there is no such checkpoint")
+        raise UserError(f"--start-from {shown_place(settings.start_from)}: there is no such checkpoint")
     found = find_newest_valid(settings.start_from)
     origin = Origin(found.chain, [f"start    {line}" for line in found.notes()])
     more = _values(origin).get("more")
@@ -107,7 +110,7 @@ def load(origin: Origin, trainer: Trainer, frozen: str | None = None) -> list[st
     step = chain[-1].manifest.step
     return [
         *origin.notes,
-        f"start    from {origin.path}, after step {step:,}; steps of this run count from 0",
+        f"start    from {shown_place(origin.path)}, after step {step:,}; steps of this run count from 0",
         *(f"start    {line}" for line in fit.lines()),
         f"start    {layers}; learning rates are those of this run",
         *changed,

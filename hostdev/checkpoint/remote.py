@@ -1,0 +1,248 @@
+"""Checkpoints in a store: the folder of their copies on this machine, and what is fetched to it.
+
+A checkpoint in a store has the files that it has on a disk; its manifest is written last and removed first, so that one
+with a manifest is complete. Its copy has its name when all files are there and have the manifest's checksums. `uploads`
+has the other direction.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hostdev.checkpoint import folder, manifest
+from hostdev.checkpoint.files import check_segment
+from hostdev.checkpoint.folder import FOLDER
+from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest, SegmentEntry
+from hostdev.core import locks
+from hostdev.core.errors import UserError, in_words, raise_if_transient
+from hostdev.core.names import inside
+from hostdev.core.progress import Progress, bar, note
+from hostdev.stores.address import address_of
+from hostdev.stores.store import Store
+
+WRITER = ".writer"  # in the store and beside the copies: a random text, the same for both if the copies are the store's
+IN_STORE = ".in-store"  # in the copy of a checkpoint that the store has, or had
+_FETCHED, _LOCK, _ASIDE = ".fetched-", ".store-lock", ".aside"
+_THREADS = 8
+
+
+def fetch(path: Path, *, everything: bool = False, step: int | None = None) -> None:
+    """Copy checkpoints from a store, unless `path` is a path of this machine or the copies are there.
+
+    While another process of this machine writes checkpoints there, its own are used as they are.
+
+    Args:
+        path: A checkpoint, with whose parents it is copied, or a folder whose newest valid one is.
+        everything: Whether to copy all checkpoints in the folder.
+        step: Copy the checkpoints of this step instead of the newest one.
+
+    Raises:
+        BrokenCheckpointError: No checkpoint in the store is valid.
+        UserError: The store cannot be read, or a copy cannot be written.
+    """
+    root, only = (path.parent, path.name) if folder.is_name(path.name) else (path, None)
+    address = address_of(root)
+    if address is None:
+        return
+    with _locked(root):
+        if not _is_written(root):
+            pull(Store(address), root, only=only, everything=everything, step=step)
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Let one process at a time copy to a folder."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file = (root / _LOCK).open("a")
+    except OSError as error:
+        raise_if_transient(error)
+        raise UserError(
+            f"{root} cannot have copies of checkpoints ({in_words(error)}); set HOSTDEV_STORE_CACHE to another folder"
+        ) from None
+    with file:
+        if locks.lock_state(file.fileno()) == "held":
+            note(f"another process copies checkpoints to {root}; waiting for it")
+            locks.lock_state(file.fileno(), wait=True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # no locks there
+                locks.unlock(file)
+
+
+def _is_written(root: Path) -> bool:
+    """Return whether a process of this machine holds the lock for writing checkpoints."""
+    try:
+        with folder.locked(root):
+            return False
+    except folder.FolderInUseError:
+        return True
+
+
+def begin_writing(store: Store, root: Path) -> None:
+    """Copy all checkpoints from a store; for a process that has locked the folder to write checkpoints."""
+    with _locked(root):
+        pull(store, root, everything=True)
+
+
+def pull(
+    store: Store, root: Path, *, only: str | None = None, everything: bool = False, step: int | None = None
+) -> None:
+    """Copy checkpoints from a store to the folder `root`; see `fetch`. Those that the store has no more are removed."""
+    files = store.list()
+    names = [name for name in map(_owner, files) if name is not None]
+    if not names and only is None and any(_owner(name.removeprefix(f"{FOLDER}/")) for name in files):
+        below = Store(f"{address_of(root)}/{FOLDER}")  # a run directory
+        (root / FOLDER).mkdir(exist_ok=True)
+        pull(below, root / FOLDER, everything=everything, step=step)
+        return
+    for each in root.glob(f"{_FETCHED}*"):
+        shutil.rmtree(each, ignore_errors=True)
+    contents = {name: content for name in names if (content := store.read_if_there(f"{name}/{FILE_NAME}")) is not None}
+    _drop_others(store, root, contents)
+    there: dict[str, Manifest] = {}
+    broken: dict[str, BrokenCheckpointError] = {}
+    for name, content in contents.items():
+        try:
+            there[name] = _parse(root, name, content)
+        except BrokenCheckpointError as error:
+            broken[name] = error
+    newest_first = sorted(there, key=lambda name: there[name].serial, reverse=True)
+    if only is not None and only not in there and not (root / only).is_dir():
+        raise broken.get(only) or UserError(f"{store.shown} has no checkpoint {only}")
+    if everything:
+        wanted = newest_first[::-1]
+    elif only is not None:
+        wanted = [only] if only in there else []
+    else:
+        wanted = [name for name in newest_first if step is None or there[name].step == step]
+    first = next(iter(broken.values()), None)
+    for name in wanted:
+        try:
+            for part in _chain(name, there, store):
+                if not (root / part).is_dir():
+                    _fetch(store, root, part, there[part])
+        except BrokenCheckpointError as error:
+            first = first or error
+            note(f"{store.shown}/{name} is broken in the store: {error}")
+            continue
+        if not everything:
+            return
+    if first is not None and not folder.names_in(root):
+        raise first
+
+
+def _owner(name: str) -> str | None:
+    """Return the checkpoint whose manifest this file of a store is; None for other files."""
+    owner, _, rest = name.partition("/")
+    return owner if rest == FILE_NAME and folder.is_name(owner) else None
+
+
+def _drop_others(store: Store, root: Path, contents: dict[str, bytes]) -> None:
+    """Remove copies of checkpoints that the store has no more, and set those aside that it never had.
+
+    Checkpoints that the last writer of this machine has not uploaded yet stay, unless others wrote to the store since.
+    """
+    token = store.read_if_there(WRITER)
+    with contextlib.suppress(OSError):
+        if token is not None and (root / WRITER).read_bytes() == token:
+            contents = {**{name: b"" for name in folder.names_in(root) if name not in contents}, **contents}
+    for name in folder.names_in(root):
+        path, content = root / name, contents.get(name)
+        with contextlib.suppress(OSError):
+            if content == b"" or (path / FILE_NAME).read_bytes() == content:
+                if content:
+                    (path / IN_STORE).touch()
+                continue
+        if (path / IN_STORE).exists() and contents:
+            folder.remove(path)
+            continue
+        aside = root / _ASIDE
+        aside.mkdir(exist_ok=True)
+        number = 1 + sum(1 for _ in aside.iterdir())
+        path.rename(aside / f"{name}-{number}")
+        note(f"{store.shown} does not have the checkpoint {name} of this machine, which is now in {aside}")
+
+
+def _parse(root: Path, name: str, content: bytes) -> Manifest:
+    """Return a checkpoint's manifest, from its copy or, without one, from its text."""
+    if (root / name).is_dir():
+        return manifest.read(root / name)
+    part = root / f"{_FETCHED}{name}"
+    part.mkdir(exist_ok=True)
+    (part / FILE_NAME).write_bytes(content)
+    try:
+        return manifest.read(part)
+    except BrokenCheckpointError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _chain(name: str, there: dict[str, Manifest], store: Store) -> list[str]:
+    """Return a checkpoint and those it builds on, by name; the full one is first."""
+    found = [name]
+    while (parent := there[found[0]].parent) is not None:
+        if parent.name not in there or parent.name in found:
+            raise BrokenCheckpointError(f"{store.shown}/{name} is incomplete: its parent {parent.name} is missing")
+        found.insert(0, parent.name)
+    return found
+
+
+def _fetch(store: Store, root: Path, name: str, content: Manifest) -> None:
+    """Copy a checkpoint, of which only the manifest is there yet."""
+    part = root / f"{_FETCHED}{name}"
+    (part / IN_STORE).touch()
+    states = {file.file: table.segments for table in content.tables if table.segments for file in table.segments.files}
+    here = {
+        (file.bytes, file.sha256): root / other / file.file
+        for other in folder.names_in(root)
+        for table in manifest.read(root / other).tables
+        if states and table.segments
+        for file in table.segments.files
+    }
+
+    def get(file: File) -> None:
+        path = inside(part, file.file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not isinstance(file, SegmentEntry):
+            for _ in range(2):  # it may have been replaced meanwhile
+                if store.fetch(f"{name}/{file.file}", path) == file.sha256:
+                    return
+            raise BrokenCheckpointError(f"{store.shown}/{name}/{file.file} is broken (its checksum is wrong)")
+        same = here.get((file.bytes, file.sha256))
+        if same is not None:
+            with contextlib.suppress(OSError):
+                os.link(same, path)
+                return
+        store.fetch(f"{name}/{file.file}", path)
+        state = states[file.file]
+        assert state is not None
+        check_segment(path, file, state)
+
+    try:
+        progress = bar(content.nbytes, f"copying {name}", "B", unit_scale=True)
+        with ThreadPoolExecutor(_THREADS) as pool, progress:
+            _all(pool, get, content.files, progress)
+        part.rename(root / name)
+    except OSError as error:
+        raise_if_transient(error)
+        raise UserError(
+            f"{store.shown}/{name} cannot be copied to {root} ({in_words(error)}); set HOSTDEV_STORE_CACHE to a folder "
+            "with more space"
+        ) from None
+
+
+def _all(pool: ThreadPoolExecutor, work: Callable[[File], None], files: list[File], shown: Progress) -> None:
+    futures = [pool.submit(work, file) for file in files]
+    try:
+        for file, future in zip(files, futures, strict=True):
+            future.result()
+            shown.update(file.bytes)
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
