@@ -21,6 +21,7 @@ from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
 from hostdev.kernels.pool import host_threads
+from hostdev.stores.address import shown_place
 
 _SPLIT_FLAGS = {
     kind: {f"--{kind}": f"{kind}_files"}
@@ -37,7 +38,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     more = f", {rows['validation']:,} validation" if "validation" in rows else ""
     ids = ids_in_words(manifest.vocabulary_size)
     lines = [
-        f"{out}: {rows['train']:,} training{more} and {rows['test']:,} test rows in "
+        f"{shown_place(out)}: {rows['train']:,} training{more} and {rows['test']:,} test rows in "
         f"{sum(len(manifest.shards(split)) for split in manifest.splits)} shards, {ids}, "
         f"{_labels(manifest, 'train')}, {seconds:.1f} s"
     ]
@@ -53,7 +54,9 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
                 lines.append(f"{of} of the {split} rows are {share:.0f}: {what}")
     if statistics["rejected"]:
         what = counted(statistics["rejected"], "row")
-        lines.append(f"{what} could not be read: {out / REJECTED_FILE} lists them with file, line and reason")
+        lines.append(
+            f"{what} could not be read: {shown_place(out / REJECTED_FILE)} lists them with file, line and reason"
+        )
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess import places
 from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, Input, unreadable
 from hostdev.data.preprocess.raw import WrongRowError
@@ -181,7 +182,7 @@ class ParquetTable:
         except UnicodeDecodeError as error:
             raise _no_name(path, error) from None
         except (pa.ArrowException, OSError) as error:
-            raise unreadable(str(path), "the Parquet file is broken", error) from None
+            raise unreadable(self.input.name, "the Parquet file is broken", error) from None
         self.names = _names(path, self._schema)
 
     def get_type(self, name: str) -> pa.DataType:
@@ -210,9 +211,9 @@ class ParquetTable:
                         yield from split_batch(rest, row - len(rest), each)
                     first = last
         except UnicodeDecodeError as error:  # a column name in a row group; the schema's are valid
-            raise unreadable(str(path), "the Parquet file is broken", error) from None
+            raise unreadable(self.input.name, "the Parquet file is broken", error) from None
         except (pa.ArrowException, OSError) as error:
-            raise unreadable(str(path), "the Parquet file is broken", error) from None
+            raise unreadable(self.input.name, "the Parquet file is broken", error) from None
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Parse a part's rows; raise WrongRowError for invalid UTF-8, which Arrow's reader does not check."""
@@ -222,7 +223,7 @@ class ParquetTable:
             except WrongValueError as error:
                 raise WrongRowError(self.input.name, error.row + 1, f"column {name!r}: {error}") from None
             except pa.ArrowInvalid as error:
-                raise UserError(f"{self.input.path}: the Parquet file is broken ({error})") from None
+                raise UserError(f"{self.input.name}: the Parquet file is broken ({error})") from None
         return Chunk(part.content, size=part.taken)
 
 
@@ -235,10 +236,10 @@ class ArrowTable:
     def __init__(self, source: Input, *, stream: bool) -> None:
         self.input, self._stream, path = source, stream, source.path
         try:
-            with pa.memory_map(os.fsencode(path)) as source:
+            with places.open_arrow(path, mapped=True) as source:
                 self._schema = (pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)).schema
         except (pa.ArrowException, OSError) as error:
-            raise unreadable(str(path), "the Arrow file is broken", error) from None
+            raise unreadable(self.input.name, "the Arrow file is broken", error) from None
         self.names = _names(path, self._schema)
 
     def get_type(self, name: str) -> pa.DataType:
@@ -251,7 +252,7 @@ class ArrowTable:
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         row, before = 0, 0
         try:
-            with pa.memory_map(os.fsencode(self.input.path)) as source:
+            with places.open_arrow(self.input.path, mapped=True) as source:
                 for batch, position in self._batches(source, options):
                     each = (position - before) / max(1, len(batch))
                     before = position
@@ -261,7 +262,7 @@ class ArrowTable:
                         rest.validate(full=True)  # the file is untrusted
                         yield from split_batch(rest, row - len(rest), each)
         except (pa.ArrowException, OSError) as error:
-            raise unreadable(str(self.input.path), "the Arrow file is broken", error) from None
+            raise unreadable(self.input.name, "the Arrow file is broken", error) from None
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Return a part's rows."""
@@ -322,6 +323,6 @@ def _continues_as_text(source: AnyInput, start: bytes) -> bool:
         return False
     if not isinstance(source, Input) or not source.plain:
         return True
-    with source.path.open("rb") as file:
+    with places.open_bytes(source.path) as file:
         file.seek(-len(magic), os.SEEK_END)
         return file.tell() == 0 or file.read() != magic

@@ -4,10 +4,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
+from hostdev.data.preprocess import places
 from hostdev.data.preprocess.inputs import COMPRESSED, STANDARD_INPUT, is_empty, refuse_unread
+from hostdev.stores.address import address_of, shown_place
 
 _START_BYTES = 512
 _NAMED = 3  # files named in a message
@@ -25,7 +28,7 @@ def expand(paths: Sequence[Path], is_taken: Callable[[Path, bytes], bool] | None
     """
     found: list[Path] = []
     for path in paths:
-        found += _inside(path, is_taken) if path.is_dir() else [path]
+        found += _inside(path, is_taken) if path != STANDARD_INPUT and places.is_folder(path) else [path]
     _check_repeated(found)
     return found
 
@@ -43,20 +46,24 @@ def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[P
             others.append(file)
     if not taken:
         left = f"; it has {_listed(others, top)}, which are read only if you name them" if others else ""
-        raise UserError(f"{top}: the folder has no readable file{left}")
+        raise UserError(f"{shown_place(top)}: the folder has no readable file{left}")
     _refuse_two_forms(taken)
     if empty:
-        note(f"skipped in {top} as empty: {_listed(empty, top)}")
+        note(f"skipped in {shown_place(top)} as empty: {_listed(empty, top)}")
     if others:
         note(
-            f"skipped in {top}, because neither name nor content is a table's: {_listed(others, top)}; to read one, "
-            "name it"
+            f"skipped in {shown_place(top)}, because neither name nor content is a table's: {_listed(others, top)}; to "
+            "read one, name it"
         )
     return taken
 
 
 def _files(top: Path) -> Iterator[Path]:
     """Yield the files of a folder tree. Links are followed, but each folder is visited only once."""
+    if address_of(top) is not None:
+        below = (file.relative_to(top).parts for file in places.files_below(top))
+        yield from (top.joinpath(*parts) for parts in below if not any(map(_is_hidden, parts)))
+        return
     seen = {_identity(top)}
     for folder, folders, names in os.walk(top, onerror=_raise, followlinks=True):
         inside = [Path(folder) / name for name in sorted(folders) if not _is_hidden(name)]
@@ -89,9 +96,9 @@ def _order(name: str) -> tuple[list[tuple[int, str]], str]:
 
 def _start(file: Path) -> bytes:
     """Return a file's first bytes; return no bytes for a pipe, which can be read only once."""
-    if not file.is_file():
+    if not places.is_file(file):
         return b""
-    with file.open("rb") as source:
+    with places.open_bytes(file) as source:
         return source.read(_START_BYTES)
 
 
@@ -112,11 +119,9 @@ def _check_repeated(files: Sequence[Path]) -> None:
     """Print a note for each file given twice, also under two names; raise UserError if it is standard input."""
     if files.count(STANDARD_INPUT) > 1:
         raise UserError("- is standard input, which can be read only once; name it once")
-    seen: dict[tuple[int, int], Path] = {}
-    for file in files:
-        if file == STANDARD_INPUT or not file.exists():  # opening reports a missing file
-            continue
-        if (first := seen.get(identity := _identity(file))) is not None:
+    seen: dict[Any, Path] = {}
+    for file, identity in places.identities([file for file in files if file != STANDARD_INPUT]):
+        if (first := seen.get(identity)) is not None:
             how = f"{file} is given twice" if first == file else f"{first} and {file} are the same file"
             note(f"{how}: its rows are used twice, possibly in both training and test rows")
         seen[identity] = file

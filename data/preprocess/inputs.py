@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from hostdev.core.errors import HostdevError, TransientError, UserError
-from hostdev.data.preprocess import zipped
+from hostdev.data.preprocess import places, zipped
+from hostdev.stores.address import shown_place
 
 STANDARD_INPUT = Path("-")
 HEAD_BYTES = 1 << 20  # maximum bytes that `head` returns for standard input
@@ -93,25 +94,26 @@ class Input:
     """
 
     def __init__(self, path: Path, wanted: Callable[[str], bool] | None = None) -> None:
-        if not path.is_file():
-            raise UserError(f"{path}: no such file")
-        if path.stat().st_size == 0:
-            raise UserError(f"{path}: the file is empty")
-        self.path, self.name = path, str(path)
+        shown = shown_place(path)
+        if not places.is_file(path):
+            raise UserError(f"{shown}: no such file")
+        self._seen = places.stamp(path)
+        self.size = self._seen[0]
+        if self.size == 0:
+            raise UserError(f"{shown}: the file is empty")
+        self.path, self.name = path, shown
         self._codec, self._zipped = _read_codec(path), ""
         self._wanted = wanted
         if self._codec == "zip":
             self._zipped = zipped.find_member(path, wanted)
-            self.name = f"{path}:{self._zipped}"
+            self.name = f"{shown}:{self._zipped}"
         with self._decompressed() as stream:
             start = stream.read(_MAGIC_BYTES)
         self._archive = start[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC
         if self._archive:
             self._member = self._find()
-            self.name = f"{path}:{self._member}"
+            self.name = f"{shown}:{self._member}"
         self.plain = self._codec is None and not self._archive
-        self.size = path.stat().st_size
-        self._seen = _stamp(path)
 
     @contextmanager
     def open(self) -> Iterator[Stream]:
@@ -137,29 +139,31 @@ class Input:
     def describe(self) -> dict[str, Any]:
         """Return the absolute path and size."""
         member = {"member": self._member} if self._archive else {"member": self._zipped} if self._zipped else {}
-        return {"file": str(self.path.resolve()), "bytes": self.path.stat().st_size, **member}
+        return {"file": places.whole_path(self.path), "bytes": places.stamp(self.path)[0], **member}
 
     def stamp(self) -> list[Any] | None:
         """Return path, size and modification time."""
-        return [str(self.path.resolve()), *_stamp(self.path)]
+        return [places.whole_path(self.path), *places.stamp(self.path)]
 
     def check_unchanged(self) -> None:
         """Raise UserError if the file has changed since construction."""
-        if _stamp(self.path) != self._seen:
-            raise UserError(f"{self.path}: the file changed while it was read; run again once nothing writes to it")
+        if places.stamp(self.path) != self._seen:
+            raise UserError(
+                f"{shown_place(self.path)}: the file changed while it was read; run again once nothing writes to it"
+            )
 
     @contextmanager
     def _decompressed(self) -> Iterator[Stream]:
-        with self.path.open("rb", buffering=0 if self._codec is None else -1) as file:
+        with places.open_bytes(self.path, buffered=self._codec is not None) as file:
             if self._zipped:
                 with zipfile.ZipFile(file) as archive, archive.open(self._zipped) as content:
                     yield Stream(content, self.name, file.tell)
                 return
             if self._codec is None:
-                yield Stream(file, str(self.path), file.tell, seekable=True)
+                yield Stream(file, shown_place(self.path), file.tell, seekable=True)
                 return
             with _decompressing(file, self._codec, padded=_ends_in_zero(file)) as source:
-                yield Stream(source, str(self.path), file.tell)
+                yield Stream(source, shown_place(self.path), file.tell)
 
     def _find(self) -> str:
         """Return the name of the selected file in the archive."""
@@ -259,12 +263,14 @@ def refuse_unread(path: Path, start: bytes) -> None:
 
 def is_empty(path: Path) -> bool:
     """Return whether a file's content is empty, compressed or not; Spark writes such files for empty partitions."""
-    if not path.is_file() or path.stat().st_size > _LARGEST_EMPTY:
+    if not places.is_file(path) or (size := places.stamp(path)[0]) > _LARGEST_EMPTY:
         return False
-    if path.stat().st_size == 0:
+    if size == 0:
         return True
-    with path.open("rb") as file:
-        codec = next((codec for magic, codec in _CODECS.items() if file.peek(_MAGIC_BYTES).startswith(magic)), None)
+    with places.open_bytes(path) as file:
+        start = file.read(_MAGIC_BYTES)
+        file.seek(0)
+        codec = next((codec for magic, codec in _CODECS.items() if start.startswith(magic)), None)
         if codec is None:
             return False
         try:
@@ -274,8 +280,8 @@ def is_empty(path: Path) -> bool:
 
 
 def _read_codec(path: Path) -> str | None:
-    with path.open("rb") as file:
-        return _codec(file.read(_MAGIC_BYTES), str(path))
+    with places.open_bytes(path) as file:
+        return _codec(file.read(_MAGIC_BYTES), shown_place(path))
 
 
 def _codec(start: bytes, name: str) -> str | None:
@@ -304,11 +310,6 @@ def _ends_in_zero(file: BinaryIO) -> bool:
 
 def _not_read(other: str, name: str) -> UserError:
     return UserError(f"{name}: {other} files are not supported; decompress the file, or compress it as .gz or .zst")
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
 
 
 def _reason(error: Exception) -> str:

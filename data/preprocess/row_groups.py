@@ -1,6 +1,5 @@
 """Sizes of a Parquet file's row groups, which limit how many rows are decoded at a time."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess import places
 
 MOST_BYTES = 1 << 27  # maximum bytes of text in rows that are decoded together
 _LARGE = 1 << 13  # bytes; columns with smaller chunks do not limit how many rows are decoded at a time
@@ -28,7 +28,7 @@ class GroupSize(NamedTuple):
 @contextmanager
 def open_parquet(path: Path, **options: Any) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file, whose name need not be valid UTF-8."""
-    with pa.OSFile(os.fsencode(path)) as source, pq.ParquetFile(source, **options) as file:
+    with places.open_arrow(path) as source, pq.ParquetFile(source, **options) as file:
         yield file
 
 

@@ -23,6 +23,7 @@ from hostdev.data.preprocess.table_options import TEXT_OPTIONS, TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
 from hostdev.data.preprocess.vectors import elements
 from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
+from hostdev.stores.address import source_path
 
 
 class Table:
@@ -40,7 +41,7 @@ class Table:
     format_keys = None
 
     def __init__(self, files: Sequence[Path | TableFile], options: TableOptions) -> None:
-        chosen = (list(map(Path, names)) for names in (options.test_files, options.validation_files))
+        chosen = (list(map(source_path, names)) for names in (options.test_files, options.validation_files))
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._used = options.used()

@@ -19,9 +19,14 @@ from hostdev.core.disk import sync_folder, sync_tree
 from hostdev.core.errors import TransientError, UserError, naming
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import note
+from hostdev.data.folder import FILE_NAME as _MANIFEST
+from hostdev.stores.address import address_of, shown_place
+from hostdev.stores.results import files_of, put_all, require_new
+from hostdev.stores.store import Store, StoreError
 
 _VERSION = 5  # version of the folder's format
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
+_SENT = "sent"  # the files that a store has
 
 _LEFT_OVER = "{out} is complete; the leftovers in {folder} can be removed"
 
@@ -33,6 +38,7 @@ class Work:
         self.folder, self._out = folder, out
         self.pieces, self.result = folder / _PIECES, folder / _RESULT
         self.resumable = True  # whether the same command can resume
+        self._is_sent = False
         self._journal: Any = None
         self._last = ""  # checksum of the journal's last line
 
@@ -83,14 +89,36 @@ class Work:
         return f"{self._last} {text}\n"
 
     def finish(self) -> None:
-        """Sync the result to disk and rename it to the data set's folder."""
+        """Sync the result to disk and rename it to the data set's folder, or copy it to the data set's address."""
+        if (address := address_of(self._out)) is not None:
+            self._send(Store(address))
+            return
         sync_tree(self.result)
         self.result.rename(self._out)
         sync_folder(self._out.parent)
 
+    def _send(self, store: Store) -> None:
+        """Copy the result to a store: what is new since the last attempt, and the manifest after all others."""
+        path = self.folder / _SENT
+        lines = path.read_text().splitlines() if path.is_file() else []
+        with path.open("a") as sent:
+
+            def line_of(name: str) -> str:
+                found = (self.result / name).stat()
+                return json.dumps([name, found.st_size, found.st_mtime_ns])
+
+            def note_sent(name: str) -> None:
+                sent.write(f"{line_of(name)}\n")
+                sent.flush()
+
+            new = [name for name in files_of(self.result) if name == _MANIFEST or line_of(name) not in lines]
+            put_all(store, self.result, new, _MANIFEST, note_sent)
+        shutil.rmtree(self.result)
+        self._is_sent = True
+
     def is_finished(self) -> bool:
-        """Return whether the result has been renamed to the data set's folder."""
-        return not self.result.exists() and os.path.lexists(self._out)
+        """Return whether the result has been renamed to the data set's folder, or copied to its address."""
+        return self._is_sent or (not self.result.exists() and os.path.lexists(self._out))
 
     def clear(self) -> None:
         """Remove everything except the lock."""
@@ -141,9 +169,9 @@ def claim(out: Path) -> Iterator[Work]:
             _refuse_existing(out)  # another process may have created it meanwhile
             yield work
         except BaseException as error:
-            wrong = isinstance(error, UserError) and not isinstance(error, TransientError)
+            wrong = isinstance(error, UserError) and not isinstance(error, TransientError | StoreError)
             if not wrong and work.is_finished():
-                note(_LEFT_OVER.format(out=out, folder=folder))
+                note(_LEFT_OVER.format(out=shown_place(out), folder=folder))
                 raise
             size = 0 if wrong else work.left()
             if size and work.resumable:
@@ -161,9 +189,9 @@ def claim(out: Path) -> Iterator[Work]:
             work._remove()
         except OSError:  # the data set is complete; another process may be removing the folder
             if folder.exists():
-                note(_LEFT_OVER.format(out=out, folder=folder))
+                note(_LEFT_OVER.format(out=shown_place(out), folder=folder))
         except BaseException:
-            note(_LEFT_OVER.format(out=out, folder=folder))
+            note(_LEFT_OVER.format(out=shown_place(out), folder=folder))
             raise
 
 
@@ -177,6 +205,7 @@ def _is_work(folder: Path) -> bool:
 
 
 def _refuse_existing(out: Path) -> None:
+    require_new(out, manifest=_MANIFEST)
     if os.path.lexists(out):  # an empty folder too: it may be a mount point, which nothing can be renamed onto
         raise UserError(f"{out} exists already; remove it or choose another --out")
 

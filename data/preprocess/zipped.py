@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess import places
 
 MAGIC = b"PK\x03\x04"
 _MAC = "__MACOSX/"  # a folder that macOS adds
@@ -20,7 +21,7 @@ def find_member(path: Path, wanted: Callable[[str], bool] | None) -> str:
     Raises UserError for a broken or encrypted file, for several files, and for other formats.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with places.open_bytes(path) as file, zipfile.ZipFile(file) as archive:
             members = [one for one in archive.infolist() if not one.is_dir() and not one.filename.startswith(_MAC)]
     except (zipfile.BadZipFile, OSError, NotImplementedError) as error:
         raise UserError(f"{path}: the .zip file cannot be read ({error})") from None

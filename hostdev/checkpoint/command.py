@@ -6,14 +6,16 @@ from pathlib import Path
 from hostdev.checkpoint import compact, diff, export, folder, reshard
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import damaged, find_newest_valid
-from hostdev.checkpoint.manifest import VERSION, BrokenCheckpointError
+from hostdev.checkpoint.manifest import FILE_NAME, VERSION, BrokenCheckpointError
 from hostdev.checkpoint.state import read_dense_tensors, state_digest
 from hostdev.core import cli
-from hostdev.core.errors import HostdevError
+from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
 from hostdev.core.table_dtypes import FP32
+from hostdev.stores.address import address_of
+from hostdev.stores.results import remove_copy, require_new, send
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -140,6 +142,10 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _compact(arguments: argparse.Namespace) -> int:
+    if (address := address_of(arguments.path)) is not None:
+        raise UserError(
+            f"compact changes a folder of this machine, not {address}; merge {address} --out DIR writes a new one"
+        )
     found = find_newest_valid(arguments.path)
     for line in found.notes():
         note(f"{arguments.prog}: {line}")
@@ -159,13 +165,21 @@ def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
     found = find_newest_valid(arguments.path)
     for line in found.notes():
         note(f"{arguments.prog}: {line}")
-    print(reshard.rewrite(found.chain, arguments.out, ranks))
+    require_new(arguments.out)
+    remove_copy(arguments.out)
+    line = reshard.rewrite(found.chain, arguments.out, ranks)
+    send(arguments.out, FILE_NAME)
+    print(line)
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    for line in export.export(_newest(arguments.path, arguments.prog), export.make_options(arguments)):
-        print(line)
+    options = export.make_options(arguments)
+    require_new(options.out)
+    remove_copy(options.out)
+    lines = list(export.export(_newest(arguments.path, arguments.prog), options))
+    send(options.out)
+    print("\n".join(lines))
     return 0
 
 

@@ -30,6 +30,7 @@ from hostdev.core.errors import UserError, in_words, naming
 from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import Progress, bar
+from hostdev.stores.address import shown_place
 
 VOCABULARY = "data/vocabulary.arrow"
 IDS, DENSE = "ids.parquet", "dense.pt"
@@ -72,7 +73,7 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
     with outputs.new_folder(out) as partial, naming(out):
         _write(partial, layers, options)
     for file in sorted(out.iterdir()):
-        yield f"{file}: {format_bytes(file.stat().st_size)}"
+        yield f"{shown_place(file)}: {format_bytes(file.stat().st_size)}"
     yield from _describe_left_out(layers, options)
 
 

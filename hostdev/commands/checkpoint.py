@@ -2,10 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
+from hostdev.stores.address import address_of, checkpoint_path, result_path
 
 PROG = "hostdev.checkpoint"
 FORMATS = ("parquet", "npy", "safetensors")
@@ -22,7 +22,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         cli.add_debug(one)
         one.add_argument(
             "path",
-            type=Path,
+            type=cli.checked(checkpoint_path),
             metavar="DIR",
             help="a checkpoint, a folder of checkpoints, or a run directory; commands on one checkpoint use the newest",
         )
@@ -34,7 +34,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         "read every file of all checkpoints in DIR, compare checksums, and compute the newest state's digest",
     )
     of_diff = add("diff", "compare two checkpoints; exit code 1 if they differ")
-    of_diff.add_argument("other", type=Path, metavar="OTHER", help="the other checkpoint")
+    of_diff.add_argument("other", type=cli.checked(checkpoint_path), metavar="OTHER", help="the other checkpoint")
     of_compact = add("compact", "merge an incremental checkpoint and its parents into a full one")
     of_compact.add_argument(
         "--keep",
@@ -49,7 +49,11 @@ def parser(prog: str = PROG) -> cli.Parser:
     )
     for one in (of_merge, of_reshard):
         one.add_argument(
-            "--out", type=Path, required=True, metavar="DIR", help="a new folder, or one without checkpoints"
+            "--out",
+            type=cli.checked(result_path),
+            required=True,
+            metavar="DIR",
+            help="a new folder, or one without checkpoints",
         )
     _add_export(add("export", "write tables and dense layers as files for other programs"))
     return made
@@ -57,7 +61,7 @@ def parser(prog: str = PROG) -> cli.Parser:
 
 def _add_export(to: argparse.ArgumentParser) -> None:
     """Add the options of `export`."""
-    to.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    to.add_argument("--out", type=cli.checked(result_path), required=True, metavar="DIR", help="a new folder")
     to.add_argument("--format", choices=FORMATS, default="parquet", help="format of the tables (default parquet)")
     to.add_argument("--slots", action="store_true", help="also write optimizer state, steps, settings, and `extra`")
     to.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the tables' values (default float32)")
@@ -71,7 +75,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
         if number is not None and number < 1:
             raise UserError(f"--{name} must be at least 1, not {number}")
     for path in (arguments.path, getattr(arguments, "other", arguments.path)):
-        if not path.exists():
+        if address_of(path) is None and not path.exists():
             raise UserError(f"{path} does not exist")
     arguments.prog = prog
     with cli.importing(prog):

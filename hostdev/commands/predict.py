@@ -6,6 +6,7 @@ from pathlib import Path
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.predict import WHICH
+from hostdev.stores.address import address_of, checkpoint_path, result_path, shown_place, source_path
 
 PROG = "hostdev.predict"
 
@@ -16,19 +17,33 @@ def parser(prog: str = PROG) -> cli.Parser:
         prog, "Write the probability of a positive label, or a number, for each row of a file or a data set."
     )
     made.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a folder of checkpoints"
+        "--checkpoint",
+        type=cli.checked(checkpoint_path),
+        required=True,
+        metavar="DIR",
+        help="a checkpoint, or a folder of checkpoints",
     )
     made.add_argument(
         "--which", choices=WHICH, help="which checkpoint of a run (default: best with --early-stop, else newest)"
     )
     made.add_argument("--model", metavar="package.module:Class", help="the model's class, if it is your own")
     made.add_argument(
-        "--data", type=Path, required=True, metavar="FILE|DIR", help="raw rows (- for standard input), or a data set"
+        "--data",
+        type=cli.checked(source_path),
+        required=True,
+        metavar="FILE|DIR",
+        help="raw rows (- for standard input), or a data set",
     )
     made.add_argument(
         "--split", choices=("train", "test", "validation"), help="which rows of a data set to predict (default test)"
     )
-    made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet or NAME.csv")
+    made.add_argument(
+        "--out",
+        type=cli.checked(result_path),
+        required=True,
+        metavar="FILE",
+        help="a new file, NAME.parquet or NAME.csv",
+    )
     made.add_argument(
         "--keep", metavar="NAMES", help="columns of FILE, separated by commas, to write next to the predictions"
     )
@@ -42,16 +57,18 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line and predict."""
     arguments = parser(prog).parse_args(argv)
     out: Path = arguments.out
-    if out.exists():
+    if address_of(out) is None and out.exists():
         raise UserError(f"--out {out} exists; choose another file")
     if out.suffix.lower() not in (".parquet", ".csv"):
         name = out.stem or "p"
-        raise UserError(f"--out {out}: predictions are written as Parquet or CSV; give {name}.parquet or {name}.csv")
+        raise UserError(
+            f"--out {shown_place(out)}: predictions are written as Parquet or CSV; give {name}.parquet or {name}.csv"
+        )
     if arguments.at is not None and arguments.by is None:
         raise UserError("--at has no effect without --by NAME; give both")
     if arguments.at is not None and arguments.at < 1:
         raise UserError(f"--at must be at least 1, not {arguments.at}")
-    if str(arguments.data) != "-" and not arguments.data.exists():
+    if str(arguments.data) != "-" and address_of(arguments.data) is None and not arguments.data.exists():
         raise UserError(f"--data {arguments.data}: there is no such file or data set")
     with cli.importing(prog):
         from hostdev.predict.command import run

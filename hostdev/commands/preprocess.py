@@ -7,8 +7,10 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import flags
 from hostdev.data.preprocess.options import Options, add_options, add_seed
+from hostdev.stores.address import result_path, source_path
 
 PROG = "hostdev.data.preprocess"
+_RESULT, _SOURCE = cli.checked(result_path), cli.checked(source_path)
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -19,29 +21,29 @@ def parser(prog: str = PROG) -> cli.Parser:
         dest="command", required=True, metavar="table|query|criteo|synthetic|check|info|suggest"
     )
     table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
-    table.add_argument("files", nargs="+", type=Path, metavar="FILE",
+    table.add_argument("files", nargs="+", type=_SOURCE, metavar="FILE",
                        help="tables with the same columns, folders of them, or - for standard input")  # fmt: skip
-    table.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
+    table.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
     flags.add_table(table)
     flags.add_split(table)
     flags.add_split_files(table)
     query = commands.add_parser("query", help="from an SQL query over files", allow_abbrev=False)
     query.add_argument("sql", nargs="?", metavar="SQL", help="one SELECT in DuckDB's dialect; quote it for the shell")
     query.add_argument("--query", type=Path, metavar="FILE", help="a file with the query, instead of SQL")
-    query.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
+    query.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
     query.add_argument(
         "--query-memory", metavar="SIZE", help="memory of the query, such as 4GiB (default: half of what is available)"
     )
     flags.add_roles(query)
     flags.add_split(query)
     criteo = commands.add_parser("criteo", help="from Criteo text", allow_abbrev=False)
-    criteo.add_argument("files", nargs="+", type=Path, metavar="FILE",
+    criteo.add_argument("files", nargs="+", type=_SOURCE, metavar="FILE",
                         help="Criteo text (label, 13 integers, 26 hex values), folders, or - for stdin")  # fmt: skip
-    criteo.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
+    criteo.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
     synthetic = commands.add_parser("synthetic", help="from generated Criteo-like rows", allow_abbrev=False)
     synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")
     target = synthetic.add_mutually_exclusive_group(required=True)
-    target.add_argument("--out", type=Path, metavar="DIR", help="the new data set's folder")
+    target.add_argument("--out", type=_RESULT, metavar="DIR", help="the new data set's folder")
     target.add_argument("--tsv", type=Path, metavar="FILE", help="write raw Criteo text instead of shards")
     for command in (table, query):
         add_options(command, Options(threshold=flags.THRESHOLD))

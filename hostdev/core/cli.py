@@ -86,6 +86,18 @@ def parser(prog: str, description: str, of: type[Parser] = Parser) -> Parser:
     return made
 
 
+def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return `parse` for use as the type of a flag: its UserErrors become errors of the command line."""
+
+    def parse_flag(text: str) -> Any:
+        try:
+            return parse(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_flag
+
+
 def add_debug(to: argparse.ArgumentParser) -> None:
     """Add the option --debug."""
     to.add_argument("--debug", action="store_true", help="show the traceback of an error")

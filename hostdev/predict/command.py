@@ -13,6 +13,7 @@ from hostdev.core.errors import UserError, naming
 from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar, counted, note
 from hostdev.data import manifest
+from hostdev.data.folder import require
 from hostdev.data.preprocess.meaning import difference, with_known_ids
 from hostdev.data.preprocess.unlabelled import Part, rows_in
 from hostdev.data.shards import ShardReader
@@ -21,6 +22,9 @@ from hostdev.predict.measures import Measures
 from hostdev.predict.output import Output, kept_columns
 from hostdev.predict.predictor import Predictor
 from hostdev.predict.unknown import UnknownValues
+from hostdev.stores.address import address_of, data_path, shown_place
+from hostdev.stores.results import remove_copy, require_new, send
+from hostdev.stores.store import Store
 from hostdev.train.target_scores import TargetScores
 
 _AT = 10  # default k of NDCG@k and recall@k
@@ -29,6 +33,9 @@ _AT = 10  # default k of NDCG@k and recall@k
 def run(arguments: argparse.Namespace, prog: str) -> None:
     """Predict according to the parsed flags; `prog` is the command's name in messages."""
     out: Path = arguments.out
+    arguments.data = _find_data(arguments.data)
+    require_new(out)
+    remove_copy(out)
     device = backend.select(arguments.device)
     backend.make_deterministic(device)
     with warnings.catch_warnings(record=True) as told:
@@ -46,7 +53,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
     kept = kept_columns(arguments.keep, schema)
     work = _open_rows(arguments, predictor, kept)
     chosen = f" ({predictor.why})" if predictor.why else ""
-    print(f"model    {predictor.settings['model']} of {predictor.path}{chosen}", flush=True)
+    print(f"model    {predictor.settings['model']} of {shown_place(predictor.path)}{chosen}", flush=True)
     unknown = None if arguments.data.is_dir() else UnknownValues(predictor.encoding)
     start = time.monotonic()
     lines = 0
@@ -68,9 +75,10 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
                 lines += part.lines
                 progress.update(part.size)
             quality = list(measures.lines(arguments.at or _AT))
+    send(out)
     predicted = measures.predicted
     seconds = time.monotonic() - start
-    print(f"rows     {predicted:,} in {seconds:.1f} s to {out}")
+    print(f"rows     {predicted:,} in {seconds:.1f} s to {shown_place(out)}")
     if lines > predicted:
         have = "has" if lines - predicted == 1 else "have"
         what = "prediction" if schema.targets.numeric else "probability"
@@ -81,6 +89,16 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
         note(f"{prog}: warning: {line}")
     for line in quality:
         print(line)
+
+
+def _find_data(path: Path) -> Path:
+    """Return the path of the rows: if it is the address of a data set, that of a data set."""
+    address = address_of(path)
+    if address is None or Store(address).read_if_there(manifest.FILE_NAME) is None:
+        return path
+    found = data_path(address)
+    require(found)
+    return found
 
 
 class _Work(NamedTuple):

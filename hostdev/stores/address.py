@@ -11,7 +11,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 # A user with a password, or who may be one, and what a signed address ends with.
 _SECRETS = re.compile(r"(?<=://)[^/@:\s]*:[^/@\s]*@|((?<=http://)|(?<=https://))[^/@\s]*@|\?[^\s'\"]*")
 LOCAL = ("file", "local")
-_DATA, _CHECKPOINTS = "data", "checkpoints"  # folders for the two kinds of what has an address
+_DATA, _CHECKPOINTS, _RESULTS, _SOURCES = "data", "checkpoints", "results", "sources"  # folders, by kind
 
 
 def is_remote(text: str) -> bool:
@@ -52,6 +52,16 @@ def checkpoint_path(text: str | Path) -> Path:
     return _path_of(str(text), _CHECKPOINTS)
 
 
+def result_path(text: str | Path) -> Path:
+    """Return the path of a new file or folder: for an address, where it is before it is copied to the store."""
+    return _path_of(str(text), _RESULTS)
+
+
+def source_path(text: str | Path) -> Path:
+    """Return the path of a file or a folder with raw rows: for an address, one that is never written."""
+    return _path_of(str(text), _SOURCES)
+
+
 def _path_of(text: str, kind: str) -> Path:
     if not is_remote(text):
         return Path(text)
@@ -72,12 +82,12 @@ def _path_of(text: str, kind: str) -> Path:
 
 
 def address_of(folder: Path) -> str | None:
-    """Return the address of the data set or checkpoint whose path this is, or None for one on this machine."""
+    """Return the address of what has this path, or None for what is on this machine."""
     try:
         root = get_folder()
     except UserError:
         return None
-    for kind in (_DATA, _CHECKPOINTS):
+    for kind in (_DATA, _CHECKPOINTS, _RESULTS, _SOURCES):
         for below in (folder.absolute(), folder.resolve()):
             for above in (root / kind, (root / kind).resolve()):
                 if below.is_relative_to(above) and len(parts := below.relative_to(above).parts) > 1:
@@ -86,5 +96,5 @@ def address_of(folder: Path) -> str | None:
 
 
 def shown_place(folder: Path) -> str:
-    """Return what to call a data set or a checkpoint in a message: its address, or its path."""
+    """Return what to call a file or folder in a message: its address, or its path."""
     return address_of(folder) or str(folder)

@@ -28,6 +28,8 @@ _PASSING_NAMES = "Connect|Timeout|TimedOut|Incomplete|Payload|Disconnect|Retriev
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 
+_VERSIONS = "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "created"  # by kind of store
+
 T = TypeVar("T")
 
 
@@ -111,6 +113,32 @@ class Store:
 
         return self._patiently(name, get, None)
 
+    def about(self, name: str) -> tuple[int, Any] | None:
+        """Return a file's size, and what differs if it is replaced; None if there is no such file."""
+
+        def get() -> tuple[int, Any] | None:
+            path = self._path(name)
+            self._files.invalidate_cache(path.rpartition("/")[0])
+            try:
+                found = self._files.info(path)
+            except FileNotFoundError:
+                return None
+            version = next((found[key] for key in _VERSIONS if found.get(key) is not None), None)
+            return None if found["type"] != "file" else (int(found["size"]), str(version))
+
+        return self._patiently(name, get, None)
+
+    def read_range(self, name: str, start: int, stop: int, stopped: threading.Event | None = None) -> bytes:
+        """Return bytes [start, stop) of a file."""
+
+        def get() -> bytes:
+            content = bytes(self._files.cat_file(self._path(name), start=start, end=stop))
+            if len(content) != stop - start:
+                raise ConnectionError(f"{len(content):,} of {stop - start:,} bytes came")
+            return content
+
+        return self._patiently(name, get, stopped)
+
     def put(self, path: Path, name: str, stop: threading.Event | None = None) -> None:
         """Copy a file of this machine to the store, where it appears when it is complete, and replaces what is there.
 
@@ -161,15 +189,7 @@ class Store:
         size, digest = self.size(name, stop), sha256()
         with path.open("wb") as file:
             for start in range(0, size, _PIECE):
-                end = min(size, start + _PIECE)
-
-                def get(start: int = start, end: int = end) -> bytes:
-                    content = bytes(self._files.cat_file(self._path(name), start=start, end=end))
-                    if len(content) != end - start:
-                        raise ConnectionError(f"{len(content):,} of {end - start:,} bytes came")
-                    return content
-
-                content = self._patiently(name, get, stop)
+                content = self.read_range(name, start, min(size, start + _PIECE), stop)
                 digest.update(content)
                 file.write(content)
             file.flush()

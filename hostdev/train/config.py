@@ -2,12 +2,13 @@
 
 import argparse
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hostdev.cache.options import AUTO, POLICIES, WINDOW, rows_of
+from hostdev.core.cli import checked
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.keys import UNKNOWN
@@ -33,16 +34,6 @@ _AT_LEAST_1 = (
 )
 
 
-def _in_store(parse: Callable[[str], Path]) -> Callable[[str], Path]:
-    def parse_flag(text: str) -> Path:
-        try:
-            return parse(text)
-        except UserError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_flag
-
-
 def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, "type": kind, **extra})
 
@@ -54,7 +45,7 @@ class TrainConfig:
     data: Path | None = _flag(
         "data set written by hostdev preprocess, here or in a store such as s3://BUCKET/DIR (default: a small "
         "synthetic one)",
-        kind=_in_store(data_path),
+        kind=checked(data_path),
         metavar="DIR",
     )
     host_device_mix: bool = _flag(
@@ -290,7 +281,7 @@ class TrainConfig:
     keep_checkpoints: int | None = _flag("number of newest checkpoints to keep (default 3)", kind=int, metavar="K")
     checkpoint_dir: Path | None = _flag(
         "folder of the checkpoints, or its address in a store (default: checkpoints in the run directory)",
-        kind=_in_store(checkpoint_path),
+        kind=checked(checkpoint_path),
         metavar="DIR",
     )
     resume: str | None = _flag(
@@ -303,7 +294,7 @@ class TrainConfig:
     )
     start_from: Path | None = _flag(
         "start a new run with the tables and layers of a checkpoint; the data set must use the checkpoint's ids",
-        kind=_in_store(checkpoint_path),
+        kind=checked(checkpoint_path),
         metavar="CHECKPOINT",
     )
     trace: Path | None = _flag(
