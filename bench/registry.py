@@ -68,6 +68,7 @@ BENCHES = {
         trial=("--rows", "200000", "--memory", "80000000", "--warm", "2", "--steps", "2", "--no-peers"),
     ),
     "unbounded": Bench("bench_unbounded", trial=("--sizes", "20000", "--rounds", "1", "--large", "30000")),
+    "stores": Bench("bench_stores", trial=("--rows", "20000", "--batch-size", "500", "--rounds", "1")),
     "dlrm": Bench("bench_dlrm"),
     "ctr": Bench("bench_ctr"),
     "parallel": Bench("bench_parallel"),

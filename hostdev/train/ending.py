@@ -11,6 +11,7 @@ from hostdev.core.progress import counted
 from hostdev.device import backend
 from hostdev.device.clock import EventClock
 from hostdev.kernels.pool import host_threads
+from hostdev.stores.address import shown_place
 from hostdev.train import curve, summary
 from hostdev.train.checkpointing import CheckpointError
 from hostdev.train.interrupt import Interrupted
@@ -68,7 +69,8 @@ class Ending:
             self._write_summary(status, None)
         newest = run.loaded_from if run.saver is None else run.saver.newest or run.loaded_from
         if newest is not None and newest.is_dir():
-            return f"interrupted in the middle of a step; {self._describe_steps()}; continue with --resume {newest}"
+            how = f"continue with --resume {shown_place(newest)}"
+            return f"interrupted in the middle of a step; {self._describe_steps()}; {how}"
         none = "; there is no checkpoint" if run.saver is not None else ""
         return f"interrupted in the middle of a step; {self._describe_steps()}{none}"
 
@@ -81,7 +83,7 @@ class Ending:
             return Interrupted(number, self._describe_steps())
         if run.saver.failed is not None:
             raise self.make_checkpoint_error()
-        message = f"{_count_steps(run.steps)} saved; continue with --resume {run.saver.newest}"
+        message = f"{_count_steps(run.steps)} saved; continue with --resume {self._newest()}"
         return Interrupted(number, message, saved=True)
 
     def full(self, error: FullError) -> FullError:
@@ -102,8 +104,12 @@ class Ending:
             return type(error)(error.fact, f"{self._describe_steps()}; give {later}")
         if run.saver.failed is not None:
             raise self.make_checkpoint_error()
-        saved = f"{_count_steps(run.steps)} saved; continue with --resume {run.saver.newest} and {resumed}"
+        saved = f"{_count_steps(run.steps)} saved; continue with --resume {self._newest()} and {resumed}"
         return type(error)(error.fact, saved)
+
+    def _newest(self) -> str:
+        newest = None if self.run.saver is None else self.run.saver.newest
+        return "" if newest is None else shown_place(newest)
 
     def close_saver(self, digest: str | None = None, *, save: bool) -> None:
         """Save a last checkpoint if `save` is true, wait until checkpoints are written, and unlock their folder."""
@@ -119,7 +125,7 @@ class Ending:
         run = self.run
         assert run.saver is not None
         newest = (
-            f"the newest checkpoint is {run.saver.newest}"
+            f"the newest checkpoint is {self._newest()}"
             if run.saver.newest is not None
             else "there is no earlier checkpoint"
         )

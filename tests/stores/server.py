@@ -1,25 +1,30 @@
-"""An S3 server on this machine: python -m tests.stores.server FOLDER [N [SECONDS]]
+"""An S3 server on this machine: python -m tests.stores.server FOLDER [N [SECONDS [RATE]]]
 
-Writes its port to FOLDER/port. Every Nth request fails, in one of several ways, or takes SECONDS longer. While
-FOLDER/away exists, all requests fail. FOLDER/requests counts requests.
+Writes its port to FOLDER/port. Every Nth request fails, in one of several ways, or takes SECONDS longer. All answers
+together have at most RATE bytes per second. While FOLDER/away exists, all requests fail. FOLDER/requests counts
+requests.
 """
 
 import itertools
 import sys
+import threading
 import time
 from pathlib import Path
 
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
+_PIECE = 1 << 18  # bytes
+
 
 class Flaky:
     """A WSGI application whose requests fail now and then."""
 
-    def __init__(self, folder, every, seconds):
+    def __init__(self, folder, every, seconds, rate=0):
         self._app = DomainDispatcherApplication(create_backend_app)
         self._folder, self._every, self._seconds = folder, every, seconds
         self._numbers = itertools.count(1)
+        self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
 
     def __call__(self, environ, start_response):
         number = next(self._numbers)
@@ -32,7 +37,23 @@ class Flaky:
             else:
                 status = "500 Internal Server Error", "503 Slow Down"
                 return self._fail(start_response, status[number // self._every % 2])
-        return self._app(environ, start_response)
+        answer = self._app(environ, start_response)
+        return self._paced(answer) if self._rate else answer
+
+    def _paced(self, answer):
+        """Yield an answer's pieces no faster than the link has room for them."""
+        try:
+            for piece in answer:
+                for start in range(0, len(piece), _PIECE):
+                    part = piece[start : start + _PIECE]
+                    with self._lock:
+                        self._free = max(self._free, time.monotonic()) + len(part) / self._rate
+                        until = self._free
+                    time.sleep(max(0.0, until - time.monotonic()))
+                    yield part
+        finally:
+            if hasattr(answer, "close"):
+                answer.close()
 
     def _fail(self, start_response, status):
         code = status.partition(" ")[2].replace(" ", "")
@@ -46,8 +67,8 @@ class Quiet(WSGIRequestHandler):
         pass
 
 
-def main(folder, every="0", seconds="0"):
-    app = Flaky(Path(folder), int(every), float(seconds))
+def main(folder, every="0", seconds="0", rate="0"):
+    app = Flaky(Path(folder), int(every), float(seconds), float(rate))
     server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
     part = Path(folder) / "port.part"
     part.write_text(str(server.server_port))

@@ -107,7 +107,9 @@ def test_from_text_to_predictions(call, server, files, tmp_path):
     )
     out = call("hostdev.checkpoint", "merge", "s3://whole/saved", "--out", "s3://whole/merged", **third)
     assert "equal" in call("hostdev.checkpoint", "diff", "s3://whole/merged", "s3://whole/saved", **third)
-    assert "compact changes a folder of this machine" in call("hostdev.checkpoint", "compact", "s3://whole/saved", code=2)
+    assert "compact changes a folder of this machine" in call(
+        "hostdev.checkpoint", "compact", "s3://whole/saved", code=2
+    )
 
     more = ["--data", "data", "--run-dir", "more", "--max-steps", 3]
     out = call(*TRAIN, *more, "--start-from", "s3://whole/saved", **third)
