@@ -2,7 +2,6 @@
 
 import filecmp
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -185,7 +184,7 @@ def test_without_a_bucket_or_rights(call, server, tmp_path, small_data):
     saves = [*TRAIN, "--data", small_data, "--run-dir", "one", *SAVING, "--checkpoint-dir"]
     error = call(*saves, "s3://no-bucket/saved", code=2)
     assert error.count("\n") == 1 and "s3://no-bucket/saved" in error and "no such file or bucket" in error
-    assert not (tmp_path / "one").exists() or not os.listdir(tmp_path / "one")
+    assert not (tmp_path / "one").exists() or not list((tmp_path / "one").iterdir())
     error = call("hostdev.predict", "--checkpoint", "s3://no-bucket/x", "--data", small_data, "--out", "p.csv", code=2)
     assert error.count("\n") == 1 and "s3://no-bucket/x" in error
     error = call("hostdev.data.preprocess", "synthetic", "--rows", 500, "--out", "s3://no-bucket/x", code=2)
