@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core import cli
+from hostdev.stores.address import local_path
 
 TASKS = ("binary", "regression")
 THRESHOLD = 1  # values seen once carry no information; they train the out-of-vocabulary id instead
@@ -57,7 +58,7 @@ def add_roles(to: argparse.ArgumentParser) -> None:
     to.add_argument("--decimal", choices=(".", ","), help="the decimal separator of numbers in text (default .)")
     to.add_argument(
         "--features",
-        type=Path,
+        type=cli.checked(local_path),
         metavar="FILE",
         help="a TOML file with the kind and the settings of every feature, instead of the column flags",
     )
@@ -99,7 +100,7 @@ def add_earlier(to: argparse.ArgumentParser) -> None:
     """Add --vocabulary and --frozen-vocabulary."""
     to.add_argument(
         "--vocabulary",
-        type=Path,
+        type=cli.checked(local_path),
         metavar="FROM",
         help="an earlier data set, whose ids, columns and scaling are kept; new values get ids after the earlier ones",
     )
@@ -117,22 +118,29 @@ def add_looking(to: Any) -> None:
         made: argparse.ArgumentParser = to.add_parser(
             name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False
         )
-        made.add_argument("path", type=Path, metavar="DIR", help="a data set's folder")
+        made.add_argument("path", type=cli.checked(local_path), metavar="DIR", help="a data set's folder")
         cli.add_debug(made)
         return made
 
     add("check", "read a whole data set and report all damage; exit code 1 if there is any")
     add("info", "print and draw a summary of a data set, from all of its rows").add_argument(
         "--out",
-        type=Path,
+        type=cli.checked(local_path),
         metavar="FILE",
         help="a new file for the picture (default: info.png, or a numbered name if that exists)",
     )
     what = "look at a table's first rows and write a features file for --features"
     made: argparse.ArgumentParser = to.add_parser("suggest", help=what, description=what + ".", allow_abbrev=False)
-    made.add_argument("file", type=Path, metavar="FILE", help="a table in CSV, TSV, Parquet or Arrow")
+    made.add_argument(
+        "file", type=cli.checked(local_path), metavar="FILE", help="a table in CSV, TSV, Parquet or Arrow"
+    )
     made.add_argument("--label", metavar="NAME", help="the column with the label (default: chosen by its name)")
-    made.add_argument("--out", type=Path, metavar="FILE", default=Path("features.toml"), help="the new file "
-                      "(default features.toml)")  # fmt: skip
+    made.add_argument(
+        "--out",
+        type=cli.checked(local_path),
+        metavar="FILE",
+        default=Path("features.toml"),
+        help="the new file (default features.toml)",
+    )
     add_text(made)
     cli.add_debug(made)

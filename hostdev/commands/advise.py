@@ -3,7 +3,6 @@
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from hostdev.cache.options import MOST_WINDOW, WINDOW
 from hostdev.core import cli, pictures
@@ -11,6 +10,7 @@ from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
 from hostdev.core.memory import parse_bytes
+from hostdev.stores.address import local_path
 from hostdev.train import config
 from hostdev.train.config import TrainConfig
 from hostdev.train.config_checks import require_table_window
@@ -51,13 +51,13 @@ def parser(prog: str = PROG) -> cli.Parser:
     )
     made.add_argument(
         "--out",
-        type=Path,
+        type=cli.checked(local_path),
         metavar="FILE",
         help="a new file for the picture (default: advise.png, or a numbered name if that exists)",
     )
     made.add_argument(
         "--disk",
-        type=Path,
+        type=cli.checked(local_path),
         metavar="DIR",
         help="instead of a cache, find how much memory tables on the disk of DIR need (--table-dir, --table-memory): "
         "measures the disk for two seconds, and simulates its reads",

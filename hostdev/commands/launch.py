@@ -8,6 +8,7 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.distributed.rank_environment import read_table
 from hostdev.launch import PROG, check, find_server, start
+from hostdev.stores.address import local_path
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -15,12 +16,20 @@ def parser(prog: str = PROG) -> cli.Parser:
     made = cli.parser(
         prog, "Start the processes that a rank table assigns to this host; give the program and its options after --."
     )
-    made.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON file with the servers and their devices")
+    made.add_argument(
+        "--rank-table",
+        type=cli.checked(local_path),
+        metavar="FILE",
+        help="JSON file with the servers and their devices",
+    )
     made.add_argument(
         "--server", metavar="ID", help="this host's server_id in the table (default: found by name or address)"
     )
     made.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="a new folder for the logs of the ranks (default launch-<time>)"
+        "--log-dir",
+        type=cli.checked(local_path),
+        metavar="DIR",
+        help="a new folder for the logs of the ranks (default launch-<time>)",
     )
     made.add_argument("--check", action="store_true", help="test and time the connections; works under any launcher")
     return made

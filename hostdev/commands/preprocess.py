@@ -1,13 +1,12 @@
 """The command line of `preprocess`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import flags
 from hostdev.data.preprocess.options import Options, add_options, add_seed
-from hostdev.stores.address import result_path, source_path
+from hostdev.stores.address import local_path, result_path, source_path
 
 PROG = "hostdev.data.preprocess"
 _RESULT, _SOURCE = cli.checked(result_path), cli.checked(source_path)
@@ -29,7 +28,9 @@ def parser(prog: str = PROG) -> cli.Parser:
     flags.add_split_files(table)
     query = commands.add_parser("query", help="from an SQL query over files", allow_abbrev=False)
     query.add_argument("sql", nargs="?", metavar="SQL", help="one SELECT in DuckDB's dialect; quote it for the shell")
-    query.add_argument("--query", type=Path, metavar="FILE", help="a file with the query, instead of SQL")
+    query.add_argument(
+        "--query", type=cli.checked(local_path), metavar="FILE", help="a file with the query, instead of SQL"
+    )
     query.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
     query.add_argument(
         "--query-memory", metavar="SIZE", help="memory of the query, such as 4GiB (default: half of what is available)"
@@ -44,7 +45,9 @@ def parser(prog: str = PROG) -> cli.Parser:
     synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")
     target = synthetic.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=_RESULT, metavar="DIR", help="the new data set's folder")
-    target.add_argument("--tsv", type=Path, metavar="FILE", help="write raw Criteo text instead of shards")
+    target.add_argument(
+        "--tsv", type=cli.checked(local_path), metavar="FILE", help="write raw Criteo text instead of shards"
+    )
     for command in (table, query):
         add_options(command, Options(threshold=flags.THRESHOLD))
         add_seed(command, None)

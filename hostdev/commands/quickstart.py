@@ -7,6 +7,7 @@ from pathlib import Path
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.options import Options, add_options, parse_options
+from hostdev.stores.address import local_path
 from hostdev.train import config
 
 PROG = "hostdev.train.quickstart"
@@ -22,10 +23,15 @@ def parser(prog: str = PROG) -> cli.Parser:
         "Preprocess Criteo text (or synthetic data) and train on it with --host-device-mix. "
         "Accepts the options of hostdev.data.preprocess and hostdev.train.",
     )
-    made.add_argument("--criteo", type=Path, metavar="FILE", help=f"Criteo text; without it, {ROWS:,} synthetic rows")
+    made.add_argument(
+        "--criteo",
+        type=cli.checked(local_path),
+        metavar="FILE",
+        help=f"Criteo text; without it, {ROWS:,} synthetic rows",
+    )
     made.add_argument(
         "--datasets",
-        type=Path,
+        type=cli.checked(local_path),
         default=Path("datasets"),
         metavar="DIR",
         help="folder of the data sets (default %(default)s)",

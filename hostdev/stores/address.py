@@ -62,9 +62,21 @@ def source_path(text: str | Path) -> Path:
     return _path_of(str(text), _SOURCES)
 
 
+def local_path(text: str) -> Path:
+    """Return a path of this machine; raise UserError for an address of another place."""
+    if is_remote(text):
+        raise UserError(f"{without_secrets(text)} is an address; this must be a path of this machine")
+    return _without_scheme(text)
+
+
+def _without_scheme(text: str) -> Path:
+    found = _SCHEME.match(text)
+    return Path(text if found is None else text[found.end() :])
+
+
 def _path_of(text: str, kind: str) -> Path:
     if not is_remote(text):
-        return Path(text)
+        return _without_scheme(text)
     scheme, _, rest = text.partition("://")
     host = rest.partition("/")[0]
     if without_secrets(text) != text:

@@ -19,7 +19,7 @@ from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.parallel.plan_text import parse_plan
-from hostdev.stores.address import checkpoint_path, data_path, shown_place
+from hostdev.stores.address import checkpoint_path, data_path, local_path, shown_place
 from hostdev.train import config_checks
 from hostdev.train.config_checks import option_name as _option
 
@@ -222,7 +222,7 @@ class TrainConfig:
     evict_unused: int | None = _flag("remove keys that N steps have not used (default: never)", kind=int, metavar="N")
     table_dir: Path | None = _flag(
         "folder on a disk for the rows of embedding tables that do not fit in --table-memory; empty again at the end",
-        kind=Path,
+        kind=checked(local_path),
         metavar="DIR",
     )
     table_memory: str | None = _flag(
@@ -267,7 +267,9 @@ class TrainConfig:
         choices=config_checks.ORDERS,
     )
     max_steps: int | None = _flag("stop after N steps", kind=int, metavar="N")
-    run_dir: Path | None = _flag("a new folder for logs and summary (default runs/<time>)", kind=Path, metavar="DIR")
+    run_dir: Path | None = _flag(
+        "a new folder for logs and summary (default runs/<time>)", kind=checked(local_path), metavar="DIR"
+    )
     ops_log: str = _flag(
         "maximum size of ops.log, such as 100MiB; beyond it, the oldest files are removed; 0 writes no ops.log",
         default="1GiB",
@@ -299,7 +301,7 @@ class TrainConfig:
     )
     trace: Path | None = _flag(
         "a new file for the timeline of all stages, as Chrome trace JSON (open it in Perfetto)",
-        kind=Path,
+        kind=checked(local_path),
         metavar="FILE",
     )
 

@@ -187,5 +187,7 @@ def test_without_a_bucket_or_rights(call, server, tmp_path, small_data):
     assert not (tmp_path / "one").exists() or not list((tmp_path / "one").iterdir())
     error = call("hostdev.predict", "--checkpoint", "s3://no-bucket/x", "--data", small_data, "--out", "p.csv", code=2)
     assert error.count("\n") == 1 and "s3://no-bucket/x" in error
+    error = call(*TRAIN, "--data", small_data, "--run-dir", "s3://bucket/run", code=2)
+    assert "--run-dir: s3://bucket/run is an address; this must be a path of this machine" in error
     error = call("hostdev.data.preprocess", "synthetic", "--rows", 500, "--out", "s3://no-bucket/x", code=2)
     assert "s3://no-bucket/x" in error and "no such file or bucket" in error
