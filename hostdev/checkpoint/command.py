@@ -14,7 +14,7 @@ from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
 from hostdev.core.table_dtypes import FP32
-from hostdev.stores.address import address_of
+from hostdev.stores.address import address_of, shown_place
 from hostdev.stores.results import remove_copy, require_new, send
 
 
@@ -42,7 +42,7 @@ def _info(arguments: argparse.Namespace) -> int:
     newest = chain[-1]
     versions = (f"{name} {newest.manifest.versions.get(name, 'unknown')}" for name in ("hostdev", "torch"))
     print()
-    print(printable(f"{newest.path}: {', '.join(versions)}"))
+    print(printable(f"{shown_place(newest.path)}: {', '.join(versions)}"))
     for table in newest.manifest.tables:
         slots = ", ".join([*table.slots, *table.row_slots]) or "none"
         weights = "" if table.dtype == FP32 else f", weights {table.dtype}"
@@ -86,10 +86,10 @@ def _verify(arguments: argparse.Namespace) -> int:
         raise BrokenCheckpointError(wrong[found[0]])
     for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # parents first
         if path in wrong:
-            print(printable(f"{path}: damaged: {wrong[path]}"))
+            print(printable(f"{shown_place(path)}: damaged: {wrong[path]}"))
         else:
             about = (chains.get(path) or [each for each in chains[found[0]] if each.path == path])[-1].manifest
-            print(f"{path}: {counted(len(about.files), 'file')}, {format_bytes(about.nbytes)}: intact")
+            print(f"{shown_place(path)}: {counted(len(about.files), 'file')}, {format_bytes(about.nbytes)}: intact")
     if wrong:
         names = ", ".join(path.name for path in wrong)
         are = "are" if len(wrong) > 1 else "is"

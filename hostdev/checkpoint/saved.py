@@ -151,8 +151,8 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
     Lookups return single rows; features and pooling are up to the caller.
 
     Args:
-        path: A checkpoint, a folder of checkpoints, or a run directory. A folder's newest valid checkpoint is opened,
-            with a warning if a newer one is damaged.
+        path: A checkpoint, a folder of checkpoints, or a run directory, here or in a store. A folder's newest valid
+            checkpoint is opened, with a warning if a newer one is damaged.
         tables: Names of tables to open, or None for all.
         verify: Whether to verify all checksums now. Otherwise only manifests, sizes and file structures are checked.
 

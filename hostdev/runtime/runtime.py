@@ -399,7 +399,7 @@ class Runtime(FrameworkLoaders):
         incremental, with only the rows written since the last one. Training may continue while it is written.
 
         Args:
-            path: The checkpoint folder.
+            path: The checkpoint folder, or its address in a store (docs/guides/stores.md).
             extra: Values to save with the tables, such as `state_dict`s of the dense layers, their optimizer and
                 schedulers: dicts, lists, tensors, numbers and strings.
             keep: Number of newest checkpoints to keep in the folder, 1 or more; checkpoints on which incremental ones
@@ -429,7 +429,7 @@ class Runtime(FrameworkLoaders):
         checkpoint is damaged, the previous one is loaded with a warning.
 
         Args:
-            path: A checkpoint, or a folder of checkpoints.
+            path: A checkpoint, or a folder of checkpoints, here or in a store.
             strict: False loads only the tables that both the checkpoint and the runtime have, with the checkpoint's
                 steps, learning rates and seeds. A table may have more rows than in the checkpoint; the additional rows
                 keep their values. Warnings name everything that is not loaded. The next checkpoint is full.
