@@ -1,5 +1,6 @@
 """Where the files with raw rows are: paths of this machine, or those of `source_path` for files in a store."""
 
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,13 +48,14 @@ def open_bytes(path: Path, *, buffered: bool = True) -> BinaryIO:
     """Open a file for reading."""
     if address_of(path) is None:
         return path.open("rb", buffering=-1 if buffered else 0)
-    return cast(BinaryIO, files.StoreFile(path, stamp(path)[0]))
+    file = files.StoreFile(path, stamp(path)[0])
+    return cast(BinaryIO, io.BufferedReader(file) if buffered else file)
 
 
 def open_arrow(path: Path, *, mapped: bool = False) -> Any:
     """Open a file as Arrow's readers take it; `mapped` maps one of this machine into memory."""
     if address_of(path) is not None:
-        return pa.PythonFile(files.StoreFile(path, stamp(path)[0]), mode="r")
+        return pa.PythonFile(open_bytes(path), mode="r")
     return pa.memory_map(os.fsencode(path)) if mapped else pa.OSFile(os.fsencode(path))
 
 

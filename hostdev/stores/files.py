@@ -38,6 +38,8 @@ def _find(path: Path) -> tuple[Store, str]:
 
 def about(path: Path) -> About | None:
     """Return what is known of a file in a store, by its `source_path`; None if there is no such file."""
+    if (address := address_of(path)) is not None and "/" not in address.partition("://")[2]:
+        return None  # a bucket
     store, name = _find(path)
     found = store.about(name)
     return None if found is None else About(*found)
