@@ -2,14 +2,16 @@
 
 import contextlib
 import logging
-import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 from hostdev.core.errors import TransientError, UserError, in_words
+from hostdev.core.memory import available_bytes
 from hostdev.data.preprocess.cluster import tasks
 from hostdev.data.preprocess.cluster.job import Reference
 from hostdev.data.preprocess.scheduler_flag import parse_scheduler
@@ -42,7 +44,6 @@ class Connection:
         Raises TransientError, by its name, for a worker that does not see the work folder or has other versions.
         """
         found = self.client.run(tasks.check, reference, on_error="return")
-        threads = self.client.nthreads()
         memory = []
         for worker, answer in found.items():
             if isinstance(answer, BaseException):
@@ -52,13 +53,10 @@ class Connection:
                 )
             if answer["error"] is not None:
                 raise TransientError(answer["error"]["message"])
-            limit = self._limit(worker) or answer["memory"]
-            memory.append(min(limit, answer["memory"] or limit) // max(1, threads.get(worker, 1)))
+            memory.append(answer["memory"])
+        if not memory:
+            raise TransientError(f"{self.address} has no worker any more; run again once there is one")
         self.memory = min(memory)
-
-    def _limit(self, worker: str) -> int:
-        workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        return int(workers.get(worker, {}).get("memory_limit") or 0)
 
 
 @contextmanager
@@ -122,22 +120,44 @@ def _local(workers: int) -> Iterator[Any]:
     from distributed import LocalCluster
 
     folder = tempfile.mkdtemp(prefix="hostdev-dask-")
+    runner = _loop_without_interrupts()
     try:
-        cluster = LocalCluster(  # type: ignore[no-untyped-call]
-            n_workers=workers,
+        cluster: Any = LocalCluster(  # type: ignore[no-untyped-call]
+            n_workers=0,
             threads_per_worker=1,
             processes=True,
             host="127.0.0.1",
+            loop=runner.loop,
             dashboard_address=None,
             local_directory=folder,
+            memory_limit=available_bytes() // workers,
             silence_logs=logging.CRITICAL,
-            preload="hostdev.data.preprocess.cluster.ignoring_interrupts",
-            env={"PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "")},
         )
         try:
+            cluster.scale(workers)  # returns at once, so that Ctrl-C finds a cluster to close
             yield cluster
         finally:
             with contextlib.suppress(Exception):
                 cluster.close(timeout=_CLOSE_SECONDS)
     finally:
+        with contextlib.suppress(Exception):
+            runner.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _loop_without_interrupts() -> Any:
+    """Start the thread of Dask's event loop with SIGINT blocked.
+
+    The processes that it starts inherit that, so that Ctrl-C in a terminal, which reaches them, too, does not end them:
+    the command that started them does.
+    """
+    from distributed.utils import LoopRunner
+
+    resource_tracker.ensure_running()  # multiprocessing's, which unblocks SIGINT in the thread that starts it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        runner = LoopRunner(asynchronous=False)  # type: ignore[no-untyped-call]
+        runner.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return runner

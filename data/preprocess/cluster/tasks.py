@@ -42,10 +42,13 @@ def run(reference: Reference, kind: str, arguments: tuple[Any, ...], known: File
         return {"error": {"kind": "TransientError", "message": f"{in_words(error)} ({worker_name()})"}}
 
 
-def check(reference: Reference) -> dict[str, Any]:
-    """Check this worker; return its free memory, and an error as `run` does, or None."""
+def check(reference: Reference, dask_worker: Any = None) -> dict[str, Any]:
+    """Check this worker; return an error as `run` does, or None, and the bytes of memory for each of its threads."""
     try:
         open_job(reference)
     except HostdevError as error:
         return {"error": first.describe_error(error), "memory": 0}
-    return {"error": None, "memory": available_bytes()}
+    free = available_bytes()
+    manager = getattr(dask_worker, "memory_manager", None)
+    limit = getattr(manager, "memory_limit", None) or free
+    return {"error": None, "memory": min(free, limit) // max(1, dask_worker.state.nthreads)}
