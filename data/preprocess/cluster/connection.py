@@ -156,7 +156,7 @@ def _loop_without_interrupts() -> Any:
     resource_tracker.ensure_running()  # multiprocessing's, which unblocks SIGINT in the thread that starts it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        runner = LoopRunner(asynchronous=False)  # type: ignore[no-untyped-call]
+        runner: Any = LoopRunner(asynchronous=False)
         runner.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
