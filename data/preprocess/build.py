@@ -6,8 +6,7 @@ and the options.
 """
 
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,29 +14,27 @@ from typing import Any
 
 from hostdev.core import json_files
 from hostdev.core.checksums import Crc32, checksum
-from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
-from hostdev.data.advice import APART, PADDED, SQUEEZED, UNKNOWN
-from hostdev.data.manifest import REJECTED_FILE, SPLITS, Manifest, Shard
+from hostdev.data.advice import PADDED
+from hostdev.data.manifest import SPLITS, Manifest, Shard
 from hostdev.data.manifest_values import BY_COLUMN, check_scaling
 from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.dense import Scaling
-from hostdev.data.preprocess.earlier_vocabulary import EARLIER, KNOWN_SHARES, Earlier
+from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.options import Options
+from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, Outcome
 from hostdev.data.preprocess.pieces import Facts, Piece
 from hostdev.data.preprocess.raw import Layout, Source
 from hostdev.data.preprocess.shard_memory import ShardMemory
+from hostdev.data.preprocess.shards import ShardOptions, Shards, make_shard, shard_name
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
 from hostdev.data.preprocess.work import Work, claim
-from hostdev.data.preprocess.writer import write_shard
 from hostdev.data.schema import Schema
 from hostdev.kernels.pool import host_threads
-
-VOCABULARY_FILE = "vocabulary.arrow"
 
 
 def build(
@@ -128,10 +125,11 @@ class _Build:
                     self._work.note(parsed=True)
                 self._facts = first.facts
             self._paths = [first.path(i) for i in range(len(self._facts))]
-            rows = self._rows()
-            schema, scaling = self._learn(later, rows, workers)
-            shards, uses = self._write_shards(later, schema, scaling, workers)
-        return self._write_manifest(schema, scaling, rows, shards, uses)
+            outcome = Outcome(self._source, self._options, self._earlier, self._splits, self._facts)
+            schema, scaling = self._learn(later, outcome.rows(), workers)
+            shards = self._write_shards(later, schema, scaling, workers)
+        found = Learned(schema, scaling.statistics(), self._padded, self._known_shares)
+        return outcome.write(self._work.result, self._paths, found, shards)
 
     def _is_learned(self, entries: Sequence[dict[str, Any]], workers: Workers) -> bool:
         """Return whether the journal has the learned schema and scaling, and all files written with them are intact."""
@@ -140,32 +138,6 @@ class _Build:
             return found is not None
         paths = [*map(second_pass.ids_path, self._paths), self._work.result / VOCABULARY_FILE]
         return _count_intact(paths, found["checksums"], workers) == len(paths)
-
-    def _rows(self) -> dict[str, int]:
-        """Return the number of rows of each split.
-
-        Raises UserError if a required split is empty, or no label is positive by a --positive rule.
-        """
-        rows = {split: sum(fact.rows[i] for fact in self._facts) for i, split in enumerate(self._splits)}
-        total = sum(rows.values())
-        if total == 0:
-            raise UserError("the input has no rows")
-        options = self._source.options()
-        for k, name in enumerate(self._layout.labels):
-            rule = options.get("positives", {}).get(name, options.get("positive"))
-            if rule is None or self._earlier is not None or name in self._layout.targets.numeric:
-                continue
-            if not any(each[k] for fact in self._facts for each in fact.labels):
-                of = f" {name!r}" if self._layout.targets.more else ""
-                raise UserError(f"none of the {total} labels{of} is positive by --positive {rule}; give another rule")
-        for split, count in rows.items():
-            if count == 0 and (split != "test" or self._options.test_fraction != 0):
-                by_column = "--{0}-column or --{0}-after".format("validation" if split == "validation" else "test")
-                how = "--test-fraction" if self._options.test_fraction is not None else by_column
-                if split == "validation" and self._options.validation_fraction is not None:
-                    how = "--validation-fraction"
-                raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another {how}")
-        return rows
 
     def _learn(
         self, entries: Sequence[dict[str, Any]], rows: dict[str, int], workers: Workers
@@ -208,17 +180,14 @@ class _Build:
 
     def _write_shards(
         self, entries: Sequence[dict[str, Any]], schema: Schema, scaling: Scaling, workers: Workers
-    ) -> tuple[dict[str, list[Shard]], dict[str, Any]]:
-        """Write the shards that do not exist yet; return all shards by split, and statistics of their ids."""
-        folder = self._work.result
+    ) -> Shards:
+        """Write the shards that do not exist yet; return all shards."""
+        folder, hashed = self._work.result, self._hashed is not None
         written = {entry["shard"]["file"]: entry["shard"] for entry in entries if "shard" in entry}
-        shards: dict[str, list[Shard]] = {split: [] for split in self._splits}
-        names = [*schema.ids, *schema.bags]
-        whole: dict[str, float] = {}
-        by_column: dict[str, dict[str, float]] = {}
-        told: dict[str, list[str]] = {APART: [], SQUEEZED: []}
-        rows_in_all = sum(sum(fact.rows) for fact in self._facts)
-        with bar(rows_in_all, "second pass", "rows", unit_scale=True) as progress:
+        shards = Shards(self._splits, schema, hashed=hashed)
+        how = ShardOptions(schema, self._layout, scaling, hashed=hashed, dense=self._options.dense)
+        counts = [fact.rows for fact in self._facts]
+        with bar(sum(map(sum, counts)), "second pass", "rows", unit_scale=True) as progress:
             for i, split in enumerate(self._splits):
                 (folder / split).mkdir(exist_ok=True)
 
@@ -226,130 +195,20 @@ class _Build:
                     done: dict[str, Any] | None = written.get(name)
                     if done is not None and (folder / name).is_file() and checksum(folder / name) == done["sha256"]:
                         return done
-                    rows = second_pass.build_shard(
-                        ranges,
-                        i,
-                        self._paths,
-                        self._facts,
-                        schema,
-                        self._layout,
-                        scaling,
-                        hashed=self._hashed is not None,
-                    )
-                    out, uses = second_pass.out_of_vocabulary(rows, schema)
-                    is_first = name == f"{SPLITS[0]}/part-00000.arrow"
-                    apart = second_pass.apart(rows, schema) if is_first and self._hashed is None else []
-                    near = second_pass.squeezed(rows, schema.dense, self._options.dense) if is_first else []
-                    sha256 = write_shard(folder / name, rows, schema)
-                    counts = {"out": out, "uses": uses, APART: apart, SQUEEZED: near}
-                    return {"file": name, "rows": len(rows), "sha256": sha256, **counts}
+                    return make_shard(folder / name, name, ranges, i, self._paths, counts, how)
 
                 parts = second_pass.split_shards(self._facts, i, self._options.rows_per_shard)
                 tasks = [
-                    workers.submit(lambda ranges=ranges, name=f"{split}/part-{number:05d}.arrow": write(ranges, name))  # type: ignore[misc]
-                    for number, ranges in enumerate(parts)
+                    workers.submit(lambda ranges=ranges, name=name: write(ranges, name))  # type: ignore[misc]
+                    for ranges, name in ((one, shard_name(split, number)) for number, one in enumerate(parts))
                 ]
-                out, uses = [0] * len(names), [0] * len(names)
                 for task in tasks:
                     made = task.result()
                     if made is not written.get(made["file"]):
                         self._work.note(shard=made)
-                    shards[split].append(Shard(file=made["file"], rows=made["rows"], sha256=made["sha256"]))
-                    out, uses = [[*map(sum, zip(a, made[n], strict=True))] for a, n in ((out, "out"), (uses, "uses"))]
-                    for about in (APART, SQUEEZED):
-                        told[about] += made[about]
+                    shards.add(split, made)
                     progress.update(made["rows"])
-                whole[split] = sum(out) / max(1, sum(uses))
-                by_column[split] = {name: a / max(1, b) for name, a, b in zip(names, out, uses, strict=True)}
-        return shards, {"out_of_vocabulary": whole, **({UNKNOWN: by_column} if self._hashed is None else {}), **told}
-
-    def _write_manifest(
-        self,
-        schema: Schema,
-        scaling: Scaling,
-        rows: dict[str, int],
-        shards: dict[str, list[Shard]],
-        uses: dict[str, Any],
-    ) -> Manifest:
-        """Write the malformed lines and the manifest; `uses` has the statistics that `_write_shards` returned."""
-        folder = self._work.result
-        with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
-            for path, fact in zip(self._paths, self._facts, strict=True):
-                for line in Piece(path).rejected() if fact.rejected else ():
-                    file.write(f"{line.file}\t{line.line}\t{line.reason}\t{line.text}\n")
-        vocabulary = folder / VOCABULARY_FILE if self._hashed is None else None
-        manifest = Manifest(
-            schema=schema,
-            id_type=schema.id_type,
-            train=shards["train"],
-            test=shards["test"],
-            validation=shards.get("validation", []),
-            vocabulary=None if vocabulary is None else vocabulary.name,
-            vocabulary_sha256=None if vocabulary is None else checksum(vocabulary),
-            rejected_sha256=checksum(folder / REJECTED_FILE),
-            options={
-                **self._source.options(),
-                **self._options.as_json(),
-                **({} if self._earlier is None else {EARLIER: self._earlier.as_json()}),
-            },
-            statistics={
-                "rows": rows,
-                "rejected": sum(fact.rejected for fact in self._facts),
-                **self._label_means(rows),
-                **scaling.statistics(),
-                **uses,
-                **self._bag_values(),
-                "missing": self._missing(rows),
-                **({PADDED: self._padded} if self._padded else {}),
-                **({} if self._known_shares is None else {KNOWN_SHARES: self._known_shares}),
-            },
-            sources=self._source.describe(),
-            kinds=self._kinds(),
-        )
-        manifest.write(folder)
-        return manifest
-
-    def _kinds(self) -> dict[str, Any]:
-        """Return the manifest's entry about types and text forms of columns with ids; empty if the source has none."""
-        if self._source.kinds is None:
-            return {}
-        forms: dict[str, dict[int, frozenset[int]]] = {}
-        for fact in self._facts:
-            for name, found in fact.forms.items():
-                by_file = forms.setdefault(name, {})
-                by_file[fact.end.input] = by_file.get(fact.end.input, frozenset()) | set(found)
-        return self._source.kinds(forms)
-
-    def _by_split(self, of: Callable[[Facts, int], float]) -> dict[str, float]:
-        """Return, for each split, the sum of `of(facts, split number)` over the facts of all pieces."""
-        return {split: sum(of(fact, i) for fact in self._facts) for i, split in enumerate(self._splits)}
-
-    def _label_means(self, rows: dict[str, int]) -> dict[str, Any]:
-        """Return the manifest's entries about label means.
-
-        `label_mean` has the first label's means, by split. If there are other labels, `label_means` has their means, by
-        label and then by split.
-        """
-        means = {}
-        for k, name in enumerate(self._layout.labels):
-            sums = {split: math.fsum(fact.labels[i][k] for fact in self._facts) for i, split in enumerate(self._splits)}
-            means[name] = {split: found / max(1, rows[split]) for split, found in sums.items()}
-        first, *more = self._layout.labels
-        return {"label_mean": means[first], **({"label_means": {name: means[name] for name in more}} if more else {})}
-
-    def _bag_values(self) -> dict[str, Any]:
-        bags = enumerate(self._layout.bags)
-        values = {bag.name: self._by_split(lambda fact, i, k=k: fact.bag_values[i][k]) for k, bag in bags}  # type: ignore[misc]
-        return {"bag_values": values} if values else {}
-
-    def _missing(self, rows: dict[str, int]) -> dict[str, dict[str, float]]:
-        """Return the share of missing values by split and column. Bags are left out, as they omit missing values."""
-        names = [*self._layout.dense, *(column.name for column in self._layout.ids)]
-        return {
-            split: {name: sum(fact.missing[i][k] for fact in self._facts) / rows[split] for k, name in enumerate(names)}
-            for i, split in enumerate(self._splits)
-            if rows[split]
-        }
+        return shards
 
 
 def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str, splits: int) -> int:

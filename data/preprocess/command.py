@@ -18,6 +18,7 @@ from hostdev.data.preprocess.files import TableFile
 from hostdev.data.preprocess.flags import THRESHOLD
 from hostdev.data.preprocess.options import FLAGS, Options, ids_in_words, parse_options
 from hostdev.data.preprocess.raw import Source
+from hostdev.data.preprocess.scheduler_flag import parse_scheduler
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
 from hostdev.kernels.pool import host_threads
@@ -89,10 +90,32 @@ def run(arguments: argparse.Namespace) -> None:
         write_synthetic(arguments)
         print(f"{arguments.tsv}: {arguments.rows:,} rows, {time.monotonic() - start:.1f} s")
         return
+    if arguments.scheduler is not None:
+        check_scheduler(arguments)
     earlier = None if arguments.command == "synthetic" else earlier_flags.find_earlier(arguments)
     source, options = make_source(arguments, earlier)
-    manifest = build(source, arguments.out, options, threads=arguments.threads, earlier=earlier)
+    if arguments.scheduler is None:
+        manifest = build(source, arguments.out, options, threads=arguments.threads, earlier=earlier)
+    else:
+        from hostdev.data.preprocess.cluster.prepare import prepare
+
+        manifest = prepare(source, arguments.out, options, arguments.scheduler, earlier)
     print(summary(manifest, arguments.out, time.monotonic() - start))
+
+
+def check_scheduler(arguments: argparse.Namespace) -> None:
+    """Raise UserError unless --scheduler is valid and the other flags allow it."""
+    parse_scheduler(arguments.scheduler)
+    if arguments.threads is not None:
+        raise UserError(
+            "--threads has no effect with --scheduler, whose workers have their own numbers of threads; leave out "
+            "--threads"
+        )
+    if arguments.command == "query":
+        raise UserError(
+            "--scheduler cannot divide a query among workers; write its rows as Parquet, such as with COPY in DuckDB, "
+            "and give these files to preprocess table"
+        )
 
 
 def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -> tuple[Source, Options]:
@@ -160,7 +183,7 @@ def make_synthetic(arguments: argparse.Namespace) -> Synthetic:
 def write_synthetic(arguments: argparse.Namespace) -> None:
     """Write synthetic rows as Criteo text to the file that --tsv names."""
     source = make_synthetic(arguments)
-    for name in (*FLAGS, "threads"):
+    for name in (*FLAGS, "threads", "scheduler"):
         if getattr(arguments, name) is not None:
             raise UserError(
                 f"--{name.replace('_', '-')} has no effect with --tsv; leave out --{name.replace('_', '-')}"

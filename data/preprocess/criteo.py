@@ -15,7 +15,7 @@ from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.inputs import AnyInput, open_input
 from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows
 from hostdev.data.preprocess.rejected import RejectedLines
-from hostdev.data.preprocess.text import LONGEST, whole_lines
+from hostdev.data.preprocess.text import LONGEST, whole_lines, window_lines
 from hostdev.data.schema import Column
 from hostdev.kernels.criteo import EMPTY, HEX_DIGITS, parse_lines
 
@@ -65,14 +65,38 @@ class CriteoText:
 
     def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
         """Yield the text in blocks of complete lines."""
-        for number, source in enumerate(self._inputs[start.input :], start.input):
+        for number in range(start.input, len(self._inputs)):
+            yield from self.whole(number, start.offset if number == start.input else 0)
 
-            def too_long(name: str = source.name) -> UserError:
-                return UserError(f"{name}: no line end in {LONGEST * self._block_bytes} bytes; this is not Criteo text")
+    def whole(self, number: int, offset: int = 0) -> Iterator[Block]:
+        """Yield the blocks of input `number`, from an offset on."""
+        source = self._inputs[number]
+        for lines in whole_lines(source, offset, self._block_bytes, self._too_long(source.name)):
+            yield Block(lines.text, source.name, Place(number, lines.offset), lines.taken)
 
-            offset = start.offset if number == start.input else 0
-            for lines in whole_lines(source, offset, self._block_bytes, too_long):
-                yield Block(lines.text, source.name, Place(number, lines.offset), lines.taken)
+    def windows(self, number: int) -> int | None:
+        """Return the number of windows of input `number` that can be read alone; None if it is not a plain file."""
+        source = self._inputs[number]
+        return -(-source.size // self._block_bytes) if source.plain else None
+
+    def window(self, number: int, window: int) -> Iterator[Block]:
+        """Yield the blocks that `blocks` reads from a window of input `number`."""
+        source = self._inputs[number]
+        for lines in window_lines(source, window, self._block_bytes, self._too_long(source.name)):
+            yield Block(lines.text, source.name, Place(number, lines.offset), lines.taken)
+
+    @property
+    def inputs(self) -> list[AnyInput]:
+        """The files, which are the inputs of the blocks."""
+        return self._inputs
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of a block."""
+        return self._block_bytes
+
+    def _too_long(self, name: str) -> Callable[[], UserError]:
+        return lambda: UserError(f"{name}: no line end in {LONGEST * self._block_bytes} bytes; this is not Criteo text")
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
         """Parse a block's rows; their keys are the 32-bit categorical values."""

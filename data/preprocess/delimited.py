@@ -17,10 +17,11 @@ from hostdev.core.errors import UserError
 from hostdev.data.preprocess.files import Chunk, Part
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
+from hostdev.data.preprocess.quoted import Rows, Scan, chain, scan_windows, unclosed
 from hostdev.data.preprocess.raw import WrongRowError
 from hostdev.data.preprocess.recoded import Recoded, recode
 from hostdev.data.preprocess.rejected import RejectedLines
-from hostdev.data.preprocess.text import LONGEST, newline, whole_lines
+from hostdev.data.preprocess.text import LONGEST, newline, whole_lines, window_lines
 from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 
 BLOCK_BYTES = 1 << 24
@@ -107,6 +108,35 @@ class DelimitedFile:
                 ends.check_closed()
             yield Part((lines.text, begin), lines.offset, lines.taken)
             begin = lines.offset
+
+    @property
+    def windows(self) -> int | None:
+        """The number of windows of BLOCK_BYTES bytes that can be read alone; None if the text is not a plain file."""
+        return -(-self.input.size // BLOCK_BYTES) if self.input.plain else None
+
+    @property
+    def is_quoted(self) -> bool:
+        """Whether values may have line ends in quotes, so that `scan` has to find the rows of a window."""
+        return self._quotes
+
+    def parts_of(self, window: int) -> Iterator[Part]:
+        """Yield what `parts` yields of a window; for text without quotes."""
+        for lines in window_lines(self.input, window, BLOCK_BYTES, self._too_long):
+            yield Part((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
+
+    def scan(self, windows: range) -> list[tuple[Scan, ...]]:
+        """Scan windows of quoted text, for `rows`."""
+        return scan_windows(self.input, self._delimiter, BLOCK_BYTES, windows)
+
+    def rows(self, scans: Sequence[Sequence[Scan]]) -> tuple[list[Rows], UserError | None]:
+        """Return the rows of all windows from their scans, and the error that ends them, if any."""
+        return chain(scans, self.input.size, BLOCK_BYTES, self._too_long, self.input.name)
+
+    def part_at(self, rows: Rows) -> Part:
+        """Read rows that `rows` found."""
+        with self.input.open() as stream:
+            stream.skip(rows.begin)
+            return Part((stream.read(rows.end - rows.begin), rows.begin), rows.end, rows.end - rows.begin)
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Parse a part into rows and malformed lines."""
@@ -313,7 +343,4 @@ class _RowEnds:
         if self._offset:
             with self._source.open() as stream:
                 before = sum(piece.count(b"\n") for piece in stream.pieces(self._offset))
-        raise UserError(
-            f"{self._source.name}, line {before + opened}: the quotes that begin here are never closed; "
-            "if quotes are ordinary characters, give --no-quotes"
-        )
+        raise unclosed(self._source.name, before + opened)

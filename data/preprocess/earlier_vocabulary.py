@@ -103,9 +103,9 @@ class Earlier:
         New values with more than `threshold` occurrences get ids, unless `frozen` is set.
         """
         made = Vocabulary(None if self.frozen else threshold, source.layout, source.format_keys, self.schema)
-        stored = self._stored()
+        stored = self.open()
         for number, space in enumerate(self.schema.spaces):
-            for keys in self._keys(stored, number):
+            for keys in self.keys(stored, number):
                 made.count(number, keys, np.zeros(len(keys), np.int64))
             if made.size(number) != space.values:
                 raise DamagedError(stored.path, f"a value of {space.name!r} occurs twice")
@@ -118,10 +118,10 @@ class Earlier:
         """
         if self.buckets is not None:
             return None
-        stored, registers, texts = self._stored(), [], []
+        stored, registers, texts = self.open(), [], []
         for number in range(len(self.schema.spaces)):
             hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
-            for keys in self._keys(stored, number):
+            for keys in self.keys(stored, number):
                 if isinstance(keys, pa.Array):
                     offsets, data = arrow.get_buffers(keys)
                     hashes.append(hash_texts(offsets, data))
@@ -133,14 +133,14 @@ class Earlier:
                 texts.append(draw_sample(np.concatenate(hashes), np.concatenate(lengths)))
         return Survey(np.stack(registers), tuple(texts) or None)
 
-    def _stored(self) -> StoredVocabulary:
+    def open(self) -> StoredVocabulary:
         """Open the vocabulary; raise DamagedError if it has changed since `read_earlier`."""
         stored = StoredVocabulary(self.folder, self.found)
         if _identity(self.folder, self.found, _make_schema(self.found, stored)) != self.identity:
             raise DamagedError(stored.path, "it changed while this command was running")
         return stored
 
-    def _keys(self, stored: StoredVocabulary, number: int) -> Iterator[Any]:
+    def keys(self, stored: StoredVocabulary, number: int) -> Iterator[Any]:
         """Yield the values of id space `number` in chunks, in the order of their ids, for `Vocabulary.count`."""
         for chunk in stored.values(self.schema.spaces[number]).chunks:
             for start in range(0, len(chunk), _AT_ONCE):

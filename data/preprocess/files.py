@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -168,6 +169,15 @@ def _is_list_of_dictionary(found: pa.DataType) -> bool:
     return any(test(found) for test in lists) and pa.types.is_dictionary(found.value_type)
 
 
+class GroupsRead(NamedTuple):
+    """Row groups [first, last) that are read together, `rows` rows at a time; `row` rows are before them."""
+
+    first: int
+    last: int
+    row: int
+    rows: int
+
+
 class ParquetTable:
     """A Parquet file."""
 
@@ -191,25 +201,47 @@ class ParquetTable:
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
         """Yield the rows, starting at row number `offset`, from 0."""
-        path = self.input.path
+        with self._naming(), open_parquet(self.input.path) as file:
+            for read in self._reads(used, offset):
+                yield from self._read(file, used, read, offset)
+
+    def reads(self, used: Sequence[str]) -> list["GroupsRead"]:
+        """Return the groups that `parts` reads at a time."""
+        with self._naming():
+            return list(self._reads(used, 0))
+
+    def parts_of(self, used: Sequence[str], read: "GroupsRead") -> Iterator[Part]:
+        """Yield what `parts` yields of the row groups in `read`."""
+        with self._naming(), open_parquet(self.input.path) as file:
+            yield from self._read(file, used, read, 0)
+
+    def _reads(self, used: Sequence[str], offset: int) -> Iterator["GroupsRead"]:
+        alone = any(_is_list_of_dictionary(self.get_type(name)) for name in used)
+        with RowGroups.open(self.input.path, used) as groups:
+            first = int(np.searchsorted(groups.ends, offset, "right"))  # the group that contains the row
+            row = int(groups.ends[first - 1]) if first else 0
+            while first < len(groups.ends):  # a few groups at a time, as the reader caches all it reads
+                rows = _rows_at_once(groups.size(first))
+                last = first + 1
+                if not alone:
+                    last = min(int(np.searchsorted(groups.ends, row + rows)) + 1, len(groups.ends))
+                for number in range(first, last):
+                    rows = groups.rows_for_text(number, rows)
+                yield GroupsRead(first, last, row, rows)
+                first, row = last, int(groups.ends[last - 1])
+
+    def _read(self, file: Any, used: Sequence[str], read: "GroupsRead", offset: int) -> Iterator[Part]:
         each = self.input.size / max(1, self.most_rows)
+        row, groups = read.row, list(range(read.first, read.last))
+        for batch in file.iter_batches(read.rows, row_groups=groups, columns=list(used)):
+            rest = batch.slice(max(0, offset - row))
+            row += len(batch)
+            yield from split_batch(rest, row - len(rest), each)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
         try:
-            alone = any(_is_list_of_dictionary(self.get_type(name)) for name in used)
-            with open_parquet(path) as file, RowGroups.open(path, used) as groups:
-                first = int(np.searchsorted(groups.ends, offset, "right"))  # the group that contains the row
-                row = int(groups.ends[first - 1]) if first else 0
-                while first < len(groups.ends):  # a few groups at a time, as the reader caches all it reads
-                    rows = _rows_at_once(groups.size(first))
-                    last = first + 1
-                    if not alone:
-                        last = min(int(np.searchsorted(groups.ends, row + rows)) + 1, len(groups.ends))
-                    for number in range(first, last):
-                        rows = groups.rows_for_text(number, rows)
-                    for batch in file.iter_batches(rows, row_groups=list(range(first, last)), columns=list(used)):
-                        rest = batch.slice(max(0, offset - row))
-                        row += len(batch)
-                        yield from split_batch(rest, row - len(rest), each)
-                    first = last
+            yield
         except UnicodeDecodeError as error:  # a column name in a row group; the schema's are valid
             raise unreadable(self.input.name, "the Parquet file is broken", error) from None
         except (pa.ArrowException, OSError) as error:
@@ -248,19 +280,37 @@ class ArrowTable:
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
         """Yield the rows, starting at row number `offset`, from 0."""
+        return self._parts(used, offset, None)
+
+    def count_batches(self) -> int | None:
+        """Return the number of record batches, or None for a stream, which can be read only from its beginning."""
+        if self._stream:
+            return None
+        with self._naming(), places.open_arrow(self.input.path, mapped=True) as source:
+            return int(pa.ipc.open_file(source).num_record_batches)
+
+    def parts_of(self, used: Sequence[str], batch: int) -> Iterator[Part]:
+        """Yield what `parts` yields of one record batch; offsets are counted from its first row."""
+        return self._parts(used, 0, batch)
+
+    def _parts(self, used: Sequence[str], offset: int, only: int | None) -> Iterator[Part]:
         fields = [self.names.index(name) for name in used]
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         row, before = 0, 0
+        with self._naming(), places.open_arrow(self.input.path, mapped=True) as source:
+            for batch, position in self._batches(source, options, only):
+                each = (position - before) / max(1, len(batch))
+                before = position
+                rest = batch.slice(max(0, offset - row))
+                row += len(batch)
+                if len(rest):
+                    rest.validate(full=True)  # the file is untrusted
+                    yield from split_batch(rest, row - len(rest), each)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
         try:
-            with places.open_arrow(self.input.path, mapped=True) as source:
-                for batch, position in self._batches(source, options):
-                    each = (position - before) / max(1, len(batch))
-                    before = position
-                    rest = batch.slice(max(0, offset - row))
-                    row += len(batch)
-                    if len(rest):
-                        rest.validate(full=True)  # the file is untrusted
-                        yield from split_batch(rest, row - len(rest), each)
+            yield
         except (pa.ArrowException, OSError) as error:
             raise unreadable(self.input.name, "the Arrow file is broken", error) from None
 
@@ -269,15 +319,15 @@ class ArrowTable:
         return Chunk(part.content, size=part.taken)
 
     def _batches(
-        self, source: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions
+        self, source: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions, only: int | None
     ) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """Yield record batches, each with the approximate file position of its end."""
+        """Yield record batches, or `only` one of a file, each with the approximate file position of its end."""
         if self._stream:
             for batch in pa.ipc.open_stream(source, options=options):
                 yield batch, source.tell()
             return
         reader = pa.ipc.open_file(source, options=options)
-        for i in range(reader.num_record_batches):
+        for i in range(reader.num_record_batches) if only is None else [only]:
             yield reader.get_batch(i), source.size() * (i + 1) // reader.num_record_batches
 
 

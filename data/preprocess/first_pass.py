@@ -1,6 +1,5 @@
 """The first pass: parse a source's blocks on all cores and write them as pieces, in the source's order."""
 
-import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -8,26 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from hostdev.core.errors import HostdevError, UserError
-from hostdev.core.progress import bar, counted
+from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data.preprocess.pieces import Facts, Piece, Survey, merge, survey, write_piece
-from hostdev.data.preprocess.query import NAME
 from hostdev.data.preprocess.raw import BEGINNING, Block, RawRows, Source, WrongRowError
-from hostdev.data.preprocess.rejected import Rejected
+from hostdev.data.preprocess.row_counts import Draw, RowCounts
 from hostdev.data.preprocess.shard_memory import ShardMemory
 from hostdev.data.preprocess.vocabulary import HashBuckets, require_memory
 from hostdev.data.preprocess.work import Work
-from hostdev.kernels.counter import key64, uniform
 
-MAX_REJECTED = 0.01
 _CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
-_MISSING = re.compile(r"column '(.+)': the value is missing")
-_TEXT = ("columns", "delimiter", "skipped_lines")  # options that a query would need in another form
-_SOME, _MOST = 10_000, 0.5  # stop early if more than _MOST of at least _SOME rows are malformed
 
 Written = tuple[dict[str, Any], Survey | None]
 
@@ -56,11 +46,9 @@ class FirstPass:
         survey: Survey | None = None,
     ) -> None:
         self._source, self._work, self._shards = source, work, shards
-        (self._fraction, self._validation), self._splits = fractions, splits
-        self._key, self._hashed = key64(seed, "test split"), hashed
+        self._draw, self._splits, self._hashed = Draw(seed, fractions), splits, hashed
         self.facts: list[Facts] = []  # one for each written piece
-        self._input = self._lines = self._rows = self._rejected = 0  # counts so far; `_lines` of the current input only
-        self._first: Rejected | None = None
+        self._counts = RowCounts(source)
         self._surveys = [] if survey is None else [survey]
         self._unchecked: list[Facts] = []  # pieces that the memory check does not include yet
 
@@ -75,10 +63,10 @@ class FirstPass:
         """
         self._unchecked = list(facts)
         for number, one in enumerate(facts):
-            self._pass(one.end.input, one.lines, sum(one.rows), one.rejected)
+            self._counts.add(one.end.input, one.lines, sum(one.rows), one.rejected)
             piece = Piece(self.path(number))
-            if one.rejected and self._first is None:
-                self._first = next(piece.rejected())
+            if one.rejected and self._counts.first is None:
+                self._counts.first = next(piece.rejected())
             if self._hashed is None:
                 self._surveys.append(survey(piece, len(self._source.layout.spaces)))
         self.facts = list(facts)
@@ -110,7 +98,7 @@ class FirstPass:
                 if isinstance(block, HostdevError):
                     raise block
         self._check_memory()
-        self._check_rejected(self._rows)
+        self._counts.check_rejected(self._counts.rows)
         self._source.check_unchanged()
 
     def _parse(self, block: Block) -> RawRows:
@@ -118,38 +106,24 @@ class FirstPass:
 
     def _write(self, block: Block, parsed: Future[RawRows], workers: Workers, number: int) -> Future[Written]:
         """Wait until a block is parsed, count its rows, and submit a task that writes them as piece `number`."""
-        before = self._lines if block.end.input == self._input else 0
+        counts = self._counts
+        before = counts.lines_before(block.end.input)
         try:
             rows = parsed.result()
         except WrongRowError as error:
             raise UserError(f"{error.file}, row {before + error.row}, {error.reason}") from None
         if rows.rejected:
             rows = replace(rows, rejected=rows.rejected.after(before))
-            self._first = self._first or rows.rejected[0]
-        begin = self._rows
-        self._pass(block.end.input, len(rows) + len(rows.rejected), len(rows), len(rows.rejected))
-        self._check_rejected(self._source.most_rows)  # fails as soon as the remaining rows cannot lower the share to 1%
+            counts.first = counts.first or rows.rejected[0]
+        begin = counts.rows
+        counts.add(block.end.input, len(rows) + len(rows.rejected), len(rows), len(rows.rejected))
+        counts.check_rejected(self._source.most_rows)  # fails as soon as the remaining rows cannot lower it to 1%
 
         def write() -> Written:
-            splits = self._draw(rows, begin)
+            splits = self._draw.splits(rows.splits, len(rows), begin)
             return write_piece(self.path(number), rows, splits, self._splits, self._source.layout, self._hashed)
 
         return workers.submit(write)
-
-    def _draw(self, rows: RawRows, begin: int) -> npt.NDArray[np.uint8]:
-        """Return the index of each row's split. Only rows that the source uses for training are drawn for other splits.
-
-        `begin` is the number of preceding rows. The validation fraction does not change which rows are test rows.
-        """
-        splits = np.zeros(len(rows), np.uint8) if rows.splits is None else rows.splits
-        if self._fraction is None and self._validation is None:
-            return splits
-        drawn = uniform(self._key, np.arange(begin, begin + len(rows), dtype=np.uint64))
-        test = self._fraction or 0.0
-        found = (drawn < test) * np.uint8(1)
-        if self._validation is not None:
-            found[(drawn >= test) & (drawn < test + self._validation)] = 2
-        return np.where(splits == 0, found, splits)
 
     def _note(self, block: Block, result: Written) -> None:
         """Record the next finished piece."""
@@ -169,60 +143,6 @@ class FirstPass:
         if self._surveys:
             self._surveys = [merge(self._surveys)]
             require_memory(self._surveys[0].values(), self._surveys[0].text_bytes())
-
-    def _pass(self, source: int, lines: int, rows: int, rejected: int) -> None:
-        """Add parsed lines and rows to the counts."""
-        self._lines = lines + (self._lines if source == self._input else 0)
-        self._input = source
-        self._rows += rows
-        self._rejected += rejected
-
-    def _check_rejected(self, accepted: int) -> None:
-        """Raise UserError if more than 1% of all rows, or half of the rows so far (at least 10,000), are malformed.
-
-        `accepted` is the number of well-formed rows in the source, or an upper bound on it. The second case indicates a
-        wrong option, so it is reported early.
-        """
-        if self._first is None:
-            return
-        so_far, first = self._rows + self._rejected, self._first
-        where = f"the first is {first.file}:{first.line}: {first.reason}"
-        if self._rejected > MAX_REJECTED * (accepted + self._rejected):
-            raise UserError(
-                f"{counted(self._rejected, 'row')} cannot be read, more than {MAX_REJECTED:.0%} of all; {where}"
-                f"{self._remedy(first)}"
-            )
-        if so_far >= _SOME and self._rejected > _MOST * so_far:
-            raise UserError(
-                f"{self._rejected:,} of the first {so_far:,} rows cannot be read; {where}{self._remedy(first)}"
-            )
-
-    def _remedy(self, first: Rejected) -> str:
-        """Return how to leave out rows like the first malformed one, or "" if a query over the file cannot."""
-        options = self._source.options()
-        return "" if any(options.get(name) for name in _TEXT) else _remedy(first)
-
-
-def _remedy(first: Rejected) -> str:
-    """Return how to leave out rows without a value in the first malformed row's column, or "" if that has a value."""
-    found = _MISSING.match(first.reason)
-    if found is None:
-        return ""
-    name, shown = found[1], ", " + first.text
-    value = shown.split(f", {name}=", 1)[-1].split(",", 1)[0] if f", {name}=" in shown else ""
-    column = '"' + name.replace('"', '""') + '"'
-    condition = f"{column} IS NOT NULL"
-    if value:
-        condition += f" AND {column}::VARCHAR <> {_sql_text(value)}"
-    if first.file == NAME:
-        return f"; to leave out such rows, add the condition {condition} to the query"
-    sql = f"SELECT * FROM {_sql_text(first.file)} WHERE {condition}"
-    escaped = re.sub(r'(["\\$`])', r"\\\1", sql)  # for a shell, within double quotes
-    return f'; to leave out such rows: hostdev preprocess query "{escaped}"'
-
-
-def _sql_text(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
 
 
 def _until_error(blocks: Iterator[Block]) -> Iterator[Block | HostdevError | None]:

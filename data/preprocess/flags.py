@@ -111,6 +111,16 @@ def add_earlier(to: argparse.ArgumentParser) -> None:
     )
 
 
+def add_scheduler(to: argparse.ArgumentParser) -> None:
+    """Add --scheduler."""
+    to.add_argument(
+        "--scheduler",
+        metavar="ADDRESS",
+        help="work on a cluster with the workers of this Dask scheduler, such as tcp://HOST:8786; local:N starts N "
+        "worker processes on this machine (pip install 'hostdev[dask]')",
+    )
+
+
 def add_looking(to: Any) -> None:
     """Add the subcommands `check`, `info` and `suggest` to `hostdev.data.preprocess`."""
 

@@ -91,9 +91,18 @@ class Piece:
         with pa.memory_map(os.fsencode(path)) as source:
             self._record = pa.ipc.open_file(source).get_batch(0)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all columns."""
+        return list(self._record.schema.names)
+
+    def values(self, name: str) -> pa.Array:
+        """Return the column `name` of the piece."""
+        return self._record[name].values
+
     def array(self, name: str) -> Array:
         """Return the column `name` of the piece, which must hold numbers."""
-        values: Array = self._record[name].values.to_numpy()
+        values: Array = self.values(name).to_numpy()
         return values
 
     def __len__(self) -> int:
@@ -106,7 +115,11 @@ class Piece:
 
     def keys(self, space: int) -> Array | pa.LargeStringArray:
         """Return the values of id space number `space`: integers or texts."""
-        found = self._record[f"keys {space}"].values
+        return self.keys_of(f"keys {space}")
+
+    def keys_of(self, name: str) -> Array | pa.LargeStringArray:
+        """Return the column `name` of the piece: integers or texts."""
+        found = self.values(name)
         return found if pa.types.is_large_string(found.type) else found.to_numpy()
 
     def rejected(self) -> Iterator[Rejected]:

@@ -1,6 +1,6 @@
 """The second pass: learn scaling and vocabulary from the training rows, assign ids, and build shards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
@@ -132,15 +132,15 @@ def split_shards(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Ite
 def build_shard(
     ranges: Sequence[Range],
     split: int,
-    paths: Sequence[Path],
-    facts: Sequence[Facts],
+    paths: Sequence[Path] | Mapping[int, Path],
+    counts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
     schema: Schema,
     layout: Layout,
     scaling: Scaling,
     *,
     hashed: bool,
 ) -> Rows:
-    """Build the rows of a shard, with ids and scaled numbers."""
+    """Build the rows of a shard, with ids and scaled numbers; `counts` has each piece's number of rows by split."""
     n, columns = sum(one.stop - one.start for one in ranges), len(layout.ids)
     several = bool(layout.targets.more)
     label = np.empty((n, len(layout.labels)), np.float32)
@@ -152,9 +152,9 @@ def build_shard(
     spaces = {space: number for number, space in enumerate(layout.spaces)}
     done = 0
     for one in ranges:
-        path, fact = paths[one.piece], facts[one.piece]
+        path = paths[one.piece]
         piece, known = Piece(path), None if hashed else Piece(ids_path(path))
-        before = sum(fact.rows[:split])
+        before = sum(counts[one.piece][:split])
         rows = slice(before + one.start, before + one.stop)
         here = slice(done, done + one.stop - one.start)
         for i, values in enumerate(piece.labels(len(layout.labels))):

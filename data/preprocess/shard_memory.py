@@ -19,9 +19,13 @@ class ShardMemory:
     Args:
         threads: Number of threads; each writes one shard at a time.
         splits: Number of splits.
+        free: Bytes of memory for all threads; None for what is free on this machine.
     """
 
-    def __init__(self, layout: Layout, rows_per_shard: int, threads: int, id_type: str, splits: int) -> None:
+    def __init__(
+        self, layout: Layout, rows_per_shard: int, threads: int, id_type: str, splits: int, free: int | None = None
+    ) -> None:
+        self._free = free
         self._layout, self._most, self._threads = layout, rows_per_shard, threads
         self._id_bytes = np.dtype(id_type).itemsize
         self._rows, self._values, self._piece_rows = [0] * splits, [0] * splits, 0
@@ -36,7 +40,7 @@ class ShardMemory:
             self._values[i] += sum(sum(fact.bag_values[i]) for fact in facts)
         self._piece_rows = max([self._piece_rows, *(sum(fact.rows) for fact in facts)])
         shard, threads, rows = max(map(self._shard, range(len(self._rows))), key=lambda found: found[0] * found[1])
-        free = available_bytes()
+        free = available_bytes() if self._free is None else self._free
         if threads * shard > free:
             held = "a thread would hold" if threads == 1 else f"{threads} threads would each hold"
             fewer = "" if threads == 1 else ", or fewer --threads"

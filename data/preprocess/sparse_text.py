@@ -22,7 +22,7 @@ from hostdev.data.preprocess.files import Chunk, Part
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.rejected import RejectedLines
-from hostdev.data.preprocess.text import LONGEST, whole_lines
+from hostdev.data.preprocess.text import LONGEST, whole_lines, window_lines
 
 _BLOCK = 1 << 22  # bytes
 _NUMBER = r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?"
@@ -88,6 +88,16 @@ class SparseText:
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
         """Iterate over the text from a byte offset on, some MiB of whole lines at a time."""
         for lines in whole_lines(self.input, offset, _BLOCK, self._too_long):
+            yield Part((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
+
+    @property
+    def windows(self) -> int | None:
+        """The number of windows that can be read alone; None if the text is not a plain file."""
+        return -(-self.input.size // _BLOCK) if self.input.plain else None
+
+    def parts_of(self, window: int) -> Iterator[Part]:
+        """Yield what `parts` yields of a window."""
+        for lines in window_lines(self.input, window, _BLOCK, self._too_long):
             yield Part((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:

@@ -12,7 +12,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.bag_weights import can_be_weights
 from hostdev.data.preprocess.columns import Positive
 from hostdev.data.preprocess.delimited import DelimitedFile
-from hostdev.data.preprocess.files import TableFile, find_format, is_table
+from hostdev.data.preprocess.files import Part, TableFile, find_format, is_table
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.forms import NUMBERS, Written
 from hostdev.data.preprocess.inputs import open_input
@@ -32,6 +32,7 @@ class Table:
     Args:
         files: Paths, and files that are already open, such as a query's result; these are read last.
         options: Roles of the columns; may name further files, with test or validation rows.
+        groups: The paths of all files by split, in place of `files` and those that the options name.
 
     Raises UserError for unreadable files and wrong columns, in the constructor or while reading.
     """
@@ -40,14 +41,16 @@ class Table:
     signed = True
     format_keys = None
 
-    def __init__(self, files: Sequence[Path | TableFile], options: TableOptions) -> None:
+    def __init__(
+        self, files: Sequence[Path | TableFile], options: TableOptions, groups: Sequence[Sequence[Path]] | None = None
+    ) -> None:
         chosen = (list(map(source_path, names)) for names in (options.test_files, options.validation_files))
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._used = options.used()
         self._owners = dict(options.share)  # columns that share another column's ids
-        groups = [[file for file in files if isinstance(file, Path)], *chosen]
-        paths = [expand(group, is_table) if group else [] for group in groups]
+        named = [[file for file in files if isinstance(file, Path)], *chosen]
+        paths = [expand(group, is_table) if group else [] for group in named] if groups is None else groups
         opened: list[list[TableFile]] = [[open_table(path, options) for path in group] for group in paths]
         opened[0] += [file for file in files if not isinstance(file, Path)]
         self._files = [file for group in opened for file in group]
@@ -62,6 +65,22 @@ class Table:
         self._parser = RowParser(options, self._files)
         self.total = sum(file.input.size for file in self._files)
         self.most_rows = sum(file.most_rows for file in self._files)
+
+    @property
+    def files(self) -> list[TableFile]:
+        """The files, which are the inputs of the blocks."""
+        return self._files
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Names of the columns that are read."""
+        return self._used
+
+    @property
+    def description(self) -> tuple[TableOptions, list[list[Path]]]:
+        """The options, and the paths of all files by split."""
+        pairs = list(zip(self._files, self._splits, strict=True))
+        return self._options, [[file.input.path for file, of in pairs if of == split] for split in range(3)]
 
     def describe(self) -> list[dict[str, Any]]:
         """Return each file's absolute path and size."""
@@ -85,7 +104,12 @@ class Table:
         """Iterate over the rows from `start` on."""
         for number, file in enumerate(self._files[start.input :], start.input):
             for part in file.parts(self._used, start.offset if number == start.input else 0):
-                yield Block((file, part, self._splits[number]), file.input.name, Place(number, part.offset), part.taken)
+                yield self.block(number, part)
+
+    def block(self, number: int, part: Part) -> Block:
+        """Return a part of file `number` as a block."""
+        file = self._files[number]
+        return Block((file, part, self._splits[number]), file.input.name, Place(number, part.offset), part.taken)
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
         """Parse a block's rows.

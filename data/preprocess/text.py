@@ -1,4 +1,4 @@
-"""Reader of text in blocks of complete lines."""
+"""Reader of text in blocks of complete lines, from the beginning or at any window of an uncompressed file."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -59,3 +59,50 @@ def whole_lines(
             before = taken
         if rest:
             yield Lines(rest, offset + len(rest), stream.taken() - before, is_last=True)
+
+
+def window_lines(
+    source: AnyInput | Recoded, number: int, block_bytes: int, too_long: Callable[[], UserError]
+) -> Iterator[Lines]:
+    """Iterate over the lines that `whole_lines` yields when it reads the window `number` of an uncompressed file.
+
+    Windows have `block_bytes` bytes; every line ends with a newline, except possibly the last. The lines of all
+    windows, in order, are those of `whole_lines(source, 0, ...)`.
+    """
+    start = number * block_bytes
+    begin = _last_line_end(source, start, LONGEST * block_bytes, too_long)
+    with source.open() as stream:
+        stream.skip(begin)
+        text = stream.read(start - begin + block_bytes)
+    waiting = start - begin  # bytes of a line that began before the window
+    if len(text) <= waiting:
+        return
+    end = text.rfind(b"\n", waiting) + 1
+    continued = 0 if end else len(text) - waiting
+    if end and waiting:
+        continued = text.index(b"\n", waiting) + 1 - waiting
+    if waiting + continued > LONGEST * block_bytes:
+        raise too_long()
+    taken = len(text) - waiting
+    if end:
+        yield Lines(text[:end], begin + end, taken)
+        taken = 0
+    if start + block_bytes >= source.size and end < len(text):
+        yield Lines(text[end:], begin + len(text), taken, is_last=True)
+
+
+def _last_line_end(source: AnyInput | Recoded, before: int, most: int, too_long: Callable[[], UserError]) -> int:
+    """Return the end of the last line that ends at most at `before`; 0 if there is none."""
+    size = 1 << 12
+    while True:
+        first = max(0, before - size)
+        with source.open() as stream:
+            stream.skip(first)
+            end = stream.read(before - first).rfind(b"\n") + 1
+        if end:
+            return first + end
+        if first == 0:
+            return 0
+        if size >= most:
+            raise too_long()
+        size = min(most, size * 8)

@@ -1,9 +1,9 @@
 """Encoding of values as ids: by a vocabulary counted on the training rows, or by hash."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,81 +11,21 @@ import pyarrow as pa
 
 from hostdev.core.errors import TransientError
 from hostdev.core.memory import available_bytes, format_bytes
-from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.values import FormatKeys, Ids, make_values
 from hostdev.data.schema import Schema, Space
 from hostdev.kernels.columns import hash_keys, hash_rows
 from hostdev.kernels.counter import key64
-from hostdev.kernels.dictionary import BYTES_A_VALUE, Dictionary
-from hostdev.kernels.strings import BYTES_A_TEXT, TextMap
-
-Ids = npt.NDArray[np.int64]
-FormatKeys = Callable[[Ids], pa.Array]
+from hostdev.kernels.dictionary import BYTES_A_VALUE
+from hostdev.kernels.strings import BYTES_A_TEXT
 
 _WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
 _WRITTEN_BYTES = 1 << 28  # maximum bytes of text in a batch
 _AT_ONCE = 1 << 20  # values handled at a time
-_DIGITS = 20  # maximum number of characters of an integer
 _ID_BYTES = 8  # bytes per value for the assigned ids
 _WRITTEN_ROW = 64  # bytes per row during writing, plus two copies of its text
-_MOST = 0.5  # a value above this share of a bag's values is probably padding
+MOST_OF_A_BAG = 0.5  # a value above this share of a bag's values is probably padding
 _MARGIN = 1.03  # error margin of the estimates (see kernels/cardinality.py)
-
-
-class _Integers:
-    """The integer values of an id space."""
-
-    def __init__(self, format_keys: FormatKeys) -> None:
-        self._seen, self._format_keys = Dictionary(), format_keys
-
-    @property
-    def uses(self) -> Ids:
-        """Occurrences of each value, in order of first occurrence."""
-        return self._seen.uses
-
-    def count(self, keys: Ids, uses: npt.NDArray[Any]) -> None:
-        self._seen.count(keys, uses)
-
-    def find(self, keys: Ids) -> Ids:
-        return self._seen.find(keys)
-
-    def texts(self, numbers: Ids) -> pa.Array:
-        """Return the values at these indices as text."""
-        return self._format_keys(self._seen.keys[numbers])
-
-    def lengths(self, numbers: Ids) -> Ids:
-        """Return an upper bound on the number of bytes of each value's text."""
-        return np.full(len(numbers), _DIGITS)
-
-
-class _Texts:
-    """The text values of an id space."""
-
-    def __init__(self) -> None:
-        self._seen = TextMap()
-        self._uses = np.zeros(1024, np.int64)
-
-    @property
-    def uses(self) -> Ids:
-        """Occurrences of each value, in order of first occurrence."""
-        return self._uses[: len(self._seen)]
-
-    def count(self, keys: pa.LargeStringArray, uses: npt.NDArray[Any]) -> None:
-        positions = self._seen.add(*arrow.get_buffers(keys))
-        if len(self._seen) > len(self._uses):
-            self._uses.resize(len(self._seen) + len(self._seen) // 4, refcheck=False)
-        self._uses[positions] += uses  # positions are distinct
-
-    def find(self, keys: pa.LargeStringArray) -> Ids:
-        return self._seen.find(*arrow.get_buffers(keys)).astype(np.int64)
-
-    def texts(self, numbers: Ids) -> pa.Array:
-        """Return the values at these indices, which must have less than 2 GiB of text."""
-        return arrow.make_texts(*self._seen.take(numbers)).cast(pa.string())
-
-    def lengths(self, numbers: Ids) -> Ids:
-        """Return the number of bytes of each value."""
-        return self._seen.lengths(numbers)
 
 
 class Vocabulary:
@@ -106,7 +46,7 @@ class Vocabulary:
         self, threshold: int | None, layout: Layout, format_keys: FormatKeys | None, earlier: Schema | None = None
     ) -> None:
         self._threshold, self._layout, self._earlier = threshold, layout, earlier
-        self._values: list[Any] = [_Texts() if format_keys is None else _Integers(format_keys) for _ in layout.spaces]
+        self._values: list[Any] = [make_values(format_keys) for _ in layout.spaces]
         self._ids: list[Ids] = []
         fixed, dense = len(layout.dense) + len(layout.spaces), len(layout.dense)
         empty = tuple(Space(name, dense + i, fixed, 0) for i, name in enumerate(layout.spaces))
@@ -141,7 +81,7 @@ class Vocabulary:
         for number, space in enumerate(self._layout.spaces):
             bags = [bag.name for bag in self._layout.bags if bag.space == space]
             uses = self._values[number].uses
-            if bags and len(uses) > 1 and uses.max() > _MOST * uses.sum():
+            if bags and len(uses) > 1 and uses.max() > MOST_OF_A_BAG * uses.sum():
                 most = int(uses.argmax())
                 value = self._values[number].texts(np.array([most]))[0].as_py()
                 found |= {bag: [value, int(uses[most]) / int(uses.sum())] for bag in bags}
@@ -204,45 +144,83 @@ class Vocabulary:
 
         A batch has at most 2^20 rows and 256 MiB of text, to bound memory.
         """
-        names = pa.array([*self._layout.dense, *self._layout.spaces], pa.string())
-        kinds = pa.schema(
-            [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
-        )
-        fixed = len(names)
         rare = [int(values.uses.sum()) for values in self._values]
         for number, kept in self._in_order():
             rare[number] -= int(self._values[number].uses[kept].sum())
-        counts = np.array([rows] * len(self._layout.dense) + rare, np.int64)
-        waiting: list[tuple[npt.NDArray[Any], pa.Array, Ids]] = [
-            (np.arange(fixed), pa.nulls(fixed, pa.string()), counts)
-        ]
-        with pa.OSFile(os.fsencode(path), "wb") as content, pa.ipc.new_file(content, kinds) as file:
+        write_values(path, self._layout, [rows] * len(self._layout.dense) + rare, self._written())
 
-            def write() -> None:
-                fields, texts, counts = zip(*waiting, strict=True)
-                of = pa.DictionaryArray.from_arrays(pa.array(np.concatenate(fields), pa.int32()), names)
-                columns = [of, pa.concat_arrays(texts), pa.array(np.concatenate(counts))]
-                file.write_batch(pa.RecordBatch.from_arrays(columns, schema=kinds))
-                waiting.clear()
+    def _written(self) -> "Iterator[WrittenValues]":
+        for number, kept in self._in_order():
+            values = self._values[number]
+            texts = _Taken(values, kept)
+            yield WrittenValues(self.schema.spaces[number].oov, values.lengths(kept), values.uses[kept], texts)
 
-            rows_left, bytes_left = _WRITTEN_AT_ONCE - fixed, _WRITTEN_BYTES
-            for number, kept in self._in_order():
-                oov, values = self.schema.spaces[number].oov, self._values[number]
-                while len(kept):
-                    some = kept[:rows_left]
-                    ends = np.cumsum(values.lengths(some))
-                    fitting = int(np.searchsorted(ends, bytes_left, "right"))
-                    if fitting == 0 and bytes_left == _WRITTEN_BYTES:
-                        fitting = 1  # a single text exceeds the limit of a batch
-                    some, kept = some[:fitting], kept[fitting:]
-                    if fitting:
-                        waiting.append((np.full(fitting, oov), values.texts(some), values.uses[some]))
-                        rows_left, bytes_left = rows_left - fitting, bytes_left - int(ends[fitting - 1])
-                    if rows_left == 0 or fitting < len(ends):
-                        write()
-                        rows_left, bytes_left = _WRITTEN_AT_ONCE, _WRITTEN_BYTES
-            if waiting:
-                write()
+
+class _Taken:
+    """The texts of some values, formatted when they are needed."""
+
+    def __init__(self, values: Any, numbers: Ids) -> None:
+        self._values, self._numbers = values, numbers
+
+    def __getitem__(self, rows: slice) -> pa.Array:
+        return self._values.texts(self._numbers[rows])
+
+
+class WrittenValues(NamedTuple):
+    """Some values with consecutive ids.
+
+    Attributes:
+        oov: The out-of-vocabulary id of their id space.
+        lengths: An upper bound on the bytes of each value's text, int64 [n].
+        uses: Occurrences in training rows, int64 [n].
+        texts: `texts[a:b]` returns the texts of values [a, b), a string array.
+    """
+
+    oov: int
+    lengths: Ids
+    uses: Ids
+    texts: Any
+
+
+def write_values(path: Path, layout: Layout, fixed: Sequence[int], values: "Iterator[WrittenValues]") -> None:
+    """Write a vocabulary's file: `fixed` has the occurrences of the fixed ids; `values` follow in the order of ids.
+
+    The file does not depend on how the values are divided.
+    """
+    names = pa.array([*layout.dense, *layout.spaces], pa.string())
+    kinds = pa.schema(
+        [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
+    )
+    waiting: list[tuple[npt.NDArray[Any], pa.Array, Ids]] = [
+        (np.arange(len(names)), pa.nulls(len(names), pa.string()), np.array(fixed, np.int64))
+    ]
+    with pa.OSFile(os.fsencode(path), "wb") as content, pa.ipc.new_file(content, kinds) as file:
+
+        def write() -> None:
+            fields, texts, counts = zip(*waiting, strict=True)
+            of = pa.DictionaryArray.from_arrays(pa.array(np.concatenate(fields), pa.int32()), names)
+            columns = [of, pa.concat_arrays(texts), pa.array(np.concatenate(counts))]
+            file.write_batch(pa.RecordBatch.from_arrays(columns, schema=kinds))
+            waiting.clear()
+
+        rows_left, bytes_left = _WRITTEN_AT_ONCE - len(names), _WRITTEN_BYTES
+        for some in values:
+            start = 0
+            while start < len(some.uses):
+                ends = np.cumsum(some.lengths[start : start + rows_left])
+                fitting = int(np.searchsorted(ends, bytes_left, "right"))
+                if fitting == 0 and bytes_left == _WRITTEN_BYTES:
+                    fitting = 1  # a single text exceeds the limit of a batch
+                stop = start + fitting
+                if fitting:
+                    waiting.append((np.full(fitting, some.oov), some.texts[start:stop], some.uses[start:stop]))
+                    rows_left, bytes_left = rows_left - fitting, bytes_left - int(ends[fitting - 1])
+                start = stop
+                if rows_left == 0 or fitting < len(ends):
+                    write()
+                    rows_left, bytes_left = _WRITTEN_AT_ONCE, _WRITTEN_BYTES
+        if waiting:
+            write()
 
 
 def require_memory(values: float, text_bytes: float | None) -> None:

@@ -58,6 +58,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         add_seed(command, Options().seed)
     for command in (table, query, criteo, synthetic):
         command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all cores)")
+        flags.add_scheduler(command)
         cli.add_debug(command)
     flags.add_looking(commands)
     return made

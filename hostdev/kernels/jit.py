@@ -9,6 +9,7 @@ vectorization.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numba
@@ -28,6 +29,7 @@ _OPTIONS: dict[str, Any] = {
     "boundscheck": False,  # ids are checked once, before they are passed to a kernel
 }
 
+_turns: Callable[[], AbstractContextManager[object]] = nullcontext
 _lock: Any = _numbas_lock  # numba has no annotations
 _llvms_lock: Any = llvm.lib._lock._lock  # a reentrant lock, which a Python function acquires for each call of LLVM
 
@@ -57,7 +59,8 @@ def _unlock_after_errors(dispatcher: Any) -> Any:
         if _lock.is_locked():  # by this thread, while it compiles another kernel, which calls this one
             return compile_for(*args, **given)
         try:
-            return compile_for(*args, **given)
+            with _turns():
+                return compile_for(*args, **given)
         finally:
             while _lock.is_locked():
                 _lock.release()
@@ -66,6 +69,15 @@ def _unlock_after_errors(dispatcher: Any) -> Any:
 
     dispatcher._compile_for_args = compile_and_unlock
     return dispatcher
+
+
+def take_turns(turns: Callable[[], AbstractContextManager[object]]) -> None:
+    """Make this process hold the context that `turns` returns while it loads or compiles a kernel.
+
+    If this is a lock that processes share, they do not all compile the same kernels: the first one fills the cache.
+    """
+    global _turns
+    _turns = turns
 
 
 def inline(function: Callable[..., Any]) -> Any:

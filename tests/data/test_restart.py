@@ -152,15 +152,15 @@ def fail_at(monkeypatch, owner, name, at, error):
         ("work", "note", 5),
         ("vocabulary", "write", 0),
         (second_pass, "write_lists", 2),
-        ("build", "write_shard", 3),
+        ("shards", "write_shard", 3),
         ("manifest", "write", 0),
     ],
 )
 def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, name, at, capsys):
     from hostdev.data import manifest
-    from hostdev.data.preprocess import build as building
+    from hostdev.data.preprocess import shards
 
-    named = {"work": work.Work, "vocabulary": vocabulary.Vocabulary, "build": building, "manifest": manifest.Manifest}
+    named = {"work": work.Work, "vocabulary": vocabulary.Vocabulary, "shards": shards, "manifest": manifest.Manifest}
     with monkeypatch.context() as patched:
         fail_at(patched, named.get(owner, owner), name, at, OSError(errno.ENOSPC, "No space left on device"))
         with pytest.raises(OSError, match="No space left"):

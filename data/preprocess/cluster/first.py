@@ -1,0 +1,142 @@
+"""Tasks of the first pass: divide an input, parse a range, and write its blocks as pieces.
+
+A block is parsed before the number of rows before it is known, which decides its test rows. If rows are drawn, they are
+written as they are, and a second task draws them and writes the piece.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.errors import HostdevError
+from hostdev.data.preprocess.cluster import ranges
+from hostdev.data.preprocess.cluster.job import Files, Work
+from hostdev.data.preprocess.cluster.rows_file import read_rows, write_rows
+from hostdev.data.preprocess.pieces import Piece as Lists
+from hostdev.data.preprocess.pieces import Survey, merge, write_lists, write_piece
+from hostdev.data.preprocess.raw import RawRows, WrongRowError
+from hostdev.kernels.cardinality import Sample, estimate, total
+
+Result = dict[str, Any]
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Return an error of a task as JSON, for the client to raise."""
+    if isinstance(error, WrongRowError):
+        return {"kind": "row", "file": error.file, "row": error.row, "reason": error.reason}
+    return {"kind": type(error).__name__, "message": str(error)}
+
+
+def rows_name(name: str) -> str:
+    """Return the file of a block's parsed rows."""
+    return f"rows/{name}.arrow"
+
+
+def piece_name(name: str) -> str:
+    """Return the file of a block's piece."""
+    return f"pieces/{name}.arrow"
+
+
+def survey_name(name: str) -> str:
+    """Return the file of a piece's survey."""
+    return f"pieces/{name}.survey"
+
+
+def look(work: Work, number: int, start: int, stop: int) -> Result:
+    """Return what divides an input into ranges."""
+    work.check_input(number)
+    return {"looked": [list(one) for one in ranges.look(work.source, number, start, stop)], "files": {}}
+
+
+def parse(work: Work, number: int, given: list[Any], begin: int | None) -> Result:
+    """Parse range `number`; `begin` is the number of rows before it if that is known.
+
+    Returns the facts of each block, and the error that ended the range, if any.
+    """
+    one = ranges.Range(*given)
+    work.check_input(one.input)
+    blocks: list[Result] = []
+    files: Files = {}
+    error = None
+    try:
+        for k, block in enumerate(ranges.blocks(work.source, one)):
+            rows = work.source.parse(block, hashed=work.hashed is not None)
+            name = f"{number:06d}-{k:06d}"
+            found: Result = {
+                "name": name,
+                "rows": len(rows),
+                "rejected": len(rows.rejected),
+                "first": list(rows.rejected[0]) if rows.rejected else None,
+                "input": block.end.input,
+                "size": block.size,
+                "piece": None,
+            }
+            if work.draw.draws and begin is None:
+                files[rows_name(name)] = work.write(rows_name(name), lambda path, rows=rows: write_rows(path, rows))  # type: ignore[misc]
+            else:
+                found["piece"], of_piece = _write_piece(work, name, rows, begin or 0)
+                files |= of_piece
+                begin = None if begin is None else begin + len(rows)
+            blocks.append(found)
+    except (HostdevError, WrongRowError) as raised:
+        error = describe_error(raised)
+    work.check_input(one.input)
+    return {"blocks": blocks, "error": error, "files": files}
+
+
+def piece(work: Work, name: str, begin: int, lines: int) -> Result:
+    """Write a block's parsed rows as a piece; `begin` rows are before them, and `lines` lines in their input.
+
+    Returns an entry "missing" if the parsed rows are no longer there.
+    """
+    path = work.path(rows_name(name))
+    if not path.is_file():
+        return {"missing": True, "files": {}}
+    rows = read_rows(path)
+    if rows.rejected:
+        rows = replace(rows, rejected=rows.rejected.after(lines))
+    found, files = _write_piece(work, name, rows, begin)
+    return {"piece": found, "files": files}
+
+
+def _write_piece(work: Work, name: str, rows: RawRows, begin: int) -> tuple[Result, Files]:
+    splits = work.draw.splits(rows.splits, len(rows), begin)
+    made: dict[str, Any] = {}
+
+    def write(path: Path) -> str:
+        facts, survey = write_piece(path, rows, splits, work.job.splits, work.source.layout, work.hashed)
+        made.update(facts=facts, survey=survey)
+        return str(facts["checksum"])
+
+    files = {piece_name(name): work.write(piece_name(name), write)}
+    if made["survey"] is not None:
+        files[survey_name(name)] = _write_survey(work, survey_name(name), made["survey"])
+    return made["facts"], files
+
+
+def survey(work: Work, names: list[str], out: str) -> Result:
+    """Merge surveys into the file `out`; return the estimates of values, and of bytes of text, by id space."""
+    merged = merge([_read_survey(work.path(name)) for name in names])
+    texts = None if merged.texts is None else list(map(total, merged.texts))
+    found = {"values": list(map(estimate, merged.registers)), "texts": texts}
+    return {**found, "files": {out: _write_survey(work, out, merged)}}
+
+
+def _write_survey(work: Work, name: str, found: Survey) -> str:
+    content: dict[str, npt.NDArray[Any]] = {"registers": found.registers.reshape(-1)}
+    content["shape"] = np.array(found.registers.shape, np.int64)
+    for i, sample in enumerate(found.texts or ()):
+        content |= {f"keys {i}": sample.keys, f"weights {i}": sample.weights}
+    return work.write(name, lambda path: write_lists(path, content))
+
+
+def _read_survey(path: Path) -> Survey:
+    lists = Lists(path)
+    registers = lists.array("registers").reshape(lists.array("shape"))
+    texts = None
+    if "keys 0" in lists.names:
+        texts = tuple(Sample(lists.array(f"keys {i}"), lists.array(f"weights {i}")) for i in range(len(registers)))
+    return Survey(registers, texts)

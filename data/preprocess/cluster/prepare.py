@@ -1,0 +1,176 @@
+"""The client's part of a preparation on a cluster: it submits tasks, keeps the journal, and writes the manifest."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from hostdev.core.errors import UserError
+from hostdev.core.progress import bar
+from hostdev.data import schema as schemas
+from hostdev.data.manifest import SPLITS, Manifest
+from hostdev.data.preprocess import second_pass
+from hostdev.data.preprocess.cluster.connection import Connection, connect
+from hostdev.data.preprocess.cluster.first_pass import FirstPass
+from hostdev.data.preprocess.cluster.job import FOLDERS, Job, Reference, describe, stamps, write_job, write_json
+from hostdev.data.preprocess.cluster.job import Work as JobWork
+from hostdev.data.preprocess.cluster.learning import Learning
+from hostdev.data.preprocess.cluster.runner import Runner, Task
+from hostdev.data.preprocess.earlier_vocabulary import Earlier
+from hostdev.data.preprocess.options import Options
+from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, Outcome
+from hostdev.data.preprocess.pieces import Facts
+from hostdev.data.preprocess.raw import Source
+from hostdev.data.preprocess.shard_memory import ShardMemory
+from hostdev.data.preprocess.shards import Shards, shard_name
+from hostdev.data.preprocess.work import Work, claim
+
+_FORMAT = 1  # of the job's folder and of the journal's entries
+
+
+def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier: Earlier | None = None) -> Manifest:
+    """Write a data set into the new folder `out` with the workers of a Dask scheduler; return its manifest.
+
+    The data set's bytes are those of `build.build`, and `source`, `out`, `options` and `earlier` are its arguments.
+
+    Args:
+        scheduler: tcp://HOST:PORT or tls://HOST:PORT of a scheduler, or local:N for N processes on this machine.
+
+    Raises:
+        UserError: As `build.build` does; the source can be read only by this machine; Dask is missing, or no scheduler
+            answers.
+        TransientError: A worker does not see the same files or has other versions; the scheduler is gone; a task ended
+            several workers; or a read or write fails. Finished work is kept, and the same call continues.
+    """
+    how = describe(source)
+    if how is None:
+        raise UserError(
+            "--scheduler: standard input, pipes and queries can be read only on this machine; give files that all "
+            "workers see, or leave out --scheduler"
+        )
+    if earlier is not None:
+        earlier.require(source, options.dense, options.hash_buckets)
+    with connect(scheduler) as connection, claim(out) as work:
+        manifest = _Preparation(source, work, options, earlier, connection).run()
+        work.finish()
+    return manifest
+
+
+class _Preparation:
+    """The state of one preparation."""
+
+    def __init__(
+        self, source: Source, work: Work, options: Options, earlier: Earlier | None, connection: Connection
+    ) -> None:
+        self._source, self._work, self._options, self._earlier = source, work, options, earlier
+        self._connection = connection
+        has_validation = source.has_validation or options.validation_fraction is not None
+        self._splits = SPLITS if has_validation else SPLITS[:2]
+
+    def run(self) -> Manifest:
+        recipe = ["cluster", _FORMAT, self._source.stamp(), self._source.options(), self._options.as_json()]
+        if self._earlier is not None:
+            recipe.append(self._earlier.as_json())
+        recipe = json.loads(json.dumps(recipe))
+        entries = self._work.begin(recipe)
+        self._make_job(sha256(json.dumps(recipe).encode()).hexdigest()[:12])
+        self._connection.check(self._reference)
+        mark = self._reference[1][:8]
+        self._runner = Runner(self._connection, self._reference, self._work, mark, entries)
+        self._work.rewrite(self._runner.entries())
+        first = FirstPass(self._source, self._job, self._runner)
+        first.run()
+        self._source.check_unchanged()
+        outcome = Outcome(self._source, self._options, self._earlier, self._splits, first.facts)
+        rows = outcome.rows()
+        self._check_shards(first.facts)
+        content = {"names": first.names, "rows": [fact.rows for fact in first.facts]}
+        self._index = ["index.json", write_json(self._job, "index.json", content)]
+        found = Learning(
+            self._source, self._job, self._options, self._earlier, self._runner, self._connection.memory
+        ).run(first.names, self._index, rows["train"])
+        shards = self._write_shards(first.facts, found)
+        self._collect(shards)
+        learned = Learned(schemas.from_json(found["schema"]), found["scaling"], found["padded"], found["known_shares"])
+        paths = [self._job.path(f"pieces/{name}.arrow") for name in first.names]
+        return outcome.write(self._work.result, paths, learned, shards, found["sha256"], first.lines_before)
+
+    def _make_job(self, name: str) -> None:
+        """Write the job's file. Its folder has the recipe's name, so that a task of another recipe that is still
+        running on a worker writes elsewhere."""
+        folder = Path(os.path.abspath(self._work.pieces)) / name  # noqa: PTH100
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder / "attempts")  # left by killed workers
+        for each in FOLDERS:
+            (folder / each).mkdir(parents=True, exist_ok=True)
+        for split in self._splits:
+            (folder / "shards" / split).mkdir(exist_ok=True)
+        how = describe(self._source)
+        assert how is not None
+        earlier = self._earlier
+        job = Job(
+            str(folder),
+            how,
+            stamps(self._source),
+            self._options,
+            len(self._splits),
+            None if earlier is None else (os.path.abspath(earlier.folder), earlier.frozen, earlier.identity),  # noqa: PTH100
+        )
+        self._reference: Reference = write_job(job, folder / "job.pickle")
+        self._job = JobWork(job)
+
+    def _check_shards(self, facts: Sequence[Facts]) -> None:
+        """Raise TransientError unless a shard fits into the memory of a worker's thread."""
+        options, layout = self._options, self._source.layout
+        memory = ShardMemory(layout, options.rows_per_shard, 1, "int64", len(self._splits), self._connection.memory)
+        memory.add_pieces(facts)
+
+    def _write_shards(self, facts: Sequence[Facts], found: dict[str, Any]) -> Shards:
+        """Write all shards."""
+        content = {"schema": found["schema"], "scaling": found["scaling"]}
+        learned = ["learned.json", write_json(self._job, "learned.json", content)]
+        shards = Shards(self._splits, schemas.from_json(found["schema"]), hashed=self._options.hash_buckets is not None)
+        order: list[tuple[str, str]] = []
+
+        def tasks() -> Any:
+            for i, split in enumerate(self._splits):
+                parts = second_pass.split_shards(facts, i, self._options.rows_per_shard)
+                for number, ranges in enumerate(parts):
+                    key, name = f"shard-{split}-{number:05d}", shard_name(split, number)
+                    order.append((split, key))
+                    places = [[one.piece, one.start, one.stop] for one in ranges]
+                    size = sum(one.stop - one.start for one in ranges)
+                    yield Task(key, "shard", (name, i, places, self._index, learned), size)
+
+        total = sum(sum(fact.rows) for fact in facts)
+        with bar(total, "second pass", "rows", unit_scale=True) as progress:
+            results = self._runner.map(tasks(), progress.update)
+        for split, key in order:
+            shards.add(split, results[key]["shard"])
+        return shards
+
+    def _collect(self, shards: Shards) -> None:
+        """Move the vocabulary and the shards to the data set's folder."""
+        if self._options.hash_buckets is None:
+            self._move(f"words/{VOCABULARY_FILE}", VOCABULARY_FILE)
+        for split, found in shards.found.items():
+            (self._work.result / split).mkdir(exist_ok=True)
+            for one in found:
+                self._move(f"shards/{one.file}", one.file)
+
+    def _move(self, name: str, to: str) -> None:
+        """Give a file of the job its name in the data set.
+
+        A copy by a hard link leaves the job's file for a command that is repeated after an interruption; a file system
+        without links gets a copy.
+        """
+        path = self._work.result / to
+        path.unlink(missing_ok=True)
+        try:
+            path.hardlink_to(self._job.path(name))
+        except OSError:
+            shutil.copyfile(self._job.path(name), path)

@@ -1,0 +1,242 @@
+"""Runs tasks on a cluster, with a journal of their results, which a repeated command verifies and keeps."""
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any, NamedTuple
+
+from hostdev.core.errors import HostdevError, TransientError, UserError, in_words
+from hostdev.core.progress import counted, note
+from hostdev.data.preprocess.cluster import tasks
+from hostdev.data.preprocess.cluster.connection import Connection
+from hostdev.data.preprocess.cluster.first import Result
+from hostdev.data.preprocess.cluster.job import Reference
+from hostdev.data.preprocess.work import Work
+
+_POLLED = 1.0  # seconds between looks at the scheduler
+_THREADS_SECONDS = 5.0
+_LONELY_SECONDS = 30.0  # without a worker, until a line says so
+_AHEAD, _LEAST_AHEAD = 4, 16  # submitted tasks per thread, and at least
+
+
+class Task(NamedTuple):
+    """A task.
+
+    Attributes:
+        key: Its name in the journal and, with a mark of this run, on Dask's dashboard.
+        kind: A name of `tasks._TASKS`.
+        arguments: Its arguments, which JSON can hold.
+        size: For the progress bar.
+        priority: Tasks with a higher one run first.
+        again: Whether a result of the journal is not used.
+    """
+
+    key: str
+    kind: str
+    arguments: tuple[Any, ...] = ()
+    size: int = 1
+    priority: int = 0
+    again: bool = False
+
+
+class Runner:
+    """Submits tasks and yields their results.
+
+    Args:
+        mark: Makes the keys of this run differ from those of an interrupted one, which the scheduler may still have.
+        entries: The journal's entries.
+    """
+
+    def __init__(
+        self, connection: Connection, reference: Reference, work: Work, mark: str, entries: Iterable[dict[str, Any]]
+    ) -> None:
+        self._connection, self._reference, self._work, self._mark = connection, reference, work, mark
+        self._known = {entry["task"]: entry for entry in entries if _is_sound(entry)}
+        self._running: dict[str, tuple[Task, Any]] = {}
+        self._done: SimpleQueue[Any] = SimpleQueue()
+        self._ready: list[tuple[Task, Result | HostdevError]] = []
+        self._threads, self._looked, self._lonely = 0, -_THREADS_SECONDS, None if connection is None else monotonic()
+
+    def known(self, task: Task) -> Result | None:
+        """Return the journal's result of a task, or None."""
+        entry = self._known.get(task.key)
+        if entry is None or entry["arguments"] != _checksum(task):
+            return None
+        result: Result = entry["result"]
+        return result
+
+    def has_room(self) -> bool:
+        """Return whether more tasks should be submitted."""
+        return len(self._running) < max(_LEAST_AHEAD, _AHEAD * self._count_threads())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no task is under way."""
+        return not self._running and not self._ready
+
+    def submit(self, task: Task) -> None:
+        """Submit a task."""
+        known = None if task.again else self.known(task)
+        future = self._connection.client.submit(
+            tasks.run,
+            self._reference,
+            task.kind,
+            task.arguments,
+            None if known is None else known["files"],
+            key=f"{task.key}-{self._mark}" + "-again" * task.again,
+            priority=task.priority,
+            pure=False,
+        )
+        self._running[future.key] = task, future
+        future.add_done_callback(self._done.put)
+
+    def next(self) -> tuple[Task, Result | HostdevError]:
+        """Wait for the next finished task; return it with its result, or with the error for the user.
+
+        Raises TransientError if the scheduler is gone, or a task has ended several workers.
+        """
+        while not self._ready:
+            self._ready = list(self._gather())
+        return self._ready.pop(0)
+
+    def map(self, given: Iterable[Task], done: Callable[[int], object] = lambda n: None) -> dict[str, Result]:
+        """Run tasks; return their results by key. Calls `done` with the size of each task that has finished.
+
+        If several fail, raises the error of the first one in the order of the tasks.
+        """
+        results: dict[str, Result] = {}
+        failed: dict[int, HostdevError] = {}
+        order: dict[str, int] = {}
+        waiting = iter(given)
+        task = next(waiting, None)
+        while task is not None or not self.is_idle:
+            while task is not None and not failed and self.has_room():
+                order[task.key] = len(order)
+                self.submit(task)
+                task = next(waiting, None)
+            if self.is_idle:
+                break
+            finished, result = self.next()
+            if isinstance(result, HostdevError):
+                failed[order[finished.key]] = result
+            else:
+                results[finished.key] = result
+                done(finished.size)
+        if failed:
+            raise failed[min(failed)]
+        return results
+
+    def _gather(self) -> Iterator[tuple[Task, Result | HostdevError]]:
+        """Wait for futures, and yield the results of all that are done."""
+        futures = self._wait()
+        errors_of = {future.key: future.exception() for future in futures if future.status == "error"}
+        well = [future for future in futures if future.key not in errors_of]
+        if any(future.status != "finished" for future in well):
+            raise self._gone()
+        try:
+            found = self._connection.client.gather(well)
+        except (OSError, TimeoutError) as error:
+            raise self._gone(in_words(error)) from None
+        except Exception as error:
+            if type(error).__name__ in ("FuturesCancelledError", "FutureCancelledError", "CancelledError"):
+                raise self._gone() from None
+            raise
+        for future, result in zip(well, found, strict=True):
+            task, _ = self._running.pop(future.key)
+            yield task, self._take(task, result)
+        for key, failure in errors_of.items():
+            raise self._failure(self._running[key][0], failure)
+
+    def _wait(self) -> list[Any]:
+        """Return the futures that are done, at least one."""
+        while True:
+            try:
+                futures = {(future := self._done.get(timeout=_POLLED)).key: future}
+            except Empty:
+                self._look()
+                continue
+            while True:
+                try:
+                    future = self._done.get_nowait()
+                except Empty:
+                    break
+                futures[future.key] = future
+            wanted = [future for key, future in futures.items() if key in self._running]
+            if wanted:
+                return wanted
+
+    def _take(self, task: Task, found: dict[str, Any]) -> Result | HostdevError:
+        if "error" in found:
+            return to_error(found["error"])
+        if "known" in found:
+            known = self.known(task)
+            assert known is not None
+            return known
+        result: Result = json.loads(json.dumps(found["result"]))  # as the journal has it
+        if not result.get("missing") and not result.get("error"):
+            self.note(task, result)
+        return result
+
+    def note(self, task: Task, result: Result) -> None:
+        """Record the result of a task in the journal."""
+        entry = {"task": task.key, "arguments": _checksum(task), "result": result}
+        self._work.note(**entry)
+        self._known[task.key] = entry
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the journal's entries, the last one of each task."""
+        return list(self._known.values())
+
+    def _failure(self, task: Task, error: BaseException) -> BaseException:
+        if type(error).__name__ == "KilledWorker":
+            return TransientError(
+                f"the task {task.key} ended {counted(getattr(error, 'allowed_failures', 3) + 1, 'worker')} in turn; "
+                "they probably have too little memory: give them more (dask worker --memory-limit), or fewer --nthreads"
+            )
+        return error
+
+    def _gone(self, why: str = "") -> TransientError:
+        more = f" ({why[:100]})" if why else ""
+        return TransientError(f"the scheduler at {self._connection.address} no longer answers{more}")
+
+    def _look(self) -> None:
+        """Raise TransientError if the client has lost the scheduler; print a line if no worker is left."""
+        if self._connection.client.status in ("closed", "closing"):
+            raise self._gone()
+        if self._count_threads():
+            self._lonely = monotonic()
+        elif monotonic() - (self._lonely or 0) > _LONELY_SECONDS:
+            note(f"{self._connection.address} has no worker; waiting for one")
+            self._lonely = monotonic() + _LONELY_SECONDS
+
+    def _count_threads(self) -> int:
+        if monotonic() - self._looked >= _THREADS_SECONDS:
+            try:
+                self._threads, self._looked = self._connection.threads(), monotonic()
+            except Exception as error:  # whatever a closed connection raises
+                raise self._gone(in_words(error)) from None
+        return self._threads
+
+
+def to_error(content: dict[str, Any]) -> HostdevError:
+    """Return the error that `first.describe_error` described."""
+    kind = TransientError if content["kind"] == "TransientError" else UserError
+    return kind(content["message"])
+
+
+def _checksum(task: Task) -> int:
+    return zlib.crc32(json.dumps([task.kind, task.arguments]).encode())
+
+
+def _is_sound(entry: dict[str, Any]) -> bool:
+    if entry.keys() != {"task", "arguments", "result"}:
+        return False
+    result = entry["result"]
+    files = result.get("files") if isinstance(result, dict) else None
+    return (
+        isinstance(entry["task"], str)
+        and isinstance(files, dict)
+        and all(isinstance(each, str) for pair in files.items() for each in pair)
+    )

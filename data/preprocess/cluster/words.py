@@ -1,0 +1,315 @@
+"""Tasks that find the vocabulary by hash ranges, so that no worker has to hold it.
+
+The values of an id space are divided by their hash into R ranges. `spread` sorts each piece's dictionary by range.
+`count` counts a range's values over all pieces, with the place where each value occurs first: the piece, from 1, and
+its index in the piece's dictionary; the values of an earlier data set come first, as piece 0. Ids follow the order of
+these places: `rank` merges the ranges, a group of pieces at a time. `number` finds the ids of all entries of the
+dictionaries, by range, and `encode` puts them together for each piece.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hostdev.core.checksums import Crc32, HashedFile, checksum
+from hostdev.data import ragged
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.cluster.first import Result, piece_name
+from hostdev.data.preprocess.cluster.job import Work
+from hostdev.data.preprocess.outcome import VOCABULARY_FILE
+from hostdev.data.preprocess.pieces import Piece, write_lists
+from hostdev.data.preprocess.stored import DamagedError
+from hostdev.data.preprocess.values import DIGITS, FormatKeys, Ids, make_values
+from hostdev.data.preprocess.vocabulary import WrittenValues, write_values
+from hostdev.kernels.counter import mix64
+from hostdev.kernels.strings import hash_texts
+
+Entry = tuple[Any, npt.NDArray[Any], npt.NDArray[Any] | None]
+Part = tuple[int, int, int]  # id space, range, number of ranges
+
+
+def spread_name(name: str) -> str:
+    """Return the file of a piece's dictionaries, spread by range."""
+    return f"spread/{name}.arrow"
+
+
+def counted_name(space: int, number: int) -> str:
+    """Return the file of a range's values."""
+    return f"words/counted-{space:04d}-{number:06d}.arrow"
+
+
+def firsts_name(space: int, number: int) -> str:
+    """Return the file with the number of new values of a range that occur first in each piece."""
+    return f"words/firsts-{space:04d}-{number:06d}.arrow"
+
+
+def ranked_name(space: int, group: int) -> str:
+    """Return the file with values in the order of their ids."""
+    return f"words/ranked-{space:04d}-{group:06d}.arrow"
+
+
+def numbers_name(space: int, number: int) -> str:
+    """Return the file with the ids of a range's entries in all dictionaries; `ends_name` is about its places."""
+    return f"words/ids-{space:04d}-{number:06d}.bin"
+
+
+def ends_name(space: int, number: int) -> str:
+    """Return the file that says where each piece's entries are in the file `numbers_name`."""
+    return f"words/ends-{space:04d}-{number:06d}.arrow"
+
+
+def ids_name(name: str) -> str:
+    """Return the file with the ids of a piece's dictionaries."""
+    return f"pieces/{name}.ids"
+
+
+def _ranges_of(keys: Any, ranges: int) -> npt.NDArray[np.int64]:
+    """Return the range of each value, int64 [N]. Its bits are not those by which hash tables place the value."""
+    hashes = hash_texts(*arrow.get_buffers(keys)) if isinstance(keys, pa.Array) else keys.view(np.uint64)
+    return (((mix64(hashes) >> np.uint64(32)) * np.uint64(ranges)) >> np.uint64(32)).astype(np.int64)
+
+
+def spread(work: Work, name: str, ranges: list[int]) -> Result:
+    """Write the dictionaries of a piece, sorted by range, for all id spaces with more than one range."""
+    piece = Piece(work.path(piece_name(name)))
+    content: dict[str, Any] = {}
+    for space, several in enumerate(ranges):
+        if several > 1:
+            keys, uses = piece.keys(space), piece.array(f"uses {space}")
+            of = _ranges_of(keys, several)
+            order = np.argsort(of, kind="stable")
+            padded = np.zeros(len(keys), np.uint32)
+            padded[: len(uses)] = uses
+            content[f"keys {space}"] = keys.take(pa.array(order)) if isinstance(keys, pa.Array) else keys[order]
+            content[f"uses {space}"], content[f"index {space}"] = padded[order], order.astype(np.uint32)
+            content[f"ends {space}"] = ragged.offsets_of(np.bincount(of, minlength=several))
+    return {"files": {spread_name(name): work.write(spread_name(name), lambda path: write_lists(path, content))}}
+
+
+def _entries(work: Work, name: str, part: Part) -> Entry:
+    """Return a range's entries of a piece: values, uses (0 for none in training rows), and indices; None for all."""
+    space, number, ranges = part
+    if ranges == 1:
+        piece = Piece(work.path(piece_name(name)))
+        keys, uses = piece.keys(space), piece.array(f"uses {space}")
+        padded = np.zeros(len(keys), np.uint32)
+        padded[: len(uses)] = uses
+        return keys, padded, None
+    piece = Piece(work.path(spread_name(name)))
+    start, stop = piece.array(f"ends {space}")[number : number + 2].tolist()
+    index = piece.array(f"index {space}")[start:stop]
+    return piece.keys(space)[start:stop], piece.array(f"uses {space}")[start:stop], index
+
+
+def _select(keys: Any, rows: npt.NDArray[Any]) -> Any:
+    """Return the values at some indices, or where a mask is true."""
+    if isinstance(keys, pa.Array):
+        return keys.filter(pa.array(rows)) if rows.dtype == np.bool_ else keys.take(pa.array(rows))
+    return np.ascontiguousarray(keys[rows])
+
+
+def count(work: Work, part: Part, index: list[str]) -> Result:
+    """Count the values of a range in the training rows of all pieces; write those that get ids.
+
+    `index` has the name and the checksum of the file that lists all pieces.
+    """
+    space, number, _ = part
+    values = make_values(work.source.format_keys)
+    pieces: list[Ids] = [np.zeros(0, np.int64)]
+    indices: list[Ids] = [np.zeros(0, np.int64)]
+    for keys, places in _earlier(work, part):
+        before = len(values.uses)
+        values.count(keys, np.zeros(len(keys), np.int64))
+        if len(values.uses) != before + len(keys):
+            raise DamagedError(work.stored.path, "a value occurs twice")
+        pieces.append(np.zeros(len(keys), np.int64))
+        indices.append(places)
+    known = len(values.uses)
+    names = work.read_json(*index)["names"]
+    for p, name in enumerate(names, 1):
+        keys, uses, where = _entries(work, name, part)
+        there = uses > 0
+        if not there.all():
+            keys, uses = _select(keys, there), uses[there]
+            where = np.flatnonzero(there) if where is None else where[there]
+        before = len(values.uses)
+        values.count(keys, uses)
+        if len(values.uses) > before:
+            new = np.flatnonzero(values.find(keys) >= before)
+            indices.append((new if where is None else where[new]).astype(np.int64))
+            pieces.append(np.full(len(new), p, np.int64))
+    uses, piece = values.uses, np.concatenate(pieces)
+    threshold = _threshold(work, space)
+    kept = np.zeros(len(uses), np.bool_)
+    kept[:known] = True
+    if threshold is not None:
+        kept[known:] = uses[known:] > threshold
+    numbers = np.flatnonzero(kept)
+    counted = {
+        "piece": piece[kept],
+        "index": np.concatenate(indices)[kept],
+        "uses": uses[kept],
+        "keys": values.keys(numbers),
+    }
+    firsts = {"new": np.bincount(piece[kept], minlength=len(names) + 1)[1:]}
+    most = int(uses.argmax()) if len(uses) else -1
+    return {
+        "values": len(uses),
+        "uses": int(uses.sum()),
+        "known_uses": int(uses[:known].sum()),
+        "kept_uses": int(uses[kept].sum()),
+        "most": None if most < 0 else [int(uses[most]), values.texts(np.array([most]))[0].as_py()],
+        "files": {
+            counted_name(space, number): work.write(counted_name(space, number), lambda at: write_lists(at, counted)),
+            firsts_name(space, number): work.write(firsts_name(space, number), lambda at: write_lists(at, firsts)),
+        },
+    }
+
+
+def _threshold(work: Work, space: int) -> int | None:
+    earlier, layout = work.earlier, work.source.layout
+    if earlier is not None and earlier.frozen:
+        return None
+    assert work.options.threshold is not None
+    return layout.thresholds.get(layout.spaces[space], work.options.threshold)
+
+
+def _earlier(work: Work, part: Part) -> Iterator[tuple[Any, Ids]]:
+    """Yield a range's values of the earlier data set, with their indices in the order of its ids."""
+    if work.earlier is None:
+        return
+    space, number, ranges = part
+    start = 0
+    for keys in work.earlier.keys(work.stored, space):
+        there = _ranges_of(_large(keys), ranges) == number
+        yield _large(_select(keys, there)), start + np.flatnonzero(there)
+        start += len(keys)
+
+
+def _large(keys: Any) -> Any:
+    return keys.cast(pa.large_string()) if isinstance(keys, pa.Array) else keys
+
+
+def rank(
+    work: Work, space: int, group: int, ranges: int, place: tuple[int, int, int, int], ids: list[list[int]]
+) -> Result:
+    """Write the values whose first occurrence is in a range of places, in the order of their ids.
+
+    Args:
+        place: The first and the last piece, exclusive, and of piece 0 the first and the last index.
+        ids: The ids, as pairs (first, number).
+    """
+    start, stop, low, high = place
+    parts = []
+    for number in range(ranges):
+        found = Piece(work.path(counted_name(space, number)))
+        pieces = found.array("piece")
+        a, b = np.searchsorted(pieces, [start, stop]).tolist()
+        if start == 0:
+            a, b = np.searchsorted(found.array("index")[:b], [low, high]).tolist()
+        parts.append((pieces[a:b], found.array("index")[a:b], found.array("uses")[a:b], found.keys_of("keys")[a:b]))
+    piece, index, uses = (np.concatenate([part[i] for part in parts]) for i in range(3))
+    texts = isinstance(parts[0][3], pa.Array)
+    keys = pa.concat_arrays([part[3] for part in parts]) if texts else np.concatenate([part[3] for part in parts])
+    order = np.lexsort((index, piece))
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = np.concatenate([np.arange(first, first + size) for first, size in ids])
+    edges = np.cumsum([0, *(len(part[0]) for part in parts)])
+    content: dict[str, Any] = {"keys": _select(keys, order), "uses": uses[order]}
+    content |= {f"ids {i}": numbers[edges[i] : edges[i + 1]] for i in range(ranges)}
+    return {
+        "files": {ranked_name(space, group): work.write(ranked_name(space, group), lambda at: write_lists(at, content))}
+    }
+
+
+def number(work: Work, part: Part, groups: int, index: list[str], oov: int, id_type: str) -> Result:
+    """Write the ids of a range's entries in all dictionaries, piece by piece.
+
+    `index` has the name and the checksum of the file that lists all pieces.
+    """
+    space, number, _ = part
+    counted = Piece(work.path(counted_name(space, number)))
+    values = make_values(work.source.format_keys)
+    values.count(counted.keys_of("keys"), np.zeros(len(counted.array("uses")), np.int64))
+    parts = [Piece(work.path(ranked_name(space, group))).array(f"ids {number}") for group in range(groups)]
+    ids = np.concatenate([*parts, [oov]]).astype(id_type)  # `find` returns -1 for an unknown value
+    assert len(ids) == len(values.uses) + 1
+    lengths: list[int] = []
+
+    def write(path: Path) -> str:
+        file = HashedFile(path, Crc32)
+        try:
+            for name in work.read_json(*index)["names"]:
+                keys, _, _ = _entries(work, name, part)
+                lengths.append(len(keys))
+                if len(keys):
+                    file.write(ids[values.find(keys)])
+            return file.finish(to_disk=False)
+        finally:
+            file.close()
+
+    files = {numbers_name(space, number): work.write(numbers_name(space, number), write)}
+    ends = {"ends": ragged.offsets_of(np.array(lengths, np.int64))}
+    files[ends_name(space, number)] = work.write(ends_name(space, number), lambda at: write_lists(at, ends))
+    return {"files": files}
+
+
+def encode(work: Work, name: str, place: int, ranges: list[int], id_type: str) -> Result:
+    """Write the ids of the dictionaries of piece number `place`, as `second_pass.number` does."""
+    piece, content = Piece(work.path(piece_name(name))), {}
+    for space, several in enumerate(ranges):
+        parts = [_read_ids(work, space, number, place, id_type) for number in range(several)]
+        if several == 1:
+            content[f"ids {space}"] = parts[0]
+            continue
+        ids = np.empty(len(piece.keys(space)), id_type)
+        ids[Piece(work.path(spread_name(name))).array(f"index {space}")] = np.concatenate(parts)
+        content[f"ids {space}"] = ids
+    return {"files": {ids_name(name): work.write(ids_name(name), lambda at: write_lists(at, content))}}
+
+
+def _read_ids(work: Work, space: int, number: int, place: int, id_type: str) -> npt.NDArray[Any]:
+    ends = Piece(work.path(ends_name(space, number))).array("ends")
+    start, stop = ends[place : place + 2].tolist()
+    path, size = work.path(numbers_name(space, number)), np.dtype(id_type).itemsize
+    return np.fromfile(path, id_type, stop - start, offset=start * size)  # not mapped: it is large, and read in part
+
+
+def vocabulary(work: Work, groups: list[tuple[int, int, int]], fixed: list[int]) -> Result:
+    """Write the vocabulary's file from the ranked groups, each with its id space and out-of-vocabulary id."""
+    name = f"words/{VOCABULARY_FILE}"
+    found: list[str] = []
+
+    def write(path: Path) -> str:
+        write_values(path, work.source.layout, fixed, _written(work, groups))
+        found.append(checksum(path))
+        return checksum(path, Crc32)
+
+    crc = work.write(name, write)
+    return {"sha256": found[0], "files": {name: crc}}
+
+
+def _written(work: Work, groups: Sequence[tuple[int, int, int]]) -> Iterator[WrittenValues]:
+    for space, group, oov in groups:
+        ranked = Piece(work.path(ranked_name(space, group)))
+        keys = ranked.keys_of("keys")
+        if isinstance(keys, pa.Array):
+            lengths = np.diff(arrow.get_buffers(keys)[0]).astype(np.int64)
+        else:
+            lengths = np.full(len(keys), DIGITS)
+        yield WrittenValues(oov, lengths, ranked.array("uses"), _Texts(keys, work.source.format_keys))
+
+
+class _Texts:
+    """The texts of values, formatted when they are needed."""
+
+    def __init__(self, keys: Any, format_keys: FormatKeys | None) -> None:
+        self._keys, self._format_keys = keys, format_keys
+
+    def __getitem__(self, rows: slice) -> pa.Array:
+        some = self._keys[rows]
+        return some.cast(pa.string()) if self._format_keys is None else self._format_keys(np.array(some))
