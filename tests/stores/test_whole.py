@@ -191,3 +191,17 @@ def test_without_a_bucket_or_rights(call, server, tmp_path, small_data):
     assert "--run-dir: s3://bucket/run is an address; this must be a path of this machine" in error
     error = call("hostdev.data.preprocess", "synthetic", "--rows", 500, "--out", "s3://no-bucket/x", code=2)
     assert "s3://no-bucket/x" in error and "no such file or bucket" in error
+
+
+@pytest.mark.slow
+def test_preparation_on_workers(call, server, files, tmp_path):
+    text = tmp_path / "text/train.txt"
+    text.parent.mkdir()
+    call("hostdev.data.preprocess", "synthetic", "--rows", 3000, "--tsv", text)
+    server.put(text.parent, "s3://workers/text")
+    how = ["--threshold", 1, "--rows-per-shard", 700]
+    call("hostdev.data.preprocess", "criteo", text, *how, "--out", "data")
+    there = ["s3://workers/text/train.txt", *how, "--out", "s3://workers/data", "--scheduler", "local:2"]
+    call("hostdev.data.preprocess", "criteo", *there)
+    files.get("workers/data", str(tmp_path / "fetched"), recursive=True)
+    same_files(tmp_path / "data", tmp_path / "fetched")

@@ -24,6 +24,7 @@ import pyarrow as pa
 import hostdev
 from hostdev.core.checksums import Crc32, checksum
 from hostdev.core.errors import TransientError
+from hostdev.data.preprocess import places
 from hostdev.data.preprocess.cluster.placed import placed
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
@@ -37,6 +38,7 @@ from hostdev.data.preprocess.table import Table
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.kernels.jit import take_turns
 from hostdev.kernels.pool import set_host_threads
+from hostdev.stores.address import address_of, is_remote, source_path
 
 FOLDERS = ("rows", "pieces", "spread", "words", "shards", "attempts")
 
@@ -71,7 +73,7 @@ class Job:
 
     folder: str
     source: Description
-    stamps: list[tuple[int, int]] | None
+    stamps: list[tuple[int, Any]] | None
     options: Options
     splits: int
     earlier: tuple[str, bool, str] | None
@@ -101,6 +103,8 @@ def describe(source: Source) -> Description | None:
 
 
 def _pair(path: Path) -> tuple[str, str]:
+    if (address := address_of(path)) is not None:
+        return address, address
     return str(path), os.path.abspath(path)  # noqa: PTH100  (links stay as they are: their targets may differ by host)
 
 
@@ -109,14 +113,17 @@ def _build(how: Description) -> Source:
     with contextlib.redirect_stderr(io.StringIO()):
         if how.kind == "synthetic":
             return Synthetic(*how.more)
-        groups = [[placed(*pair) for pair in group] for group in how.groups]
+        groups = [
+            [source_path(place) if is_remote(place) else placed(shown, place) for shown, place in group]
+            for group in how.groups
+        ]
         if how.kind == "criteo":
             inputs = [open_input(path, lambda name: name == "train.txt") for path in groups[0]]
             return CriteoText(inputs=inputs, block_bytes=how.more)
         return Table([], how.more, groups)
 
 
-def stamps(source: Source) -> list[tuple[int, int]] | None:
+def stamps(source: Source) -> list[tuple[int, Any]] | None:
     """Return size and modification time of each input of a source; None if it has no files."""
     if isinstance(source, Synthetic):
         return None
@@ -124,7 +131,7 @@ def stamps(source: Source) -> list[tuple[int, int]] | None:
     found = [
         one.stamp() for one in (files.inputs if isinstance(source, CriteoText) else [f.input for f in files.files])
     ]
-    return [(int(stamp[1]), int(stamp[2])) for stamp in found if stamp is not None]
+    return [(int(stamp[1]), stamp[2]) for stamp in found if stamp is not None]
 
 
 class Work:
@@ -300,15 +307,15 @@ def worker_name() -> str:
         return socket.gethostname()
 
 
-def _require_file(shown: str, place: str, stamp: tuple[int, int]) -> None:
+def _require_file(shown: str, place: str, stamp: tuple[int, Any]) -> None:
     try:
-        found = Path(place).stat()
+        found = places.stamp(source_path(place))
     except OSError as error:
         raise TransientError(
             f"{worker_name()} cannot read {shown} ({error.strerror}); all workers must see the files, under the same "
             "paths"
         ) from None
-    if (found.st_size, found.st_mtime_ns) != stamp:
+    if tuple(found) != tuple(stamp):
         raise TransientError(
             f"{shown} has another size or time of change on {worker_name()} than here: its folder is not shared, or "
             "the file changed; run again once all hosts see the same file"
