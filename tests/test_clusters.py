@@ -1,4 +1,4 @@
-"""The guide to clusters: its manifests fit Kubernetes' schemas, its scripts are scripts, its commands work on two hosts."""
+"""The guide to clusters: its manifests fit Kubernetes' schemas, and its commands work on two hosts."""
 
 import os
 import re

@@ -12,7 +12,7 @@ Numbers = npt.NDArray[np.float64]
 
 MODES = ("max", "log", "standard")
 LARGEST = 3e38  # about the largest float32
-_BLOCK = 4096  # rows summed at once
+BLOCK = 4096  # rows summed at once
 
 
 class Scaling(Protocol):
@@ -116,22 +116,21 @@ class Standard:
         """Update the statistics with the numbers of training rows, float64 [n, columns]."""
         self._rest.append(numbers)
         self._waiting += len(numbers)
-        if self._waiting < _BLOCK:
+        if self._waiting < BLOCK:
             return
         rows = np.concatenate(self._rest)
-        whole = len(rows) - len(rows) % _BLOCK
-        for start in range(0, whole, _BLOCK):
-            self._add(rows[start : start + _BLOCK])
+        whole = len(rows) - len(rows) % BLOCK
+        for start in range(0, whole, BLOCK):
+            self._add(rows[start : start + BLOCK])
         self._rest, self._waiting = [rows[whole:]], len(rows) - whole
 
-    @np.errstate(over="ignore", invalid="ignore")
     def _add(self, rows: Numbers) -> None:
-        known = ~np.isnan(rows)
-        self._low = np.minimum(self._low, np.where(known, rows, np.inf).min(axis=0))
-        self._high = np.maximum(self._high, np.where(known, rows, -np.inf).max(axis=0))
-        count = known.sum(axis=0)
-        mean = np.where(known, rows, 0.0).sum(axis=0) / np.maximum(count, 1)
-        squares = np.square(np.where(known, rows - mean, 0.0)).sum(axis=0)
+        self.merge(*moments(rows))
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def merge(self, low: Numbers, high: Numbers, count: Numbers, mean: Numbers, squares: Numbers) -> None:
+        """Add the `moments` of the next block of rows, in place of `observe`."""
+        self._low, self._high = np.minimum(self._low, low), np.maximum(self._high, high)
         total = self._count + count
         step, share = mean - self._mean, count / np.maximum(total, 1)
         self._mean = self._mean + step * share
@@ -172,6 +171,18 @@ class Standard:
     def statistics(self) -> dict[str, Any]:
         """Return the numbers that are subtracted, and the standard deviations, for the manifest."""
         return {"dense_mean": self._subtracted.tolist(), "dense_deviation": self.deviation.tolist()}
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def moments(rows: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+    """Return low, high, count, mean and sum of squared deviations of the known numbers in each column of a block."""
+    known = ~np.isnan(rows)
+    low = np.where(known, rows, np.inf).min(axis=0)
+    high = np.where(known, rows, -np.inf).max(axis=0)
+    count = known.sum(axis=0)
+    mean = np.where(known, rows, 0.0).sum(axis=0) / np.maximum(count, 1)
+    squares = np.square(np.where(known, rows - mean, 0.0)).sum(axis=0)
+    return low, high, count, mean, squares
 
 
 def largest(mode: str, statistics: Mapping[str, Any], columns: int) -> Numbers:

@@ -79,6 +79,16 @@ class ByColumn:
         for name, (low, high) in (limits or {}).items():
             self._low[names.index(name)], self._high[names.index(name)] = low, high
 
+    @property
+    def parts(self) -> Sequence[tuple[npt.NDArray[np.int64], dense.Scaling]]:
+        """Pairs of column indices and the scaling of these columns."""
+        return self._parts
+
+    @property
+    def clips(self) -> bool:
+        """Whether a column is clipped, so that its limits are learned before anything else."""
+        return bool(self._clips)
+
     def find_limits(self, numbers: Callable[[], Iterator[Numbers]]) -> None:
         """Learn the clipping limits from training rows.
 

@@ -297,14 +297,23 @@ def wrong_versions(name: str, there: dict[str, str], here: dict[str, str]) -> st
     )
 
 
+_address = threading.local()  # the worker's, where Dask does not know it: outside tasks
+
+
+def name_worker(address: str) -> None:
+    """Set the address for `worker_name` in this thread, for code that is not a task."""
+    _address.value = address
+
+
 def worker_name() -> str:
-    """Return this worker's name for messages: its host and its address."""
+    """Return this worker's name for messages: its address and its host."""
     from distributed import get_worker
 
     try:
-        return f"worker {get_worker().address} ({socket.gethostname()})"
-    except ValueError:  # not within a worker
-        return socket.gethostname()
+        address = get_worker().address
+    except ValueError:
+        address = getattr(_address, "value", "on")
+    return f"worker {address} ({socket.gethostname()})"
 
 
 def _require_file(shown: str, place: str, stamp: tuple[int, Any]) -> None:

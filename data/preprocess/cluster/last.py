@@ -1,6 +1,5 @@
-"""Tasks after the first pass that are not about the vocabulary: the scaling, and the shards."""
+"""Tasks that write the shards, and verify files."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,30 +8,8 @@ from hostdev.data import schema as schemas
 from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess.cluster.first import Result, piece_name
 from hostdev.data.preprocess.cluster.job import Files, Work
-from hostdev.data.preprocess.dense import Numbers
-from hostdev.data.preprocess.pieces import Piece
-from hostdev.data.preprocess.scaling import ByColumn
-from hostdev.data.preprocess.second_pass import Range, get_numbers
+from hostdev.data.preprocess.second_pass import Range
 from hostdev.data.preprocess.shards import ShardOptions, make_shard
-
-
-def scale(work: Work, index: list[str]) -> Result:
-    """Learn the scaling from all training rows, in order; return its statistics."""
-    layout, content = work.source.layout, work.read_json(*index)
-    if work.earlier is not None:
-        return {"scaling": work.earlier.scaling(layout, signed=work.source.signed).statistics(), "files": {}}
-    scaling = scalings.make(work.options.dense, layout.dense, layout.scaling, signed=work.source.signed)
-
-    def known() -> Iterator[Numbers]:
-        for name, rows in zip(content["names"], content["rows"], strict=True):
-            yield get_numbers(Piece(work.path(piece_name(name))), len(layout.dense))[: rows[0]]
-
-    if layout.dense:
-        if isinstance(scaling, ByColumn):
-            scaling.find_limits(known)
-        for numbers in known():
-            scaling.observe(numbers)
-    return {"scaling": scaling.statistics(), "files": {}}
 
 
 @lru_cache(2)

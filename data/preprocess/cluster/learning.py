@@ -12,6 +12,7 @@ from hostdev.core.progress import bar
 from hostdev.data.preprocess.cluster import words
 from hostdev.data.preprocess.cluster.first import Result, survey_name
 from hostdev.data.preprocess.cluster.job import Work
+from hostdev.data.preprocess.cluster.numbers import has_groups, make_scaling
 from hostdev.data.preprocess.cluster.runner import Runner, Task
 from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.options import Options
@@ -27,6 +28,7 @@ _PLACE_BYTES = 48  # of a value's first occurrence and uses, while a range's fil
 _MARGIN = 1.05  # error margin of the estimates, and the ranges' different sizes
 GROUP_VALUES = 1 << 20  # values that a task puts in order
 SURVEYS = 64  # that a task merges
+MOMENTS = 8  # pieces whose numbers a task looks at
 
 
 class _Group(NamedTuple):
@@ -64,12 +66,14 @@ class Learning:
             return known
         self._names, self._index = names, index
         hashed = self._options.hash_buckets
-        scale = Task("scale", "scale", (index,))
+        groups = self._moments()
+        scale = Task("scale", "scale", (len(groups), index))
         if hashed is not None:
             found: Result = {"schema": HashBuckets(hashed, self._layout).schema.as_json(), "padded": {}, "files": {}}
+            self._runner.map(groups)
             found |= {"known_shares": None, "sha256": None, "scaling": self._runner.map([scale])["scale"]["scaling"]}
         else:
-            found = self._find_words(scale, rows)
+            found = self._find_words(groups, scale, rows)
         self._runner.note(task, found)
         for folder in ("spread", "words"):  # what is still needed are the ids of the pieces, and the vocabulary
             for path in self._job.path(folder).iterdir():
@@ -84,7 +88,17 @@ class Learning:
         ]
         return all(result["intact"] for result in self._runner.map(tasks).values())
 
-    def _find_words(self, scale: Task, rows: int) -> Result:
+    def _moments(self) -> list[Task]:
+        """Return the tasks that look at the numbers of groups of pieces; none if one task looks at all of them."""
+        if self._earlier is not None or not self._layout.dense or not has_groups(make_scaling(self._job)):
+            return []
+        starts = range(0, len(self._names), MOMENTS)
+        return [
+            Task(f"moments-{group:06d}", "moments", (group, start, min(start + MOMENTS, len(self._names)), self._index))
+            for group, start in enumerate(starts)
+        ]
+
+    def _find_words(self, groups_of_numbers: list[Task], scale: Task, rows: int) -> Result:
         """Find the vocabulary, and the scaling at the same time."""
         self._ranges = self._count_ranges()
         parts = [(space, r, several) for space, several in enumerate(self._ranges) for r in range(several)]
@@ -98,6 +112,7 @@ class Learning:
                 Task(f"count-{space:04d}-{r:06d}of{several}", "count", ((space, r, several), self._index))
                 for space, r, several in parts
             ]
+            self._runner.map(groups_of_numbers)
             results = self._runner.map([scale, *counts], progress.update)
             by_space: list[list[Result]] = [[] for _ in self._ranges]
             for (space, _, _), task in zip(parts, counts, strict=True):

@@ -4,8 +4,8 @@ from typing import Any
 
 from hostdev.core.errors import HostdevError, in_words
 from hostdev.core.memory import available_bytes
-from hostdev.data.preprocess.cluster import first, last, words
-from hostdev.data.preprocess.cluster.job import Files, Reference, open_job, worker_name
+from hostdev.data.preprocess.cluster import first, last, numbers, words
+from hostdev.data.preprocess.cluster.job import Files, Reference, name_worker, open_job, worker_name
 
 _TASKS = {
     "look": first.look,
@@ -18,7 +18,8 @@ _TASKS = {
     "number": words.number,
     "encode": words.encode,
     "vocabulary": words.vocabulary,
-    "scale": last.scale,
+    "moments": numbers.find_moments,
+    "scale": numbers.scale,
     "shard": last.shard,
     "verify": last.verify,
 }
@@ -44,6 +45,7 @@ def run(reference: Reference, kind: str, arguments: tuple[Any, ...], known: File
 
 def check(reference: Reference, dask_worker: Any = None) -> dict[str, Any]:
     """Check this worker; return an error as `run` does, or None, and the bytes of memory for each of its threads."""
+    name_worker(dask_worker.address)
     try:
         open_job(reference)
     except HostdevError as error:

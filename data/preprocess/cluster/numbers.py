@@ -1,0 +1,134 @@
+"""Tasks that learn the scaling of numeric columns, with the sums of one machine in the same order.
+
+Maxima are found by groups of pieces in any order. For means and deviations, a group computes the moments of its blocks
+of rows, which `scale` merges in order. Limits of clipped columns take several passes over all numbers; then one task
+does everything.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.data import ragged
+from hostdev.data.preprocess import scaling as scalings
+from hostdev.data.preprocess.cluster.first import Result, piece_name
+from hostdev.data.preprocess.cluster.job import Work
+from hostdev.data.preprocess.dense import BLOCK, ByMaximum, Numbers, Scaling, Standard, moments
+from hostdev.data.preprocess.pieces import Piece, write_lists
+from hostdev.data.preprocess.scaling import ByColumn
+from hostdev.data.preprocess.second_pass import get_numbers
+
+_NAMES = ("low", "high", "count", "mean", "squares")
+
+
+def moments_name(group: int) -> str:
+    """Return the file with the maxima and moments of a group of pieces."""
+    return f"words/moments-{group:06d}.arrow"
+
+
+def has_groups(scaling: Scaling) -> bool:
+    """Return whether groups of pieces can be looked at before `scale`."""
+    return not (isinstance(scaling, ByColumn) and scaling.clips)
+
+
+def make_scaling(work: Work) -> Scaling:
+    """Return the scaling before any row is seen."""
+    layout = work.source.layout
+    return scalings.make(work.options.dense, layout.dense, layout.scaling, signed=work.source.signed)
+
+
+def _parts(scaling: Scaling, columns: int) -> Sequence[tuple[npt.NDArray[np.int64], Scaling]]:
+    return scaling.parts if isinstance(scaling, ByColumn) else [(np.arange(columns), scaling)]
+
+
+def find_moments(work: Work, group: int, start: int, stop: int, index: list[str]) -> Result:
+    """Write the maxima of the pieces [start, stop), and the moments of the blocks that begin in them."""
+    content, layout = work.read_json(*index), work.source.layout
+    ends = ragged.offsets_of(np.array([rows[0] for rows in content["rows"]], np.int64))
+    parts = _parts(make_scaling(work), len(layout.dense))
+    standard = [i for i, (_, scaling) in enumerate(parts) if isinstance(scaling, Standard)]
+    found: list[list[Any]] = [[] for _ in parts]
+    first, last = (-(-int(ends[at]) // BLOCK) * BLOCK for at in (start, stop))
+    waiting: list[Numbers] = []
+    for number in range(start, len(content["names"])):
+        if number >= stop and not (standard and int(ends[number]) < last):
+            break
+        rows = int(ends[number + 1] - ends[number])
+        numbers = get_numbers(Piece(work.path(piece_name(content["names"][number]))), len(layout.dense))[:rows]
+        if number < stop:
+            for columns, scaling in parts:
+                if isinstance(scaling, ByMaximum):
+                    scaling.observe(_columns(numbers, columns, layout.dense))
+        waiting.append(numbers[max(0, first - int(ends[number])) : max(0, last - int(ends[number]))])
+        if standard:
+            waiting = _take_blocks(waiting, parts, standard, found, layout.dense)
+        else:
+            waiting = []
+    rest = np.concatenate(waiting) if waiting else np.zeros((0, len(layout.dense)))
+    if standard and len(rest):  # the last block of all, which may be shorter
+        _add(rest, parts, standard, found, layout.dense)
+    lists: dict[str, Any] = {"label 0": np.zeros(0)}
+    for i, (_, scaling) in enumerate(parts):
+        if isinstance(scaling, ByMaximum):
+            lists[f"maximum {i}"] = scaling.maximum
+        for name, values in zip(_NAMES, zip(*found[i], strict=True), strict=False):
+            lists[f"{name} {i}"] = np.concatenate(values)
+    name = moments_name(group)
+    return {"files": {name: work.write(name, lambda at: write_lists(at, lists))}}
+
+
+def _columns(numbers: Numbers, columns: npt.NDArray[np.int64], dense: Sequence[str]) -> Numbers:
+    return numbers if len(columns) == len(dense) else np.ascontiguousarray(numbers[:, columns])
+
+
+def _take_blocks(waiting: list[Numbers], parts: Any, standard: list[int], found: Any, dense: Any) -> list[Numbers]:
+    """Add the moments of all whole blocks; return the rows that are left."""
+    if sum(map(len, waiting)) < BLOCK:
+        return waiting
+    rows = np.concatenate(waiting)
+    whole = len(rows) - len(rows) % BLOCK
+    for start in range(0, whole, BLOCK):
+        _add(rows[start : start + BLOCK], parts, standard, found, dense)
+    return [rows[whole:]]
+
+
+def _add(rows: Numbers, parts: Any, standard: list[int], found: Any, dense: Any) -> None:
+    for i in standard:
+        found[i].append(moments(_columns(rows, parts[i][0], dense)))
+
+
+def scale(work: Work, groups: int, index: list[str]) -> Result:
+    """Return the statistics of the scaling; `groups` is the number of files of `find_moments`, 0 for none."""
+    layout = work.source.layout
+    if work.earlier is not None:
+        return {"scaling": work.earlier.scaling(layout, signed=work.source.signed).statistics(), "files": {}}
+    scaling = make_scaling(work)
+    if layout.dense and not groups:
+        _observe(work, scaling, index)
+    parts = _parts(scaling, len(layout.dense))
+    for group in range(groups):
+        lists = Piece(work.path(moments_name(group)))
+        for i, (columns, part) in enumerate(parts):
+            if isinstance(part, ByMaximum):
+                part.maximum = np.maximum(part.maximum, lists.array(f"maximum {i}"))
+            elif isinstance(part, Standard) and f"low {i}" in lists.names:
+                arrays = [lists.array(f"{name} {i}").reshape(-1, len(columns)) for name in _NAMES]
+                for block in zip(*arrays, strict=True):
+                    part.merge(*block)
+    return {"scaling": scaling.statistics(), "files": {}}
+
+
+def _observe(work: Work, scaling: Scaling, index: list[str]) -> None:
+    """Learn from all training rows, in order."""
+    content, columns = work.read_json(*index), len(work.source.layout.dense)
+
+    def known() -> Iterator[Numbers]:
+        for name, rows in zip(content["names"], content["rows"], strict=True):
+            yield get_numbers(Piece(work.path(piece_name(name))), columns)[: rows[0]]
+
+    if isinstance(scaling, ByColumn):
+        scaling.find_limits(known)
+    for numbers in known():
+        scaling.observe(numbers)
