@@ -62,6 +62,11 @@ class Table:
         self.total = sum(file.input.size for file in self._files)
         self.most_rows = sum(file.most_rows for file in self._files)
 
+    @property
+    def files(self) -> list[TableFile]:
+        """The files, in the order in which they are read."""
+        return list(self._files)
+
     def describe(self) -> list[dict[str, Any]]:
         """Return each file's absolute path and size."""
         return [file.input.describe() for file in self._files]

@@ -19,8 +19,9 @@ from hostdev.train.quality import Point
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
 KEYS_LOG, KEYS_PICTURE = "keys.log", "keys.png"  # of tables by key
 CONFIG, SUMMARY, CURVE = "config.json", "summary.json", "curve.png"
+FILES_LOG, ASIDE_LOG = "files.jsonl", "set_aside.jsonl"  # of --follow
 _RUN = (LOSS_LOG, CONFIG, SUMMARY)  # a folder with any of these holds a run
-_NAMES = (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE, KEYS_LOG, KEYS_PICTURE)
+_NAMES = (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE, KEYS_LOG, KEYS_PICTURE, FILES_LOG, ASIDE_LOG)
 
 
 class RunDir:
