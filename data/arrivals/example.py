@@ -69,7 +69,7 @@ class Example:
         here = arrow.get_written_form(found)
         for shown in self._kinds.get(name, {}).get("types", ()):
             there = _written_form(shown)
-            if None not in (here, there) and here != there and arrow.TEXT_OR_WHOLE not in (here, there):
+            if None not in (here, there) and here != there:
                 raise UserError(
                     f"{path}, column {name!r}: it is of type {found}, but was {shown} in the files of --data, so "
                     "equal values would get different ids"

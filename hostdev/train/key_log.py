@@ -39,10 +39,21 @@ class KeyLog:
         if self.last:
             self._admitted, self._evicted = self.last["admitted"], self.last["evicted"]
 
-    def restore(self, last: dict[str, int]) -> None:
-        """Go on after this line, the last one of a checkpoint, or {}."""
-        self.last = last
-        self._admitted, self._evicted = last.get("admitted", 0), last.get("evicted", 0)
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs, for a checkpoint."""
+        self.write()
+        return {"last": self.last, "written": self._written}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on as the log was at a checkpoint, without the lines that were written later."""
+        lines = self._read()
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(",".join(_COLUMNS) + "\n")
+        self._written = 0
+        self._write(lines[lines[:, 0] <= state["written"]].tolist())
+        self.last = state["last"]
+        self._admitted, self._evicted = self.last.get("admitted", 0), self.last.get("evicted", 0)
 
     def write(self, *, end: bool = False) -> None:
         """Write the steps that have finished since the last call."""

@@ -59,7 +59,7 @@ class FollowRun(Run):
         self._is_number = tuple(name in targets.numeric for name in labels)
         self.state = FollowState(Window(settings.follow_window or WINDOW, self._is_number))
         self._loss_bytes: int | None = None  # of loss.log at the checkpoint
-        self._key_counts: dict[str, int] = {}  # the last line of keys.log then
+        self._key_counts: dict[str, Any] = {}  # the state of keys.log then; {} for a new run
         self._last_line: dict[str, Any] = {}  # of files.jsonl
         self._saved = -1  # the last step with which saving was tried
         self._points: deque[report.Point] = deque(maxlen=report.MOST_POINTS)
@@ -68,7 +68,7 @@ class FollowRun(Run):
         self._waiting = Waiting()
         if self.keys is not None:
             self.keys.by_step = False
-            if start is not None:
+            if self._key_counts:
                 self.keys.restore(self._key_counts)
 
     def _make_schedule(self, data: Path) -> Schedule:
@@ -91,10 +91,7 @@ class FollowRun(Run):
                 self.files.ops.fit()
 
     def _values(self) -> dict[str, Any]:
-        keys: dict[str, int] = {}
-        if self.keys is not None:
-            self.keys.write()
-            keys = self.keys.last
+        keys = None if self.keys is None else self.keys.state()
         follow = {**self.state.as_values(), "loss_bytes": _size(self.files.loss), "keys": keys}
         return {**super()._values(), "follow": follow}
 
