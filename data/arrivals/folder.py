@@ -78,7 +78,9 @@ class Folder:
         for name in inside:
             sub = folder / name
             if (sub / str(self.mark)).exists():
-                yield from self._plain(sub, f"{before}{name}/")
+                yield from (
+                    each for each in self._plain(sub, f"{before}{name}/") if each != f"{before}{name}/{self.mark}"
+                )
             else:
                 yield from self._marked(sub, f"{before}{name}/")
 

@@ -13,11 +13,10 @@ import numpy.typing as npt
 
 from hostdev.data.targets import Targets, columns_of
 from hostdev.train.evaluation import Evaluation, evaluation_of
-from hostdev.train.metrics import losses, make_auc
+from hostdev.train.following.histogram import Histogram, merge
+from hostdev.train.metrics import losses
 from hostdev.train.scores import Figures
 
-BINS = 4096  # of logits in [-16, 16); logits beyond are in the first and the last
-_PER_LOGIT = 128
 _SUMS = 4  # of predictions, of labels, of losses or squared errors, of absolute errors
 
 NAN = float("nan")
@@ -30,16 +29,12 @@ class Scored(NamedTuple):
         rows: The number of rows.
         sums: float64 [labels, 4]: sums of predictions, of labels, and of losses and 0 (for a label that is 0 or 1) or
             of squared and absolute errors (for a label that is a number).
-        bins: int64 [labels, 2, BINS]: the numbers of negative and of positive rows by logit; 0 for numeric labels.
+        bins: For each label, the numbers of negative and of positive rows by logit; none for a numeric label.
     """
 
     rows: int
     sums: npt.NDArray[np.float64]
-    bins: npt.NDArray[np.int64]
-
-    def plus(self, other: "Scored") -> "Scored":
-        """Return the scores of both together."""
-        return Scored(self.rows + other.rows, self.sums + other.sums, self.bins + other.bins)
+    bins: tuple[Histogram, ...]
 
     def calibration(self) -> list[float]:
         """Return, for each label, the mean prediction divided by the mean label; NaN if the latter is 0."""
@@ -59,7 +54,7 @@ class Collector:
         self._is_number = [name in targets.numeric for name in labels]
         self._rows = 0
         self._sums = np.zeros((len(labels), _SUMS))
-        self._bins = np.zeros((len(labels), 2, BINS), np.int64)
+        self._bins = [Histogram.empty() for _ in labels]
 
     def add(self, outputs: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> None:
         """Add samples: outputs and labels, each float32 [n], or [n, labels] if there are several labels."""
@@ -74,14 +69,12 @@ class Collector:
                 continue
             with np.errstate(over="ignore", invalid="ignore"):
                 sums[0] += (1 / (1 + np.exp(-x))).sum()
-                place = np.nan_to_num(np.clip(np.floor(x * _PER_LOGIT) + BINS // 2, 0, BINS - 1)).astype(np.int64)
             sums[2] += losses(output, label).sum()
-            for positive in (0, 1):
-                self._bins[i, positive] += np.bincount(place[(label != 0) == positive], minlength=BINS)
+            self._bins[i] = self._bins[i].plus(Histogram.of(output, label))
 
     def result(self) -> Scored:
         """Return what is kept of the file."""
-        return Scored(self._rows, self._sums, self._bins)
+        return Scored(self._rows, self._sums, tuple(self._bins))
 
 
 class Window:
@@ -101,26 +94,21 @@ class Window:
 
     def total(self) -> Scored:
         """Return the scores of all files of the window together; there must be one."""
-        first, *more = self._files
-        for each in more:
-            first = first.plus(each)
-        return first
+        rows, sums, bins = zip(*self._files, strict=True)
+        return Scored(sum(rows), np.sum(sums, axis=0), tuple(map(merge, zip(*bins, strict=True))))
 
     def evaluation(self) -> Evaluation:
-        """Return the quality over the window's rows; the AUC counts pairs in the same 1/128 of a logit as equal."""
+        """Return the quality over the window's rows; the AUC counts rows in the same bin of a histogram as equal."""
         return evaluate(self.total(), self._is_number)
 
     def as_values(self) -> dict[str, Any]:
         """Return the values for a checkpoint."""
-        if not self._files:
-            return {"rows": []}
-        rows, sums, bins = zip(*self._files, strict=True)
-        return {"rows": list(rows), "sums": np.stack(sums), "bins": np.stack(bins)}
+        return {"files": [[each.rows, each.sums, [list(one) for one in each.bins]] for each in self._files]}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Add the files that `as_values` converted to these values."""
-        for i, rows in enumerate(values["rows"]):
-            self.add(Scored(rows, np.array(values["sums"][i]), np.array(values["bins"][i])))
+        for rows, sums, bins in values["files"]:
+            self.add(Scored(rows, sums, tuple(Histogram(*one) for one in bins)))
 
 
 def evaluate(scored: Scored, is_number: tuple[bool, ...]) -> Evaluation:
@@ -131,9 +119,5 @@ def evaluate(scored: Scored, is_number: tuple[bool, ...]) -> Evaluation:
             _, _, squares, sizes = (scored.sums[i] / scored.rows).tolist()
             each.append(Figures(NAN, NAN, scored.rows, 0, squares**0.5, sizes))
             continue
-        negatives, positives = scored.bins[i]
-        below = np.cumsum(negatives) - negatives
-        twice = sum((positives * (2 * below + negatives)).tolist())
-        auc = make_auc(twice, int(positives.sum()), int(negatives.sum()))
-        each.append(Figures(auc, float(scored.sums[i, 2]) / scored.rows, scored.rows, 0))
+        each.append(Figures(scored.bins[i].auc(), float(scored.sums[i, 2]) / scored.rows, scored.rows, 0))
     return evaluation_of(each)
