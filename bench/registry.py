@@ -68,6 +68,7 @@ BENCHES = {
         trial=("--rows", "200000", "--memory", "80000000", "--warm", "2", "--steps", "2", "--no-peers"),
     ),
     "unbounded": Bench("bench_unbounded", trial=("--sizes", "20000", "--rounds", "1", "--large", "30000")),
+    "follow": Bench("bench_follow", trial=("--files", "8", "--rows", "2000", "--seconds", "1", "--poll", "0.2")),
     "dlrm": Bench("bench_dlrm"),
     "ctr": Bench("bench_ctr"),
     "parallel": Bench("bench_parallel"),

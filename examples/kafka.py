@@ -21,7 +21,7 @@ FEATURES = ("user", "item")
 class Records:
     """An endless iterator over a topic's records, as pairs of a value and the cursor after it.
 
-    A cursor has, for each partition, the offset of its next record, and the index of the partition that is next in turn.
+    A cursor has the offset of each partition's next record, and the index of the partition that is next in turn.
 
     Args:
         consumer: A confluent_kafka.Consumer, or what has its methods `assign`, `consume`, `pause` and `resume`.

@@ -31,6 +31,7 @@ from hostdev.train.interrupt import GracefulStop
 from hostdev.train.network import Result
 from hostdev.train.processes import ProcessSession
 from hostdev.train.run import Run
+from hostdev.train.rundir import NEEDED, write_json
 from hostdev.train.schedule import Schedule
 
 _ENDLESS = 1 << 62  # steps
@@ -62,6 +63,7 @@ class FollowRun(Run):
         self._key_counts: dict[str, Any] = {}  # the state of keys.log then; {} for a new run
         self._last_line: dict[str, Any] = {}  # of files.jsonl
         self._saved = -1  # the last step with which saving was tried
+        self._needed: dict[int, dict[str, Any]] = {}  # by step of a checkpoint that is being written
         self._points: deque[report.Point] = deque(maxlen=report.MOST_POINTS)
         super().__init__(settings, data, found, start, session, origin)
         self._cutter = BatchCutter(self.batch_size)
@@ -91,6 +93,7 @@ class FollowRun(Run):
                 self.files.ops.fit()
 
     def _values(self) -> dict[str, Any]:
+        self._needed[self.steps] = self.state.needed()
         keys = None if self.keys is None else self.keys.state()
         follow = {**self.state.as_values(), "loss_bytes": _size(self.files.loss), "keys": keys}
         return {**super()._values(), "follow": follow}
@@ -145,8 +148,9 @@ class FollowRun(Run):
     def _wait(self, text: str, stop: GracefulStop) -> bool:
         """Say why the run waits, and save a checkpoint if one is due; return whether to wait."""
         self._waiting.show(text)
-        if self.saver is not None and self.steps and self._saved != self.steps and self._is_due(self.steps):
+        if self.saver is not None and self.steps and self._is_due(self.steps) and self._saved != self.steps:
             self._save_now()
+        self._write_needed()
         return not self._is_stopped(stop)
 
     def _save_now(self) -> None:
@@ -154,6 +158,15 @@ class FollowRun(Run):
         with self.timeline.span("checkpoint", self.steps):
             self.saver.save(self.steps)
         self._saved = self.steps
+
+    def _write_needed(self) -> None:
+        """Write needed.json, which says what the newest checkpoint still needs, once that checkpoint is written."""
+        step = -1 if self.saver is None or self.saver.saved_step is None else self.saver.saved_step
+        if step in self._needed:
+            content = {"step": step, **self._needed[step]}
+            self._needed = {later: needed for later, needed in self._needed.items() if later > step}
+            with naming(self.files.path):
+                write_json(self.files.path / NEEDED, content)
 
     def _score(self, file: Converted, stop: GracefulStop) -> bool:
         """Score a file, record that it is taken, and report its quality; return False at a signal."""
@@ -208,11 +221,14 @@ class FollowRun(Run):
     def _record(self, epoch: int, step: int, result: Result, progress: Any) -> None:
         super()._record(epoch, step, result, progress)
         self.state.advance(result.rows)
+        self._write_needed()
         if self._due == step:
             self._saved = step  # `_take_steps` saves next
 
     def summary(self) -> dict[str, Any]:
         """Return the run's own entries of summary.json."""
+        if self.files.path.is_dir():
+            self._write_needed()
         return report.summarize(self.state, self._last_line)
 
     def draw(self) -> None:

@@ -44,6 +44,10 @@ class FollowState:
             if first.done == first.rows:
                 self.pending.popleft()
 
+    def needed(self) -> dict[str, Any]:
+        """Return which files a run that resumes from here reads again: these, and those that sort after the last."""
+        return {"needed": [each.name for each in self.pending], "last": self.seen.last, "taken": self.seen.taken}
+
     @property
     def waiting(self) -> int:
         """The number of rows of the files taken that are not trained on."""
