@@ -1,11 +1,14 @@
 """`hostdev train --follow`: files that arrive, in any tempo and between kills, train the same bits as all at once."""
 
+import errno
 import gzip
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -425,6 +428,61 @@ def test_a_file_that_is_needed_again_is_gone(in_process, example, arrived, tmp_p
     (tmp_path / "kept").rename(tmp_path / "in" / NAMES[1])
     assert in_process(train, "--follow", "in", *every, *END, "--resume")[0] == 0
     assert [line["file"] for line in lines(tmp_path / "run")] == NAMES
+
+
+def test_a_full_disk(in_process, run, example, arrived, whole, tmp_path, monkeypatch):
+    """The run ends with a line, and goes on from its last checkpoint once there is room."""
+    every = ["--follow", arrived, "--data", example, *MODEL, *RULES, *END, "--run-dir", "run", "--checkpoint-every", 2]
+    room = iter([True] * 3 + [False] * 99)
+    make = tempfile.TemporaryFile
+
+    def make_file(**options):
+        if not next(room):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return make(**options)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", make_file)
+    code, _, error = in_process(train, *every)
+    assert code == 2 and len(error.splitlines()) == 1
+    assert "No space left" in error and "--resume" in error
+    assert lines(tmp_path / "run", "set_aside.jsonl") == []
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    run(train, *every, "--resume")
+    assert digest_of(tmp_path / "run") == digest_of(whole)
+    needed = json.loads((tmp_path / "run" / "needed.json").read_text())
+    assert needed == {"step": 10, "needed": [], "last": NAMES[-1], "taken": DAYS}
+
+
+def test_a_new_run_begins_with_the_tables_of_another(run, example, arrived, tmp_path):
+    every = ["--follow", arrived, "--data", example, *MODEL, *RULES, *END, "--checkpoint-every", 100]
+    run(train, *every, "--run-dir", "one")
+    assert "steps of this run count from 0" in run(train, *every, "--run-dir", "two", "--start-from", "one/checkpoints")
+    one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
+    assert two[0]["auc"] > one[0]["auc"] + 0.01  # the rows are known
+    assert [line["step"] for line in two] == [line["step"] for line in one]
+
+
+def test_a_folder_that_cannot_be_listed_for_a_while(run, example, arrived, whole, tmp_path):
+    shutil.copytree(arrived, tmp_path / "in")
+
+    def hide():
+        await_file(tmp_path / "run" / "files.jsonl")
+        (tmp_path / "in").rename(tmp_path / "away")
+        time.sleep(1)
+        (tmp_path / "away").rename(tmp_path / "in")
+
+    mover = threading.Thread(target=hide)
+    mover.start()
+    until = ["--follow-until", NAMES[-1], *QUICK]
+    run(train, "--follow", "in", "--data", example, *MODEL, *RULES, *until, "--run-dir", "run")
+    mover.join()
+    assert digest_of(tmp_path / "run") == digest_of(whole)
+
+
+def await_file(path):
+    while not path.exists():
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hostdev.data.preprocess.folders import order_by_name
 
 _HIDDEN = (".", "_")  # first characters of names that other programs use while they write
 _PARTIAL = (".part", ".partial", ".tmp")  # last characters of such names
-_MOST_NAMES = 1 << 16  # whose keys are kept
+_MOST_NAMES = 1 << 14  # whose keys and hashes are kept
 
 Key = tuple[list[tuple[int, str]], str]
 

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import islice
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted, note
@@ -122,7 +123,7 @@ class NextFile:
                 self._set_aside(Refused(name, LATE, reason))
         if seen.size > len(look.names) + _SPARE:
             seen.keep(look.names)
-        return [name for name in look.next if not (seen.is_known(name) or seen.is_late(name))][: 1 + AHEAD]
+        return list(islice((name for name in look.next if not (seen.is_known(name) or seen.is_late(name))), 1 + AHEAD))
 
     def _is_over(self, names: list[str], look: Look) -> bool:
         """Return whether no more file is to be taken."""

@@ -62,10 +62,11 @@ class FollowRun(Run):
         self._loss_bytes: int | None = None  # of loss.log at the checkpoint
         self._key_counts: dict[str, Any] = {}  # the state of keys.log then; {} for a new run
         self._last_line: dict[str, Any] = {}  # of files.jsonl
-        self._saved = -1  # the last step with which saving was tried
+        self._saved = 0  # the last step with which saving was tried, or that of the checkpoint
         self._needed: dict[int, dict[str, Any]] = {}  # by step of a checkpoint that is being written
         self._points: deque[report.Point] = deque(maxlen=report.MOST_POINTS)
         super().__init__(settings, data, found, start, session, origin)
+        self._saved = self.steps
         self._cutter = BatchCutter(self.batch_size)
         self._waiting = Waiting()
         if self.keys is not None:
