@@ -69,6 +69,7 @@ BENCHES = {
     ),
     "unbounded": Bench("bench_unbounded", trial=("--sizes", "20000", "--rounds", "1", "--large", "30000")),
     "stores": Bench("bench_stores", trial=("--rows", "20000", "--batch-size", "500", "--rounds", "1")),
+    "follow": Bench("bench_follow", trial=("--files", "8", "--rows", "2000", "--seconds", "1", "--poll", "0.2")),
     "dlrm": Bench("bench_dlrm"),
     "ctr": Bench("bench_ctr"),
     "parallel": Bench("bench_parallel"),

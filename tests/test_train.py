@@ -117,6 +117,11 @@ def test_the_list_of_flags():
         "--table-dir",
         "--table-memory",
         "--table-window",
+        "--follow",
+        "--follow-until",
+        "--follow-mark",
+        "--follow-poll",
+        "--follow-window",
     }
 
 

@@ -38,7 +38,7 @@ def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[P
     taken: list[Path] = []
     empty: list[Path] = []
     others: list[Path] = []
-    for file in sorted(_files(top), key=lambda file: _order(str(file.relative_to(top)))):
+    for file in sorted(_files(top), key=lambda file: order_by_name(str(file.relative_to(top)))):
         if is_taken is None or is_taken(file, _start(file)):
             (empty if is_empty(file) else taken).append(file)
         else:
@@ -88,7 +88,7 @@ def _is_hidden(name: str) -> bool:
     return name.startswith((".", "_"))
 
 
-def _order(name: str) -> tuple[list[tuple[int, str]], str]:
+def order_by_name(name: str) -> tuple[list[tuple[int, str]], str]:
     """Return a sort key that puts day_2 before day_10; if only leading zeros differ, names are ordered as text."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part], name

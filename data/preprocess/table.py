@@ -68,8 +68,8 @@ class Table:
 
     @property
     def files(self) -> list[TableFile]:
-        """The files, which are the inputs of the blocks."""
-        return self._files
+        """The files, in the order in which they are read: the inputs of the blocks."""
+        return list(self._files)
 
     @property
     def used(self) -> tuple[str, ...]:

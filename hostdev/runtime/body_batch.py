@@ -34,6 +34,7 @@ class BodyBatch:
         rows: The `Rows` that were yielded for `flight`.
         reduction: Sums the gradients of the step's micro-batches; None if `Rows.reduce` has nothing to sum.
         losses: For each loss on which `backward` was called, a float32 scalar: 0 if the loss is finite, else NaN.
+        cursor: The program's position after the step's last batch; None if it gives none.
         shares_rows: Whether the step has several of the loader's batches; each may use only some of the unique rows.
     """
 
@@ -54,6 +55,7 @@ class BodyBatch:
         self.inverses: list[Tensor] = []
         self.rows: list[Rows] = []
         self.reduction: Reduction | None = None
+        self.cursor: Any = None
         self._sent: list[Tensor] = []
 
     def take(self, flight: StepBatch, trains: Callable[[Table], bool]) -> None:
@@ -65,7 +67,7 @@ class BodyBatch:
         """
         self.flight = flight
         self.micros = list(flight.request.note)
-        self.shares_rows = len(self.micros) > 1
+        self.shares_rows, self.cursor = len(self.micros) > 1, self.micros[-1].cursor
         self.losses = []
         flight.request.note.clear()  # keep the loader's batches no longer than the caller does
         self._sent = list(flight.tensors)

@@ -31,6 +31,15 @@ class CheckpointedState:
         return self._settings.optimizer is not None
 
     @property
+    def cursor(self) -> Any:
+        """The program's position after the last batch whose step is in the tables; None if it gives none."""
+        return self._loops.cursor
+
+    @cursor.setter
+    def cursor(self, value: Any) -> None:
+        self._loops.cursor = value
+
+    @property
     def place(self) -> Place | None:
         """The training loop's position in its sequence of batches; without an open loop, that of the last one."""
         place: Place | None = self._loops.place

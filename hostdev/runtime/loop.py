@@ -272,7 +272,7 @@ class TrainLoop(Loop[Item]):
         with deferred():  # otherwise Ctrl-C could interrupt a step
             rates = runtime.settings.learning_rates() if watcher.rates is None else watcher.rates
             gradients = make_gradients(batch, watcher, self._flags, runtime.staging, self)
-            flight, batch.flight = batch.flight, None
+            flight, batch.flight, cursor = batch.flight, None, batch.cursor
             self._forget()  # free the rows before more is allocated
             later = runtime.settings.exchange_rates(rates)  # the body may have set other rates for the next step
             if not all(_takes_step(flight, gradients, number) for number in self._keyed):
@@ -281,6 +281,8 @@ class TrainLoop(Loop[Item]):
                 self._pass.finish(flight, gradients)
             finally:
                 runtime.settings.exchange_rates(later)
+            if cursor is not None:
+                runtime.loops.cursor = cursor
 
     def _has_reported(self) -> bool:
         """Return whether the error of a failed step was already raised in the body; then it is not raised again."""

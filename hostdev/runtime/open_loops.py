@@ -45,6 +45,7 @@ class Loops:
         self._pipeline, self._access, self._loaders = pipeline, access, loaders
         self.carried = CarriedGradients(groups, pipeline, settings)
         self.iterators = Iterators()
+        self.cursor: Any = None  # the program's position after the last batch that is done, or a checkpoint's
         self.predicting = 0  # number of open loops over `predict`
         self._predict_loops: WeakSet[AnyPredictLoop] = WeakSet()  # open loops, and some that are over
         self._open: ReferenceType[AnyTrainLoop] | None = None  # weak, so that a loop ends when nothing refers to it

@@ -1,7 +1,7 @@
 """Types of the options for `Runtime.train` and `Runtime.predict`."""
 
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeAlias, TypedDict, TypeVar
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 B = TypeVar("B")  # a loader's batch
 S = TypeVar("S")  # the result of `send`
@@ -11,6 +11,7 @@ Send: TypeAlias = Callable[[B], S]
 class TrainKwargs(TypedDict, total=False):
     """Options of a loop over `Runtime.train` that yields one batch at a time."""
 
+    cursor: Callable[[Any], Any] | None
     accumulate: int
     micro_batches: int | None
     reduce_early: bool

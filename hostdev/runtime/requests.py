@@ -16,6 +16,7 @@ from hostdev.runtime.spec import FeatureInput
 
 B = TypeVar("B")
 GetIds: TypeAlias = Callable[[B], Mapping[str, FeatureInput]]  # returns a batch's ids by feature
+GetCursor: TypeAlias = Callable[[B], Any]  # returns the program's position after a batch, as a tree of values
 
 
 class MicroBatch(NamedTuple):
@@ -24,6 +25,7 @@ class MicroBatch(NamedTuple):
     leaves: list[Any]  # leaves of the structure that the loop yields
     structure: TreeSpec | None  # the structure; None if the loop yields the loader's own batch
     ids: list[FeatureIds]
+    cursor: Any = None  # the program's position after this batch
 
     @property
     def samples(self) -> int:
@@ -67,6 +69,7 @@ class Reader:
         together: Number of batches in a step.
         whole: Whether it is an error if the last step has fewer batches, as with micro-batches.
         asks: Whether to look up the rows; otherwise another rank looks them up for the same samples.
+        cursor: Called with a batch; returns the program's position after it. None if it has none.
     """
 
     def __init__(
@@ -79,9 +82,10 @@ class Reader:
         *,
         whole: bool = False,
         asks: bool = True,
+        cursor: GetCursor[Any] | None = None,
     ) -> None:
-        self._asks = asks
-        self.program = ids, send
+        self._asks, self._cursor = asks, cursor
+        self.program = ids, send, cursor
         self._bindings, self._groups, self._ids, self._send = bindings, groups, ids, send
         self.together = together
         self._whole = whole
@@ -129,8 +133,9 @@ class Reader:
                 return []
             batch = held.pop()
             given = self._get_ids(batch, number + 1)
+            cursor = None if self._cursor is None else self._cursor(batch)
             sent = batch if self._send is None else self._send(batch)
-        micro = self._make_micro(given, sent, number + 1, copies=reading.copies)
+        micro = self._make_micro(given, sent, number + 1, copies=reading.copies)._replace(cursor=cursor)
         reading.has_read(sent, number + 1)
         return [micro]
 

@@ -28,11 +28,12 @@ from hostdev.runtime.features import FeatureTables, Table, require_seeds, resolv
 from hostdev.runtime.loaders import FrameworkLoaders
 from hostdev.runtime.lookup import lookup_rows
 from hostdev.runtime.loop import PredictLoop, TrainLoop
+from hostdev.runtime.making import StepOptions, make_train_loop
 from hostdev.runtime.open_loops import Loops
 from hostdev.runtime.options import B, PredictKwargs, S, Send, TrainKwargs
 from hostdev.runtime.partial import get_ids_of_some, some_features
 from hostdev.runtime.read_ahead import require_read_ahead
-from hostdev.runtime.requests import GetIds, Reader
+from hostdev.runtime.requests import GetCursor, GetIds, Reader
 from hostdev.runtime.rows import Rows, Value
 from hostdev.runtime.spec import FeatureInput
 from hostdev.runtime.stacks import resolve_stacks
@@ -154,6 +155,16 @@ class Runtime(FrameworkLoaders):
         return {table.name: table for group in self.group_specs for table in group.tables}
 
     @property
+    def cursor(self) -> Any:  # Any: the program's own tree
+        """What the `cursor` of `train` returned for the last batch that is done, or the cursor of a loaded checkpoint.
+
+        A batch is done when its step is in the tables, or the loop went on without a step. Batches that are only read
+        ahead are not. None if no loop had a `cursor`. With other ranks, rank 0's is saved.
+        """
+        self.require_open()
+        return self.loops.cursor
+
+    @property
     def caches(self) -> list[EmbeddingCache]:
         """The caches of the groups that have one."""
         groups = [] if self._closed else self.pipeline.groups
@@ -186,6 +197,7 @@ class Runtime(FrameworkLoaders):
         *,
         ids: GetIds[B] | None = None,
         send: Send[B, S],
+        cursor: GetCursor[B] | None = None,
         by_step: Literal[True],
         micro_batches: int | None = None,
         background: bool = False,
@@ -196,6 +208,7 @@ class Runtime(FrameworkLoaders):
         *,
         ids: GetIds[Any] | None = None,
         send: Callable[[Any], Any] | None = None,
+        cursor: GetCursor[Any] | None = None,
         by_step: bool = False,
         accumulate: int = 1,
         micro_batches: int | None = None,
@@ -222,6 +235,9 @@ class Runtime(FrameworkLoaders):
                 Called when a batch is read. None if batches are dicts that have the ids under the features' names.
             send: Returns the parts of a batch that the loop needs, in any structure of tuples, lists and dicts, whose
                 tensors and arrays are copied to the device in the background. None to yield the batch itself.
+            cursor: Returns the program's position after a batch, such as its offsets in a stream, as a new tree of
+                dicts, lists, numbers and text; only from the batch itself, since the loader may have been read further.
+                `save` saves the cursor of the last batch whose step is in the checkpoint, see `Runtime.cursor`.
             by_step: With other ranks, yield all micro-batches of a step together, as a `Step`, for pipeline stages.
             accumulate: Number of batches whose gradients are summed for one step; their rows are looked up and updated
                 once.
@@ -241,28 +257,9 @@ class Runtime(FrameworkLoaders):
             ValueError: Another loop over these tables is open, or options contradict each other.
         """
         self.require_open()
-        if accumulate < 1:
-            raise ValueError(f"accumulate must be a number of batches, 1 or more, not {accumulate}")
-        require_read_ahead(read_ahead, background=background)
-        if micro_batches is None and self.ranks is None:
-            if reduce_early:
-                raise ValueError("reduce_early requires micro_batches=N")
-            reader = Reader(self.bindings, self.group_specs, ids, send, accumulate)
-            return TrainLoop(self, batches, reader, read_ahead=read_ahead, background=background)
-        if micro_batches is None and accumulate != 1:
-            raise ValueError(f"with other ranks, give micro_batches={accumulate} instead of accumulate={accumulate}")
-        micro_batches = 1 if micro_batches is None else micro_batches
-        if micro_batches < 1 or accumulate != 1:
-            raise ValueError(
-                f"micro_batches must be a number of batches, 1 or more, not {micro_batches}"
-                if micro_batches < 1
-                else "micro_batches and accumulate both set the number of batches per step; give only one of them"
-            )
-        if by_step and self.ranks is None:
-            raise ValueError("by_step requires other ranks, but this process is alone")
-        reader = Reader(self.bindings, self.group_specs, ids, send, micro_batches, whole=True, asks=self.world.leads)
-        how = {"reduce_early": reduce_early, "by_step": by_step, "read_ahead": read_ahead, "background": background}
-        return TrainLoop(self, batches, reader, micro_batches, **how)  # type: ignore[arg-type]
+        reading: dict[str, Any] = {"read_ahead": read_ahead, "background": background}
+        together = StepOptions(accumulate, micro_batches, by_step=by_step, reduce_early=reduce_early)
+        return make_train_loop(self, batches, (ids, send, cursor), together, reading)
 
     @overload
     def predict(
@@ -395,8 +392,9 @@ class Runtime(FrameworkLoaders):
         """Save a checkpoint of all tables, with optimizer state and steps, to a folder (docs/checkpoints.md).
 
         Within a loop, the checkpoint includes the body's batch if the dense optimizer has stepped with it; the loop
-        keeps its prefetched batches. The checkpoint is full or, in a folder that has checkpoints of this runtime,
-        incremental, with only the rows written since the last one. Training may continue while it is written.
+        keeps its prefetched batches. It also has the `cursor`. The checkpoint is full or, in a folder that has
+        checkpoints of this runtime, incremental, with only the rows written since the last one. Training may continue
+        while it is written.
 
         Args:
             path: The checkpoint folder, or its address in a store (docs/guides/stores.md).
@@ -421,7 +419,7 @@ class Runtime(FrameworkLoaders):
         return self._checkpoints.save(path, extra, keep, wait=wait)
 
     def load(self, path: Path | str, *, strict: bool = True) -> Any:  # Any: the `extra` of `save`
-        """Load a checkpoint, or the newest complete one in a folder; return its `extra`.
+        """Load a checkpoint, or the newest complete one in a folder; return its `extra`, and set `cursor`.
 
         With `strict`, if all tables are unused host tables and there are no other ranks, files are checked while they
         are loaded, and an error or Ctrl-C resets the tables to their initial values. Otherwise all files are checked

@@ -74,7 +74,8 @@ class RuntimeCheckpoints:
         tensors: dict[str, Tensor] = {}
         place = self._runtime.place
         reading = {} if place is None else {"reading": place.to_state()}
-        state = to_tree({"extra": extra, **reading}, tensors)
+        cursor = {} if self._runtime.cursor is None else {"cursor": self._runtime.cursor}
+        state = to_tree({"extra": extra, **reading, **cursor}, tensors)
         self._join()  # a table allows only one snapshot at a time
         manager = self._get_manager(checkpoint_path(path))
         manager.keep = keep
@@ -109,6 +110,7 @@ class RuntimeCheckpoints:
         self._get_manager(chain[-1].path.parent).start_from(chain, tables.values())
         self._runtime.pipeline.steps = chain[-1].manifest.step
         values = values_of(chain)
+        self._runtime.cursor = values.get("cursor")
         self._runtime.go_on_at(Place.from_state(values["reading"]) if "reading" in values else None)
         return values["extra"]
 
@@ -133,7 +135,9 @@ class RuntimeCheckpoints:
         if self._runtime.has_optimizer:
             self._runtime.optimizer.take_over()
         self._runtime.pipeline.steps = found.chain[-1].manifest.step
-        return values_of(found.chain)["extra"]
+        values = values_of(found.chain)
+        self._runtime.cursor = values.get("cursor")
+        return values["extra"]
 
     def _get_manager(self, path: Path) -> CheckpointManager:
         """Return a folder's manager; the folder's path is made absolute, since the working directory may change."""

@@ -3,10 +3,10 @@
 import json
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -74,6 +74,7 @@ FIXED = (
     "table_slots",
     "initial_vectors",
     "frozen_vectors",
+    "follow_mark",
 )
 _BEFORE = {  # values for files that were written before the option existed
     "micro_batches": 1,
@@ -90,6 +91,8 @@ _BEFORE = {  # values for files that were written before the option existed
     "table_weight_decay": 0.0,
     "initial_vectors": None,
     "frozen_vectors": None,
+    "follow": None,
+    "follow_mark": None,
 }
 
 
@@ -105,8 +108,9 @@ class Progress:
     def __init__(self) -> None:
         self.steps = 0
         self.seconds = 0.0  # time spent in training
-        self.wide, self.deep = array("d"), array("d")  # the losses of each step
-        self.rows = array("q")  # samples in each step's batch
+        self.wide: MutableSequence[float] = array("d")  # the losses of each step
+        self.deep: MutableSequence[float] = array("d")
+        self.rows: MutableSequence[int] = array("q")  # samples in each step's batch
 
     def add(self, wide: float, deep: float, rows: int) -> None:
         """Record a step."""
@@ -115,13 +119,18 @@ class Progress:
         self.deep.append(deep)
         self.rows.append(rows)
 
+    @property
+    def samples(self) -> int:
+        """The number of samples in all steps."""
+        return sum(self.rows)
+
     def as_values(self) -> dict[str, Any]:
         """Return the progress as values for a checkpoint."""
         arrays = {name: np.array(getattr(self, name)) for name in ("wide", "deep", "rows")}
         return {"steps": self.steps, "seconds": self.seconds, **arrays}
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Progress":
+    def of(cls, values: Mapping[str, Any]) -> Self:
         """Return the progress that `as_values` converted to these values."""
         made = cls()
         made.steps, made.seconds = values["steps"], values["seconds"]
@@ -237,6 +246,12 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
             f"{shown_place(start.path)} was trained with {_format_option(option, then[name])}, not "
             f"{_format_option(option, getattr(settings, name))}; use the checkpoint's value, or start a new run "
             "without --resume"
+        )
+    if (settings.follow is None) != (then["follow"] is None):
+        how = "without --follow" if then["follow"] is None else "with --follow"
+        raise UserError(
+            f"{start.path} was trained {how}; resume it likewise, or start a new run from it with --start-from instead "
+            "of --resume"
         )
     if start.more["data"] != data.identity:
         raise UserError(

@@ -97,7 +97,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
                 origin = starting.find(settings, data, found)
             else:
                 origin = starting.find_together(settings, data, found, session.ranks)
-        run = Run(settings, data, found, start, session, origin)
+        run = _run_class(settings)(settings, data, found, start, session, origin)
         closing.callback(run.trainer.close)
         ending = Ending(run)
         if session is not None:
@@ -151,6 +151,14 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
     if run.saver is not None and run.saver.failed is not None:
         raise ending.make_checkpoint_error()
     return summary
+
+
+def _run_class(settings: TrainConfig) -> type[Run]:
+    if settings.follow is None:
+        return Run
+    from hostdev.train.following.run import FollowRun  # with all that reads new files
+
+    return FollowRun
 
 
 def _deadline(settings: TrainConfig, session: ProcessSession | None) -> float | None:

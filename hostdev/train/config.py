@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Collection
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from hostdev.parallel.plan_text import parse_plan
 from hostdev.stores.address import checkpoint_path, data_path, local_path, shown_place
 from hostdev.train import config_checks
 from hostdev.train.config_checks import option_name as _option
+from hostdev.train.follow_options import FollowOptions, check_follow
+from hostdev.train.option_fields import flag as _flag
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # reading further ahead does not help
@@ -30,16 +32,12 @@ _DTYPES = ("table_dtype", "table_slots")
 BFLOAT16 = "bfloat16"  # the public name; BF16 is still accepted for one release
 _AT_LEAST_1 = (
     *("epochs", "batch_size", "batch_per_rank", "micro_batches", "max_steps", "early_stop", "shuffle_window"),
-    *("emb_dim", "host_threads", "torch_threads", "spawn", "checkpoint_every", "keep_checkpoints"),
+    *("emb_dim", "host_threads", "torch_threads", "spawn", "checkpoint_every", "keep_checkpoints", "follow_window"),
 )
 
 
-def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:
-    return field(default=default, metadata={"help": help, "type": kind, **extra})
-
-
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(FollowOptions):
     """The options of `hostdev train`. `resolved` fills in the defaults that depend on other options."""
 
     data: Path | None = _flag(
@@ -309,6 +307,9 @@ class TrainConfig:
         for name in _DTYPES:
             if getattr(self, name) == BFLOAT16:
                 object.__setattr__(self, name, BF16)  # the name in files
+        if self.follow is not None:  # new ids come, so the tables grow
+            object.__setattr__(self, "tables", "dynamic")
+            object.__setattr__(self, "host_device_mix", True)
         for name in _AT_LEAST_1:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -370,6 +371,7 @@ class TrainConfig:
         config_checks.check_order(self)
         config_checks.check_keys(self)
         config_checks.check_disk(self)
+        check_follow(self)
 
     def _check_checkpoints(self) -> None:
         minutes = self.checkpoint_minutes
@@ -433,6 +435,7 @@ class TrainConfig:
     def resolved(self) -> "TrainConfig":
         """Return the settings, with defaults that depend on other options filled in."""
         epochs, batch_size = (15, REFERENCE_BATCH_SIZE) if self.data is not None else (2, 1000)
+        epochs = 1 if self.follow is not None else epochs
         filled = replace(self, epochs=self.epochs or epochs, batch_size=self.batch_size or batch_size)
         if self.micro_batches > 1:  # results must not depend on the number of processes
             filled = replace(filled, torch_threads=self.torch_threads or 1, gradients=self.gradients or "mean")
@@ -456,7 +459,8 @@ class TrainConfig:
 
 
 def _fields(names: Collection[str] | None) -> "list[Field[Any]]":
-    return [item for item in fields(TrainConfig) if names is None or item.name in names]
+    found = [item for item in fields(TrainConfig) if names is None or item.name in names]
+    return sorted(found, key=lambda item: item.name in FollowOptions.__dataclass_fields__)  # these come last
 
 
 def add_flags(to: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from hostdev.device import backend
 from hostdev.device.clock import EventClock
 from hostdev.kernels.pool import host_threads
 from hostdev.stores.address import shown_place
-from hostdev.train import curve, summary
+from hostdev.train import summary
 from hostdev.train.checkpointing import CheckpointError
 from hostdev.train.interrupt import Interrupted
 from hostdev.train.run import Run
@@ -51,7 +51,7 @@ class Ending:
         if run.world.rank:
             return ""
         try:
-            curve.draw(run.files.curve, run.progress.wide, run.progress.rows, run.quality)
+            run.draw()
             if run.keys is not None:
                 run.keys.draw()
         except Exception as error:
@@ -158,9 +158,8 @@ class Ending:
         return {
             "status": status,
             "steps": min(run.steps, run.trainer.steps),  # an abandoned step may have no update yet
-            "epochs": run.steps // run.schedule.epoch_steps,
-            **run.quality.summary(),
-            "samples_per_second": round(sum(run.progress.rows) / seconds, 1) if seconds else 0.0,
+            **run.summary(),
+            "samples_per_second": round(run.progress.samples / seconds, 1) if seconds else 0.0,
             "state_sha256": digest,
             "device": backend.describe(run.device),
             "host_device_mix": run.settings.host_device_mix,

@@ -26,8 +26,9 @@ class KeyLog:
 
     def __init__(self, folder: Path, table: KeyTable) -> None:
         self.folder, self._table = folder, table
+        self.by_step = True  # whether each step has a line; else `write(end=True)` writes the last step's
         table.key_counts = []
-        self._admitted = self._evicted = 0
+        self._admitted = self._evicted = self._written = 0
         self.last: dict[str, int] = {}  # the last line
         with naming(folder):
             earlier = self._read()
@@ -38,25 +39,48 @@ class KeyLog:
         if self.last:
             self._admitted, self._evicted = self.last["admitted"], self.last["evicted"]
 
-    def write(self) -> None:
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs, for a checkpoint."""
+        self.write()
+        return {"last": self.last, "written": self._written}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on as the log was at a checkpoint, without the lines that were written later."""
+        lines = self._read()
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(",".join(_COLUMNS) + "\n")
+        self._written = 0
+        self._write(lines[lines[:, 0] <= state["written"]].tolist())
+        self.last = state["last"]
+        self._admitted, self._evicted = self.last.get("admitted", 0), self.last.get("evicted", 0)
+
+    def write(self, *, end: bool = False) -> None:
         """Write the steps that have finished since the last call."""
         noted, self._table.key_counts = self._table.key_counts or [], []
         lines = []
         for step, live, waiting, admitted, evicted in noted:
             self._admitted, self._evicted = self._admitted + admitted, self._evicted + evicted
             lines.append((step, live, waiting, self._admitted, self._evicted))
-        self._write(lines)
+        if self.by_step:
+            self._write(lines)
+            return
+        if lines:
+            self.last = dict(zip(_COLUMNS, lines[-1], strict=True))
+        if end and self.last.get("step", 0) > self._written:
+            self._write([self.last.values()])
 
     def _write(self, lines: Iterable[Iterable[int]]) -> None:
         for line in lines:
             self.last = dict(zip(_COLUMNS, line, strict=True))
+            self._written = self.last["step"]
             self._file.write(",".join(map(str, self.last.values())) + "\n")
 
     def close(self) -> None:
         """Write the last steps, and close the log."""
         if not self._file.closed:
             with naming(self.folder):
-                self.write()
+                self.write(end=True)
                 self._file.close()
 
     def draw(self) -> None:

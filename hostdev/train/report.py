@@ -14,7 +14,18 @@ from hostdev.kernels.numa import in_words
 from hostdev.train.evaluation import Evaluation
 from hostdev.train.key_log import describe
 from hostdev.train.quality import Point, Quality
-from hostdev.train.rundir import CONFIG, CURVE, EVAL_LOG, KEYS_LOG, KEYS_PICTURE, LOSS_LOG, OPS_LOG, SUMMARY
+from hostdev.train.rundir import (
+    ASIDE_LOG,
+    CONFIG,
+    CURVE,
+    EVAL_LOG,
+    FILES_LOG,
+    KEYS_LOG,
+    KEYS_PICTURE,
+    LOSS_LOG,
+    OPS_LOG,
+    SUMMARY,
+)
 
 _WAITED = 0.05  # share of the time that reads may hold up before the summary says so
 
@@ -50,9 +61,12 @@ def start_lines(
     inexact = f"NOT EXACT: --staleness {config['staleness']} lets lookups miss updates; runs differ"
     evaluated = "" if rows["test"] or rows.get("validation") else "; nothing is evaluated"
     validation = f", {rows['validation']:,} validation" if rows.get("validation") else ""
+    trained = f"{data}: {rows['train']:,} training{validation} and {rows['test']:,} test rows{evaluated}"
+    if config.get("follow") is not None:
+        epochs, trained = "each row once", f"the files that arrive in {config['follow']}, read like those of {data}"
     lines = [
         *([inexact] if config["staleness"] else []),
-        f"data     {data}: {rows['train']:,} training{validation} and {rows['test']:,} test rows{evaluated}",
+        f"data     {trained}",
         *(f"         {line}" for line in unknown_lines(statistics or {})),
         f"tables   {tables_line(tables.values(), on_host=config['host_device_mix'])} of {where}",
         *_disk_lines(tables.values()),
@@ -181,6 +195,8 @@ def summary_lines(
     pictures = [CURVE] if undrawn is None else []
     if "keys" in summary:
         ops, pictures = [*ops, KEYS_LOG], [*pictures, KEYS_PICTURE] if pictures else []
+    if "files" in summary:
+        ops = [FILES_LOG, *([ASIDE_LOG] if summary["files"]["set_aside"] else []), *ops]
     files = [LOSS_LOG, EVAL_LOG, *ops, CONFIG, SUMMARY, *pictures]
     removed = [name for name in files if not (run_dir / name).exists()]
     files = [name for name in files if name not in removed]
@@ -194,6 +210,7 @@ def summary_lines(
         "",
         *([f"best           {best}"] if best else []),
         f"pipeline       {_pipeline(summary['pipeline'])}",
+        *([f"arrived        {_arrived(summary['files'])}"] if "files" in summary else []),
         *([f"keys           {describe(summary['keys'])}"] if "keys" in summary else []),
         *([f"cache          {_cache(summary['cache'])}"] if "cache" in summary else []),
         *(f"cache          {name}: {_cache(one)}" for name, one in summary.get("caches", {}).items()),
@@ -215,6 +232,13 @@ def _quality(summary: dict[str, Any]) -> str:
     quality = {"AUC": summary["auc"], "log loss": summary["logloss"]}
     quality |= {"RMSE": summary.get("rmse"), "MAE": summary.get("mae")}
     return "   ".join([*(f"{name} {value:.4f}" for name, value in quality.items() if value is not None), speed])
+
+
+def _arrived(files: dict[str, Any]) -> str:
+    """Return as text how many files a run with --follow has taken."""
+    rest = f"; {files['waiting_rows']:,} rows of them wait for a full batch" if files["waiting_rows"] else ""
+    over = f"; the quality above is that of the last {files['window']['files']}" if files["window"] else ""
+    return f"{files['taken']:,} files taken, {files['set_aside']:,} set aside{rest}{over}"
 
 
 def _pipeline(pipeline: dict[str, Any]) -> str:

@@ -5,10 +5,10 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from hostdev.core.progress import Progress as Shown
 from hostdev.core.progress import TimeLeft, bar, note
 from hostdev.core.timeline import Timeline
 from hostdev.data import manifest
+from hostdev.data.batch import Batch
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.clock import make_clock
@@ -30,7 +31,7 @@ from hostdev.distributed.process_group import STOP
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import set_host_threads
 from hostdev.pipeline.hooks import PipelineHooks
-from hostdev.train import checkpointing, report, starting
+from hostdev.train import checkpointing, curve, report, starting
 from hostdev.train.build import estimate_uses, get_layout, make_cache_specs, model_of, seed_torch, warm_up_kernels
 from hostdev.train.checkpointing import CheckpointSchedule, Progress
 from hostdev.train.config import TrainConfig
@@ -81,17 +82,8 @@ class Run:
         self.train_rows = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
         self.watched = "validation" if found.validation else "test"  # the split that is evaluated after each epoch
         self.test_rows, self.watched_rows = (ShardReader(data, found, split) for split in ("test", self.watched))
-        self.train_rows.require(self.batch_size)
         self.sample = TrainingSample(data, found, self.watched_rows.rows, settings.seed)
-        evaluation_steps = self.watched_rows.steps(self.batch_size) + self.sample.steps(self.batch_size)
-        self.schedule = Schedule(
-            self.epochs, self.train_rows.steps(self.batch_size), settings.max_steps, evaluation_steps
-        )
-        if settings.early_stop is not None and not self.watched_rows.rows:
-            raise UserError(
-                f"--early-stop {settings.early_stop} needs validation or test rows, and {data} has none; leave out "
-                "--early-stop"
-            )
+        self.schedule = self._make_schedule(data)
         self.device = backend.select(settings.device)
         backend.set_tf32(self.device, settings.tf32)
         if settings.host_threads is not None:
@@ -153,7 +145,8 @@ class Run:
                 schema=found.schema,
                 frozen=settings.frozen_columns,
             )
-            self.progress, self.quality = Progress(), Quality(settings.early_stop, self.watched, found.schema.labels)
+            self.progress = self._make_progress(None)
+            self.quality = Quality(settings.early_stop, self.watched, found.schema.labels)
             if self.ranks is None:
                 start = checkpointing.begin(settings, found, start, self._resume)
             elif start is not None:  # rank 0 has verified it
@@ -173,15 +166,35 @@ class Run:
             self.discard()
             raise
         if settings.resume is not None:
-            self.files.restart(self._lines(), self.quality.points)
+            self._rewind_logs()
         self.keys = make_key_log(self.files.path, self.trainer.tables.values())
         if self.files.ops is not None:
             self.log.write_to(self.files.ops)
         self._has_noted_ops = False
         self._due = 0  # a checkpoint is saved after this step
-        evaluations = self.schedule.evaluations - len(self.quality.points)
-        self._left = TimeLeft(training=self.schedule.steps - self.steps, evaluation=evaluations * evaluation_steps)
+        evaluations = (self.schedule.evaluations - len(self.quality.points)) * self.schedule.evaluation_steps
+        self._left = TimeLeft(training=self.schedule.steps - self.steps, evaluation=evaluations)
         self.lock = threading.Lock()  # guards counters and logs, which the signal watcher may complete
+
+    def _make_schedule(self, data: Path) -> Schedule:
+        """Return the numbers of steps and evaluations; raise UserError if there are too few rows for an option."""
+        self.train_rows.require(self.batch_size)
+        evaluation_steps = self.watched_rows.steps(self.batch_size) + self.sample.steps(self.batch_size)
+        if self.settings.early_stop is not None and not self.watched_rows.rows:
+            raise UserError(
+                f"--early-stop {self.settings.early_stop} needs validation or test rows, and {data} has none; leave "
+                "out --early-stop"
+            )
+        steps = self.train_rows.steps(self.batch_size)
+        return Schedule(self.epochs, steps, self.settings.max_steps, evaluation_steps)
+
+    def _make_progress(self, values: Mapping[str, Any] | None) -> Progress:
+        """Return the progress that a checkpoint has, or that of a new run."""
+        return Progress() if values is None else Progress.of(values)
+
+    def _rewind_logs(self) -> None:
+        """Make the logs what they were at the checkpoint that the run resumes from."""
+        self.files.restart(self._lines(), self.quality.points)
 
     def _resume(self, start: checkpointing.Start) -> None:
         """Load progress, evaluations, rows and layers from a checkpoint."""
@@ -191,7 +204,7 @@ class Run:
                 f"NOT EXACT: {start.path} was trained on {more['device']}; results on {self.device.type} differ in "
                 "some bits"
             )
-        self.progress = Progress.of(more["progress"])
+        self.progress = self._make_progress(more["progress"])
         if self.steps > self.schedule.steps:
             raise UserError(
                 f"{start.path} was saved after step {self.steps:,}, and this run ends after step "
@@ -205,8 +218,11 @@ class Run:
         self.trainer.load(start.chain, check=self.ranks is None)
 
     def _save(self, to: CheckpointManager, step: int, digest: str | None) -> AsyncWriter:
-        more = checkpointing.values(self.settings, self.data, self.device.type, self.progress, self.quality)
-        return self.trainer.save(to, step, more, self._data_files, state_sha256=digest)
+        return self.trainer.save(to, step, self._values(), self._data_files, state_sha256=digest)
+
+    def _values(self) -> dict[str, Any]:
+        """Return the values that a checkpoint holds besides the model."""
+        return checkpointing.values(self.settings, self.data, self.device.type, self.progress, self.quality)
 
     def _lines(self) -> Iterator[tuple[int, int, float, float]]:
         """Yield the arguments of `RunDir.write_losses` for the steps so far."""
@@ -217,6 +233,14 @@ class Run:
     def steps(self) -> int:
         """Number of steps taken, including those that an earlier process took before the run was resumed."""
         return self.progress.steps
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run's own entries of summary.json."""
+        return {"epochs": self.steps // self.schedule.epoch_steps, **self.quality.summary()}
+
+    def draw(self) -> None:
+        """Write curve.png."""
+        curve.draw(self.files.curve, self.progress.wide, self.progress.rows, self.quality)
 
     def train(self, stop: GracefulStop) -> str:
         """Train and evaluate until the last step, --early-stop or a signal; return the status for summary.json."""
@@ -253,28 +277,31 @@ class Run:
         batches = self.train_rows.batches(
             self.batch_size, seed=self._order_seed, epoch=epoch, skip=taken, part=self._part
         )
-        results = self.trainer.train(itertools.islice(batches, planned - taken))
-        title = f"epoch {epoch}/{self.epochs}"
-        with bar(planned, title, "step", begin=taken, left=self._left.seconds) as progress:
-            start = time.perf_counter()
-            self._left.begin()
-            first = self.steps
-            try:
-                with closing(results):  # finishes the updates of queued steps, and may find that a loss is not finite
-                    for step, result in enumerate(
-                        _delay_by_one(
-                            results, lambda: self._is_stopped(stop), lambda taken: self._is_due(first + taken)
-                        ),
-                        taken + 1,
-                    ):
-                        self._record(epoch, step, result, progress)
-                        if self.saver is not None and self.steps == self._due:
-                            with self.timeline.span("checkpoint", self.steps):
-                                self.saver.save(self.steps)
-            except NonFiniteLossError as error:
-                raise UserError(f"epoch {epoch} step {error.step + taken}: {error}") from error
-            finally:
-                self.progress.seconds += time.perf_counter() - start
+        with bar(planned, f"epoch {epoch}/{self.epochs}", "step", begin=taken, left=self._left.seconds) as progress:
+            self._take_steps(itertools.islice(batches, planned - taken), epoch, taken, stop, progress)
+
+    def _take_steps(
+        self, batches: Iterator[Batch], epoch: int, taken: int, stop: GracefulStop, progress: Shown
+    ) -> None:
+        """Take a step with each batch; the epoch's first `taken` steps are done."""
+        results = self.trainer.train(batches)
+        start = time.perf_counter()
+        self._left.begin()
+        first = self.steps
+        try:
+            with closing(results):  # finishes the updates of queued steps, and may find that a loss is not finite
+                for step, result in enumerate(
+                    _delay_by_one(results, lambda: self._is_stopped(stop), lambda taken: self._is_due(first + taken)),
+                    taken + 1,
+                ):
+                    self._record(epoch, step, result, progress)
+                    if self.saver is not None and self.steps == self._due:
+                        with self.timeline.span("checkpoint", self.steps):
+                            self.saver.save(self.steps)
+        except NonFiniteLossError as error:
+            raise UserError(f"epoch {epoch} step {error.step + taken}: {error}") from error
+        finally:
+            self.progress.seconds += time.perf_counter() - start
 
     def _is_stopped(self, stop: GracefulStop) -> bool:
         """Return whether a signal has requested the end of training.

@@ -19,8 +19,9 @@ from hostdev.train.quality import Point
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
 KEYS_LOG, KEYS_PICTURE = "keys.log", "keys.png"  # of tables by key
 CONFIG, SUMMARY, CURVE = "config.json", "summary.json", "curve.png"
+FILES_LOG, ASIDE_LOG, NEEDED = "files.jsonl", "set_aside.jsonl", "needed.json"  # of --follow
 _RUN = (LOSS_LOG, CONFIG, SUMMARY)  # a folder with any of these holds a run
-_NAMES = (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE, KEYS_LOG, KEYS_PICTURE)
+_NAMES = (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE, KEYS_LOG, KEYS_PICTURE, FILES_LOG, ASIDE_LOG, NEEDED)
 
 
 class RunDir:
@@ -95,7 +96,7 @@ class RunDir:
     def write_config(self, content: dict[str, Any]) -> None:
         """Write config.json."""
         with naming(self.path):
-            _write_json(self.path / CONFIG, content)
+            write_json(self.path / CONFIG, content)
 
     def write_losses(self, epoch: int, step: int, wide: float, deep: float) -> None:
         """Append a line to loss.log; `epoch`, and `step` within the epoch, count from 1."""
@@ -131,7 +132,7 @@ class RunDir:
             if summary is not None:
                 with naming(self.path):
                     self.path.mkdir(parents=True, exist_ok=True)  # the user may have removed it
-                    _write_json(self.path / SUMMARY, summary)
+                    write_json(self.path / SUMMARY, summary)
         finally:
             self._release()
 
@@ -189,7 +190,8 @@ def _new_folder(parent: Path, name: str) -> Path:
     raise AssertionError
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
     partial.replace(path)

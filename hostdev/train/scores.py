@@ -100,7 +100,7 @@ class Scores:
         """Return the summed loss of the samples in memory, and the sorted keys of negatives and of positives."""
         logits, labels = self._logits[: self._held], self._labels[: self._held]
         total = float(losses(logits, labels).sum())
-        keys = _make_keys(logits)
+        keys = make_keys(logits)
         parts = [keys[~labels], keys[labels]]
         for part in parts:
             part.sort()
@@ -170,7 +170,7 @@ class _Run(NamedTuple):
         return keys
 
 
-def _make_keys(logits: npt.NDArray[np.float32]) -> Keys:
+def make_keys(logits: npt.NDArray[np.float32]) -> Keys:
     """Return int32 keys that sort like the logits; 0.0 and -0.0 have the same key."""
     keys = (logits + np.float32(0)).view(np.int32)
     signs = keys >> 31

@@ -179,7 +179,11 @@ class Trainer:
         yield from self._network.train(self._micro_batches.divide(batches))
 
     def evaluate(
-        self, batches: Iterable[Batch], progress: Callable[[], object] = lambda: None, folder: Path | None = None
+        self,
+        batches: Iterable[Batch],
+        progress: Callable[[], object] = lambda: None,
+        folder: Path | None = None,
+        scored: Callable[[Any, Any], object] = lambda logits, labels: None,
     ) -> Evaluation | None:
         """Return the quality of the predictions for batches, or None if the batches have no samples.
 
@@ -188,6 +192,7 @@ class Trainer:
         Args:
             progress: Called after each batch.
             folder: Receives scores that do not fit in memory, as for `Scores`.
+            scored: Called with the outputs and the labels of each micro-batch of this rank, as for `TargetScores.add`.
         """
         training = self.model.training
         self.model.eval()
@@ -195,13 +200,14 @@ class Trainer:
             with (
                 torch.no_grad(),
                 TargetScores(self._loss.labels, self._loss.targets, folder) as scores,
-                closing(self._network.score(self._micro_batches.divide(batches))) as scored,
+                closing(self._network.score(self._micro_batches.divide(batches))) as results,
             ):
                 together = None if self.ranks is None else Together(self.ranks, scores, len(self._loss.labels))
                 to = scores if together is None else together
-                for number, (logits, batch) in enumerate(scored, 1):
+                for number, (logits, batch) in enumerate(results, 1):
                     if logits is not None:
                         to.add(logits, batch.label)
+                        scored(logits, batch.label)
                     if number % self._micro_batches.here == 0:
                         if together is not None:
                             together.end_batch(batch.step_rows)

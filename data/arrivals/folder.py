@@ -1,0 +1,106 @@
+"""The folder in which files arrive: listing and opening. A store would be another class with these methods."""
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from hostdev.core.errors import UserError
+from hostdev.data.preprocess.folders import order_by_name
+
+_HIDDEN = (".", "_")  # first characters of names that other programs use while they write
+_PARTIAL = (".part", ".partial", ".tmp")  # last characters of such names
+_MOST_NAMES = 1 << 14  # whose keys and hashes are kept
+
+Key = tuple[list[tuple[int, str]], str]
+
+
+class State(NamedTuple):
+    """What changes when a file is written to: its size in bytes, and its time of modification in nanoseconds."""
+
+    size: int
+    modified: int
+
+
+@lru_cache(_MOST_NAMES)
+def key_of(name: str) -> Key:
+    """Return the sort key of a file's name: numbers in names are compared as numbers, as `preprocess` does."""
+    return order_by_name(name)
+
+
+@lru_cache(_MOST_NAMES)
+def hash_of(name: str) -> int:
+    """Return 64 bits that stand for a name; two of a million names are equal with a probability of 3e-8."""
+    return int.from_bytes(blake2b(os.fsencode(name), digest_size=8).digest(), "little")
+
+
+class Folder:
+    """A folder in which files arrive.
+
+    A file is listed under its path below the folder, with "/" between parts. Names that begin with "." or "_", or end
+    in .part, .partial or .tmp, are of files that are still being written, and are not listed.
+
+    Args:
+        path: The folder.
+        mark: The name of a file, such as _SUCCESS, that its writer puts into a complete sub-folder. Only the files of
+            sub-folders with a mark are listed, at any depth. None to list the files of the folder itself.
+
+    Raises:
+        UserError: The folder does not exist.
+    """
+
+    def __init__(self, path: Path, mark: str | None = None) -> None:
+        if not path.is_dir():
+            raise UserError(f"--follow {path}: there is no such folder; create it, or name another")
+        self.path, self.mark = path, mark
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether a listed file may still be growing."""
+        return self.mark is None
+
+    def names(self) -> list[str]:
+        """Return the names of the files, sorted; raise OSError if the folder cannot be listed."""
+        found = self._plain(self.path, "") if self.mark is None else self._marked(self.path, "")
+        return sorted(found, key=key_of)
+
+    def _plain(self, folder: Path, before: str) -> Iterator[str]:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not _is_hidden(entry.name) and entry.is_file():
+                    yield before + entry.name
+
+    def _marked(self, folder: Path, before: str) -> Iterator[str]:
+        with os.scandir(folder) as entries:
+            inside = sorted(entry.name for entry in entries if not _is_hidden(entry.name) and entry.is_dir())
+        for name in inside:
+            sub = folder / name
+            if (sub / str(self.mark)).exists():
+                yield from (
+                    each for each in self._plain(sub, f"{before}{name}/") if each != f"{before}{name}/{self.mark}"
+                )
+            else:
+                yield from self._marked(sub, f"{before}{name}/")
+
+    def state(self, name: str) -> State | None:
+        """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
+        try:
+            found = self.open(name).stat()
+        except FileNotFoundError:
+            return None
+        return State(found.st_size, found.st_mtime_ns)
+
+    def open(self, name: str) -> Path:
+        """Return the path of a file that can be read. The file may no longer exist."""
+        return self.path / name
+
+    def has_folders(self) -> bool:
+        """Return whether the folder has sub-folders whose files are not listed."""
+        with os.scandir(self.path) as entries:
+            return self.mark is None and any(not _is_hidden(entry.name) and entry.is_dir() for entry in entries)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(_HIDDEN) or name.endswith(_PARTIAL)

@@ -1,0 +1,1 @@
+"""`hostdev train --follow`: a run over files that arrive in a folder."""

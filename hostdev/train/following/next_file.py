@@ -1,0 +1,173 @@
+"""The choice of the next file: the first by name that is complete; late, repeated and unreadable ones are set aside."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import islice
+
+from hostdev.core.errors import UserError
+from hostdev.core.progress import counted, note
+from hostdev.data.arrivals.converting import LATE, REPEATED, Again, Converted, Refused
+from hostdev.data.arrivals.folder import Folder, key_of
+from hostdev.data.arrivals.watcher import AHEAD, Look, Watcher
+from hostdev.train.follow_options import Until
+from hostdev.train.following.logs import Expected, FileLogs
+from hostdev.train.following.state import FollowState
+from hostdev.train.rundir import FILES_LOG
+
+_SECONDS = 0.1  # between two looks at the signals
+_SPARE = 1024  # names of files that are gone which are kept before they are forgotten
+
+Wait = Callable[[str], bool]
+
+
+class NextFile:
+    """Takes the files of a folder in the order of their names.
+
+    Args:
+        watcher: Looks at the folder and converts files.
+        logs: Receives a line for each file that is set aside; has the files that a killed process took last.
+        until: When no further file is taken; None for never.
+    """
+
+    def __init__(
+        self, watcher: Watcher, folder: Folder, state: FollowState, logs: FileLogs, until: Until | None
+    ) -> None:
+        self._watcher, self._folder, self._state, self._logs, self._until = watcher, folder, state, logs, until
+        self._expected = deque(logs.expected)
+        self._asked: int | None = None  # later looks show all that has happened since the last file was taken
+        self._since = time.monotonic()  # no file has come since
+        self._troubles: set[str] = set()  # files, or the folder, whose trouble was mentioned
+
+    def take(self, wait: Wait) -> Converted | None:
+        """Return the next file; None if no more is to be taken, or `wait` returns False.
+
+        Args:
+            wait: Called again and again with what is waited for; returns whether to go on waiting.
+
+        Raises:
+            UserError: A file that a killed process had taken after its last checkpoint is gone or has changed.
+            SpoolError: The disk is full.
+        """
+        if self._expected:
+            file = self.find(self._expected[0], wait, f"remove {self._logs.folder / FILES_LOG} to go on without it")
+            if file is not None:
+                self._expected.popleft()
+            return file
+        look = self._watcher.look(0, 0.0)
+        while True:
+            names = self._names(look)
+            if self._is_over(names, look):
+                return None
+            found: Converted | Refused | Again | None = Again("", None)
+            if names and names[0] in look.settled:
+                self._watcher.prepare([(name, look.settled[name]) for name in names if name in look.settled])
+                found = self._convert(names[0], look, wait)
+            elif not names and self._asked is None:
+                self._asked = self._watcher.look_again()
+            if isinstance(found, Converted):
+                self._since, self._asked = time.monotonic(), None
+                return found
+            if isinstance(found, Refused):
+                self._set_aside(found)
+                continue
+            if found is None or not wait(self._describe_wait(names)):
+                return None
+            look = self._watcher.look(look.number, _SECONDS)
+
+    def find(self, expected: Expected, wait: Wait, otherwise: str) -> Converted | None:
+        """Return a file that was taken before; None if `wait` returns False.
+
+        Args:
+            otherwise: What to do if the file cannot be had again.
+
+        Raises:
+            UserError: The file is gone or has changed.
+        """
+        name = expected.name
+        path = self._folder.open(name)
+
+        def lost(what: str) -> UserError:
+            return UserError(
+                f"{path} {what}, but was taken before, and its rows are not all trained on; put it back and resume "
+                f"again, or {otherwise}"
+            )
+
+        while True:
+            state = self._folder.state(name)
+            if state is None:
+                raise lost("is gone")
+            found = self._watcher.convert(name, state, lambda: wait(f"reads {name} again"))
+            if found is None or isinstance(found, Converted):
+                if found is not None and found.sha256 != expected.sha256:
+                    found.close()
+                    raise lost("has changed")
+                return found
+            if isinstance(found, Refused):
+                raise lost(f"cannot be read ({found.reason})")
+            if found.reason is not None:
+                self._mention(name, found.reason)
+            if not wait(f"reads {name} again"):
+                return None
+
+    def _names(self, look: Look) -> list[str]:
+        """Return the names of the next files; set aside those that are late."""
+        seen = self._state.seen
+        if look.error is not None:
+            self._mention("", f"{self._folder.path}: the folder cannot be listed ({look.error}); trying again")
+            return []
+        for name in look.late:
+            if not seen.is_known(name):
+                reason = f"{self._folder.open(name)}: the name sorts before {seen.last}, which was taken already"
+                self._set_aside(Refused(name, LATE, reason))
+        if seen.size > len(look.names) + _SPARE:
+            seen.keep(look.names)
+        return list(islice((name for name in look.next if not (seen.is_known(name) or seen.is_late(name))), 1 + AHEAD))
+
+    def _is_over(self, names: list[str], look: Look) -> bool:
+        """Return whether no more file is to be taken."""
+        until, seen = self._until, self._state.seen
+        if until is None or look.number == 0 or look.error is not None:
+            return False
+        if until.name is not None and names:
+            return key_of(names[0]) > key_of(until.name)
+        if names or self._asked is None or look.number <= self._asked:
+            return False
+        if until.name is not None:
+            return seen.is_known(until.name) or seen.is_late(until.name)
+        return until.idle is None or time.monotonic() - self._since >= 60 * until.idle
+
+    def _convert(self, name: str, look: Look, wait: Wait) -> Converted | Refused | Again | None:
+        """Return a file's rows, or why it has none; None if `wait` returns False."""
+        found = self._watcher.convert(name, look.settled[name], lambda: wait(f"reads {name}"))
+        if isinstance(found, Again) and found.reason is not None:
+            self._mention(name, found.reason)
+        if not isinstance(found, Converted) or (same := self._state.seen.find_same(found.sha256)) is None:
+            return found
+        found.close()
+        reason = f"{self._folder.open(name)}: the content is that of {same}, which was taken already"
+        return Refused(name, REPEATED, reason, found.sha256)
+
+    def _set_aside(self, refused: Refused) -> None:
+        """Record that a file is not trained on."""
+        self._since = time.monotonic()
+        self._state.seen.set_aside(refused.name)
+        self._state.set_aside += 1
+        line = {"file": refused.name, "why": refused.why, "reason": refused.reason, "sha256": refused.sha256}
+        if self._logs.set_aside({**line, "at": datetime.now(UTC).isoformat(timespec="seconds")}):
+            note(f"set aside ({refused.why}): {refused.reason}")
+
+    def _mention(self, about: str, text: str) -> None:
+        """Write a line about a trouble that may pass, once for each file."""
+        if about not in self._troubles:
+            self._troubles = {*list(self._troubles)[-100:], about}
+            note(text)
+
+    def _describe_wait(self, names: list[str]) -> str:
+        if names:
+            return f"waits until {names[0]} is complete"
+        seen = self._state.seen
+        after = "" if seen.last is None else f" after {seen.last}"
+        rest = f", {counted(self._state.waiting, 'row')} wait for a full batch" if self._state.waiting else ""
+        return f"waits for the next file in {self._folder.path}{after}: {counted(seen.taken, 'file')} taken{rest}"

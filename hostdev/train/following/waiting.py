@@ -1,0 +1,37 @@
+"""What a run says while it waits: a line that is overwritten on a terminal, else one line for each reason to wait."""
+
+import sys
+import time
+
+from hostdev.core.printable import printable
+
+_QUIET_SECONDS = 2.0  # a shorter wait is not mentioned
+
+
+class Waiting:
+    """Shows why a run waits."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._shown = ""
+        self._is_live = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Show the reason for which the run waits, if it has waited for a while."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        if now - self._since < _QUIET_SECONDS or (text == self._shown and not self._is_live):
+            return
+        self._shown = text
+        if self._is_live:
+            print(f"\r\x1b[K{printable(text)}", end="", file=sys.stderr, flush=True)
+        else:
+            print(printable(text), flush=True)
+
+    def end(self) -> None:
+        """Remove the line, as the run goes on."""
+        if self._is_live and self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._shown = ""
+        self._since = None
