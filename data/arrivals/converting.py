@@ -11,10 +11,13 @@ from hostdev.core.progress import counted
 from hostdev.data.arrivals.example import Example
 from hostdev.data.arrivals.folder import Folder, State
 from hostdev.data.arrivals.spool import Spool, SpoolError
+from hostdev.data.preprocess import places
 from hostdev.data.preprocess.inputs import is_empty
 from hostdev.data.preprocess.raw import BEGINNING, WrongRowError
 from hostdev.data.preprocess.rejected import Rejected
 from hostdev.data.preprocess.row_counts import MAX_REJECTED
+from hostdev.stores.address import shown_place
+from hostdev.stores.store import StoreError
 
 EMPTY, REFUSED, REPEATED, LATE = "empty", "refused", "repeated", "late"  # why a file is set aside
 _AT_ONCE = 1 << 22  # bytes
@@ -87,13 +90,15 @@ def convert(
     try:
         path = folder.open(name)
         if is_empty(path):
-            found = Refused(name, EMPTY, f"{path}: the file is empty")
+            found = Refused(name, EMPTY, f"{shown_place(path)}: the file is empty")
         else:
             found = _convert(path, name, state, example, spools, stop)
     except SpoolError:
         raise
     except (_StoppedError, FileNotFoundError):
         return Again(name, None)
+    except StoreError as error:  # while a store is away, files wait
+        return Again(name, None if error.may_pass else str(error))
     except UserError as error:
         found = Refused(name, REFUSED, str(error))
     except (TransientError, OSError) as error:
@@ -129,12 +134,12 @@ def _convert(path: Path, name: str, state: State, example: Example, spools: Path
         if rejected > MAX_REJECTED * lines:
             assert first is not None
             raise UserError(
-                f"{path}: {counted(rejected, 'row')} of {lines:,} cannot be read, more than {MAX_REJECTED:.0%}; the "
-                f"first is {_shown(first)}"
+                f"{shown_place(path)}: {counted(rejected, 'row')} of {lines:,} cannot be read, more than "
+                f"{MAX_REJECTED:.0%}; the first is {_shown(first)}"
             )
         if not spool.rows:
             spool.close()
-            return Refused(name, EMPTY, f"{path}: the file has no rows", digest)
+            return Refused(name, EMPTY, f"{shown_place(path)}: the file has no rows", digest)
     except BaseException as error:
         spool.close()
         if isinstance(error, HostdevError) and not isinstance(error, UserError | TransientError | SpoolError):
@@ -150,7 +155,7 @@ def _shown(line: Rejected) -> str:
 def _digest(path: Path, stop: Event) -> str:
     """Return the SHA-256 of a file's bytes."""
     found = sha256()
-    with path.open("rb", buffering=0) as file:
+    with places.open_bytes(path, buffered=False) as file:
         while data := file.read(_AT_ONCE):
             found.update(data)
             if stop.is_set():

@@ -20,6 +20,7 @@ from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.rows import Piece
 from hostdev.data.targets import Targets
+from hostdev.stores.address import shown_place
 
 _TEXT: dict[str, Any] = {"delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
 
@@ -61,7 +62,7 @@ class Example:
         source = Table([path], self._options)
         for file in source.files:
             for column in self._layout.columns:
-                self._require_form(str(path), column.name, file.get_type(self._options.column(column.name)))
+                self._require_form(shown_place(path), column.name, file.get_type(self._options.column(column.name)))
         return source
 
     def _require_form(self, path: str, name: str, found: pa.DataType) -> None:

@@ -1,7 +1,8 @@
-"""The folder in which files arrive: listing and opening. A store would be another class with these methods."""
+"""The folder in which files arrive, on this machine or in a store: listing and opening."""
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import NamedTuple
 
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.folders import order_by_name
+from hostdev.stores.address import address_of
+from hostdev.stores.store import Store, StoreError
 
 _HIDDEN = (".", "_")  # first characters of names that other programs use while they write
 _PARTIAL = (".part", ".partial", ".tmp")  # last characters of such names
+_FILE_SYSTEMS = "hdfs:", "webhdfs:", "sftp:", "ftp:", "smb:"  # where a file is seen while it is written
 _MOST_NAMES = 1 << 14  # whose keys and hashes are kept
 
 Key = tuple[list[tuple[int, str]], str]
@@ -100,6 +104,63 @@ class Folder:
         """Return whether the folder has sub-folders whose files are not listed."""
         with os.scandir(self.path) as entries:
             return self.mark is None and any(not _is_hidden(entry.name) and entry.is_dir() for entry in entries)
+
+
+class StoreFolder(Folder):
+    """A folder in a store; see `Folder`. A file of an object store appears when it is complete."""
+
+    def __init__(self, path: Path, mark: str | None = None) -> None:
+        address = address_of(path)
+        assert address is not None
+        self.path, self.mark, self._store = path, mark, Store(address)
+        self._is_of_objects = not address.startswith(_FILE_SYSTEMS)
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether a listed file may still be growing."""
+        return self.mark is None and not self._is_of_objects
+
+    def names(self) -> list[str]:
+        """Return the names of the files, sorted; raise OSError if the folder cannot be listed."""
+        with _as_os_error():
+            found = [name for name in self._store.list() if not any(map(_is_hidden, name.split("/")[:-1]))]
+        if self.mark is None:
+            names = [name for name in found if "/" not in name]
+        else:
+            marked = {name.rpartition("/")[0] for name in found if name.rpartition("/")[2] == self.mark} - {""}
+            tops = {folder for folder in marked if not marked.intersection(_parents(folder))}
+            inside = [name for name in found if name.rpartition("/")[0] in tops]
+            names = [name for name in inside if name.rpartition("/")[2] != self.mark]
+        return sorted((name for name in names if name and not _is_hidden(name.rpartition("/")[2])), key=key_of)
+
+    def state(self, name: str) -> State | None:
+        """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
+        with _as_os_error():
+            found = self._store.state(name)
+        return None if found is None else State(*found)
+
+    def has_folders(self) -> bool:
+        """Return whether the folder has sub-folders whose files are not listed."""
+        return self.mark is None and any("/" in name for name in self._store.list())
+
+
+def open_folder(path: Path, mark: str | None = None) -> Folder:
+    """Return the folder with this `source_path`, on this machine or in a store; see `Folder`."""
+    return Folder(path, mark) if address_of(path) is None else StoreFolder(path, mark)
+
+
+def _parents(folder: str) -> list[str]:
+    parts = folder.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raise OSError in place of StoreError."""
+    try:
+        yield
+    except StoreError as error:
+        raise OSError(str(error)) from None
 
 
 def _is_hidden(name: str) -> bool:

@@ -10,7 +10,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,8 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", 
 
 _VERSIONS = "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "created"  # by kind of store
 
+_TIMES = "LastModified", "last_modified", "mtime", "updated", "created"
+
 T = TypeVar("T")
 
 
@@ -39,7 +42,13 @@ class StoppedError(Exception):
 
 
 class StoreError(UserError):
-    """A store cannot be reached, or has not what is needed of it."""
+    """A store cannot be reached, or has not what is needed of it.
+
+    Attributes:
+        may_pass: Whether it may be gone later; for how long it was tried again is over.
+    """
+
+    may_pass = False
 
 
 class Store:
@@ -111,6 +120,30 @@ class Store:
             self._files.invalidate_cache()
             found = self._files.find(path, detail=True)
             return {each[len(path) :].lstrip("/"): int(about["size"] or 0) for each, about in found.items()}
+
+        return self._patiently(name, get, None)
+
+    def states(self, name: str = "") -> dict[str, tuple[int, int]]:
+        """Return the files below a folder as `list` does, with their sizes and times of change in nanoseconds."""
+        path = self._path(name)
+
+        def get() -> dict[str, tuple[int, int]]:
+            self._files.invalidate_cache()
+            found = self._files.find(path, detail=True)
+            return {each[len(path) :].lstrip("/"): _state(about) for each, about in found.items()}
+
+        return self._patiently(name, get, None)
+
+    def state(self, name: str) -> tuple[int, int] | None:
+        """Return a file's size and time of change in nanoseconds, or None if there is no such file."""
+
+        def get() -> tuple[int, int] | None:
+            path = self._path(name)
+            self._files.invalidate_cache(path.rpartition("/")[0])
+            try:
+                return _state(self._files.info(path))
+            except FileNotFoundError:
+                return None
 
         return self._patiently(name, get, None)
 
@@ -221,10 +254,12 @@ class Store:
                 if not _may_pass(error):
                     raise StoreError(f"{where}: {why}") from None
                 if left <= 0:
-                    raise StoreError(
+                    failure = StoreError(
                         f"{where}: {why}; this went on for {time.monotonic() - begin:.0f} s; repeat the command when "
                         "the store can be reached"
-                    ) from None
+                    )
+                    failure.may_pass = True
+                    raise failure from None
                 pause = min(pause, max(left, 0.05))
                 if pause > _PAUSES[0]:  # a first failure is usual
                     write_stderr(f"{where}: {why}; trying again in {pause:.0f} s, for {left:.0f} s at most")
@@ -256,6 +291,16 @@ def _ask(work: Callable[[], T], stop: threading.Event | None) -> T:
     if failed:
         raise failed[0]
     return found[0]
+
+
+def _state(about: Mapping[str, Any]) -> tuple[int, int]:
+    """Return a file's size, and its time of change in nanoseconds since 1970; 0 if the store does not tell it."""
+    changed = next((about[key] for key in _TIMES if about.get(key) is not None), 0)
+    if isinstance(changed, str):
+        changed = datetime.fromisoformat(changed)
+    if isinstance(changed, datetime):
+        changed = changed.timestamp()
+    return int(about.get("size") or 0), int(changed * 1_000_000_000)
 
 
 def _get_patience() -> float:

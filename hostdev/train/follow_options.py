@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hostdev.core.cli import checked
 from hostdev.core.errors import UserError
+from hostdev.stores.address import source_path
 from hostdev.train.config_checks import option_name
 from hostdev.train.option_fields import flag
 
@@ -71,7 +73,7 @@ class FollowOptions:
     follow: Path | None = flag(
         "train on the files that arrive in DIR, once, in the order of their names; --data, with --ids raw, says how to "
         "read them; implies --tables dynamic and --host-device-mix",
-        kind=Path,
+        kind=checked(source_path),
         metavar="DIR",
     )
     follow_until: str | None = flag(

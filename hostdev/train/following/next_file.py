@@ -11,6 +11,7 @@ from hostdev.core.progress import counted, note
 from hostdev.data.arrivals.converting import LATE, REPEATED, Again, Converted, Refused
 from hostdev.data.arrivals.folder import Folder, key_of
 from hostdev.data.arrivals.watcher import AHEAD, Look, Watcher
+from hostdev.stores.address import shown_place
 from hostdev.train.follow_options import Until
 from hostdev.train.following.logs import Expected, FileLogs
 from hostdev.train.following.state import FollowState
@@ -90,8 +91,8 @@ class NextFile:
 
         def lost(what: str) -> UserError:
             return UserError(
-                f"{path} {what}, but was taken before, and its rows are not all trained on; put it back and resume "
-                f"again, or {otherwise}"
+                f"{shown_place(path)} {what}, but was taken before, and its rows are not all trained on; put it back "
+                f"and resume again, or {otherwise}"
             )
 
         while True:
@@ -115,11 +116,14 @@ class NextFile:
         """Return the names of the next files; set aside those that are late."""
         seen = self._state.seen
         if look.error is not None:
-            self._mention("", f"{self._folder.path}: the folder cannot be listed ({look.error}); trying again")
+            self._mention(
+                "", f"{shown_place(self._folder.path)}: the folder cannot be listed ({look.error}); trying again"
+            )
             return []
         for name in look.late:
             if not seen.is_known(name):
-                reason = f"{self._folder.open(name)}: the name sorts before {seen.last}, which was taken already"
+                where = shown_place(self._folder.open(name))
+                reason = f"{where}: the name sorts before {seen.last}, which was taken already"
                 self._set_aside(Refused(name, LATE, reason))
         if seen.size > len(look.names) + _SPARE:
             seen.keep(look.names)
@@ -146,7 +150,7 @@ class NextFile:
         if not isinstance(found, Converted) or (same := self._state.seen.find_same(found.sha256)) is None:
             return found
         found.close()
-        reason = f"{self._folder.open(name)}: the content is that of {same}, which was taken already"
+        reason = f"{shown_place(self._folder.open(name))}: the content is that of {same}, which was taken already"
         return Refused(name, REPEATED, reason, found.sha256)
 
     def _set_aside(self, refused: Refused) -> None:
@@ -170,4 +174,5 @@ class NextFile:
         seen = self._state.seen
         after = "" if seen.last is None else f" after {seen.last}"
         rest = f", {counted(self._state.waiting, 'row')} wait for a full batch" if self._state.waiting else ""
-        return f"waits for the next file in {self._folder.path}{after}: {counted(seen.taken, 'file')} taken{rest}"
+        where = shown_place(self._folder.path)
+        return f"waits for the next file in {where}{after}: {counted(seen.taken, 'file')} taken{rest}"

@@ -12,7 +12,7 @@ from hostdev.core.progress import bar, note
 from hostdev.data.arrivals.converting import Converted
 from hostdev.data.arrivals.cutting import BatchCutter, batches_of
 from hostdev.data.arrivals.example import Example
-from hostdev.data.arrivals.folder import Folder
+from hostdev.data.arrivals.folder import open_folder
 from hostdev.data.arrivals.watcher import Watcher
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
@@ -53,7 +53,7 @@ class FollowRun(Run):
             raise UserError("--follow trains in one process; start it without a launcher")
         assert settings.follow is not None
         self._example = Example(data)
-        self._folder = Folder(settings.follow, settings.follow_mark)
+        self._folder = open_folder(settings.follow, settings.follow_mark)
         self._poll = POLL_SECONDS if settings.follow_poll is None else settings.follow_poll
         self._until: Until | None = None if settings.follow_until is None else parse_until(settings.follow_until)
         labels, targets = found.schema.labels, found.schema.targets
