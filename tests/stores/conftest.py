@@ -38,13 +38,13 @@ class Server:
         subprocess.run([sys.executable, "-c", code, source, to], check=True, env={**os.environ, **self.environment})
 
     @contextlib.contextmanager
-    def away(self):
-        """Let all requests fail in a `with` block."""
-        (self.folder / "away").touch()
+    def away(self, how="away"):
+        """Let all requests fail in a `with` block; with `how="denied"`, as without rights."""
+        (self.folder / how).touch()
         try:
             yield
         finally:
-            (self.folder / "away").unlink()
+            (self.folder / how).unlink()
 
     @property
     def requests(self):

@@ -1,8 +1,8 @@
 """An S3 server on this machine: python -m tests.stores.server FOLDER [N [SECONDS [RATE]]]
 
 Writes its port to FOLDER/port. Every Nth request fails, in one of several ways, or takes SECONDS longer. All answers
-together have at most RATE bytes per second. While FOLDER/away exists, all requests fail. FOLDER/requests counts
-requests.
+together have at most RATE bytes per second. While FOLDER/away or FOLDER/denied exists, all requests fail.
+FOLDER/requests counts requests.
 """
 
 import itertools
@@ -31,6 +31,8 @@ class Flaky:
         (self._folder / "requests").write_text(str(number))
         if (self._folder / "away").exists():
             return self._fail(start_response, "503 Service Unavailable")
+        if (self._folder / "denied").exists():
+            return self._fail(start_response, "403 Access Denied")
         if self._every and number % self._every == 0:
             if number // self._every % 3 == 0:
                 time.sleep(self._seconds)  # a slow answer is what is simulated

@@ -71,6 +71,9 @@ def test_what_ends_in_one_line(call, there, server):
     with server.away():
         code, _, error = call(*TRAIN, "--data", there, HOSTDEV_STORE_PATIENCE="0.1")
     assert code == 2 and "repeat the command when the store can be reached" in error
+    with server.away("denied"):
+        code, _, error = call(*TRAIN, "--data", there)
+    assert code == 2 and f"{there}/manifest.json: no permission" in error and error.count("\n") == 1, error
     code, _, error = call(*TRAIN, "--data", "s3://me:a-secret@bucket/set")
     assert code == 2 and "leave out passwords" in error and "a-secret" not in error and error.count("\n") == 1
 

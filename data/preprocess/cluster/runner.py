@@ -222,7 +222,7 @@ class Runner:
 
 def to_error(content: dict[str, Any]) -> HostdevError:
     """Return the error that `first.describe_error` described."""
-    kind = TransientError if content["kind"] == "TransientError" else UserError
+    kind = TransientError if content["kind"] in ("TransientError", "StoreError") else UserError
     return kind(content["message"])
 
 
