@@ -55,6 +55,7 @@ def test_a_store_that_is_away_is_an_error_of_the_system(here, monkeypatch):
         folder.names()
 
 
+@pytest.mark.slow
 def test_following_a_bucket(server, tmp_path):
     env = {**environment(tmp_path), **server.environment}
 
@@ -83,8 +84,7 @@ def test_following_a_bucket(server, tmp_path):
     shutil.copy(folder / "day0.csv", folder / "day4.csv")
     (folder / "day4.csv").write_text((folder / "day4.csv").read_text() + "1,u1,3\n")
     call(*train, "--follow", folder, "--run-dir", "local", "--resume")
-    server.put(folder, "s3://stream/in")
-    call(
-        *train, "--follow", "s3://stream/in", "--run-dir", "there", "--checkpoint-dir", "s3://stream/saved", "--resume"
-    )
+    server.put(f"{folder}/", "s3://stream/in/")
+    there = ["--run-dir", "there", "--checkpoint-dir", "s3://stream/saved"]
+    assert "day4.csv: AUC" in call(*train, "--follow", "s3://stream/in", *there, "--resume")
     assert digest_of(tmp_path / "there") == digest_of(tmp_path / "local")
