@@ -175,7 +175,7 @@ class Runner:
             assert known is not None
             return known
         result: Result = json.loads(json.dumps(found["result"]))  # as the journal has it
-        if not result.get("missing") and not result.get("error"):
+        if not result.get("missing") and not result.get("error") and task.kind != "verify":
             self.note(task, result)
         return result
 
@@ -190,10 +190,16 @@ class Runner:
         return list(self._known.values())
 
     def _failure(self, task: Task, error: BaseException) -> BaseException:
+        """Return what to raise for an exception that Dask or a task raised."""
         if type(error).__name__ == "KilledWorker":
             return TransientError(
                 f"the task {task.key} ended {counted(getattr(error, 'allowed_failures', 3) + 1, 'worker')} in turn; "
                 "they probably have too little memory: give them more (dask worker --memory-limit), or fewer --nthreads"
+            )
+        if isinstance(error, ImportError) or "deserialization" in str(error):
+            return TransientError(
+                f"a worker, or the scheduler at {self._connection.address}, cannot load hostdev's tasks; install this "
+                "version of hostdev wherever they run"
             )
         return error
 
