@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, NamedTuple
 
-from hostdev.core.errors import HostdevError, TransientError, UserError, in_words
+from hostdev.core.errors import HostdevError, TransientError, UserError
 from hostdev.core.progress import counted, note
 from hostdev.data.preprocess.cluster import tasks
 from hostdev.data.preprocess.cluster.connection import Connection
@@ -137,8 +137,8 @@ class Runner:
             raise self._gone()
         try:
             found = self._connection.client.gather(well)
-        except (OSError, TimeoutError) as error:
-            raise self._gone(in_words(error)) from None
+        except (OSError, TimeoutError):
+            raise self._gone() from None
         except Exception as error:
             if type(error).__name__ in ("FuturesCancelledError", "FutureCancelledError", "CancelledError"):
                 raise self._gone() from None
@@ -203,9 +203,8 @@ class Runner:
             )
         return error
 
-    def _gone(self, why: str = "") -> TransientError:
-        more = f" ({why[:100]})" if why else ""
-        return TransientError(f"the scheduler at {self._connection.address} no longer answers{more}")
+    def _gone(self) -> TransientError:
+        return TransientError(f"the scheduler at {self._connection.address} no longer answers")
 
     def _look(self) -> None:
         """Raise TransientError if the client has lost the scheduler; print a line if no worker is left."""
@@ -221,8 +220,8 @@ class Runner:
         if monotonic() - self._looked >= _THREADS_SECONDS:
             try:
                 self._threads, self._looked = self._connection.threads(), monotonic()
-            except Exception as error:  # whatever a closed connection raises
-                raise self._gone(in_words(error)) from None
+            except Exception:  # whatever a closed connection raises
+                raise self._gone() from None
         return self._threads
 
 
