@@ -17,6 +17,7 @@ from hostdev.data.preprocess.work import Work
 
 _POLLED = 1.0  # seconds between looks at the scheduler
 _THREADS_SECONDS = 5.0
+_GATHER_SECONDS = 20
 _LONELY_SECONDS = 30.0  # without a worker, until a line says so
 _AHEAD, _LEAST_AHEAD = 4, 16  # submitted tasks per thread, and at least
 
@@ -131,23 +132,31 @@ class Runner:
     def _gather(self) -> Iterator[tuple[Task, Result | HostdevError]]:
         """Wait for futures, and yield the results of all that are done."""
         futures = self._wait()
-        errors_of = {future.key: future.exception() for future in futures if future.status == "error"}
-        well = [future for future in futures if future.key not in errors_of]
-        if any(future.status != "finished" for future in well):
+        client = self._connection.client
+        for future in futures:
+            if future.status == "error":
+                raise self._failure(self._running[future.key][0], future.exception())
+        if any(future.status in ("cancelled", "lost") for future in futures):
             raise self._gone()
         try:
-            found = self._connection.client.gather(well)
-        except (OSError, TimeoutError):
+            # With a limit, as the results of a worker that is lost now come only when its tasks have run again.
+            found = client.sync(lambda: client.gather(futures, asynchronous=True), callback_timeout=_GATHER_SECONDS)
+        except TimeoutError:
+            self._look()
+            for future in futures:
+                future.add_done_callback(self._done.put)
+            return
+        except OSError:
             raise self._gone() from None
         except Exception as error:
             if type(error).__name__ in ("FuturesCancelledError", "FutureCancelledError", "CancelledError"):
                 raise self._gone() from None
+            if type(error).__name__ == "KilledWorker":
+                raise self._failure(None, error) from None
             raise
-        for future, result in zip(well, found, strict=True):
+        for future, result in zip(futures, found, strict=True):
             task, _ = self._running.pop(future.key)
             yield task, self._take(task, result)
-        for key, failure in errors_of.items():
-            raise self._failure(self._running[key][0], failure)
 
     def _wait(self) -> list[Any]:
         """Return the futures that are done, at least one."""
@@ -189,12 +198,14 @@ class Runner:
         """Return the journal's entries, the last one of each task."""
         return list(self._known.values())
 
-    def _failure(self, task: Task, error: BaseException) -> BaseException:
+    def _failure(self, task: Task | None, error: BaseException) -> BaseException:
         """Return what to raise for an exception that Dask or a task raised."""
         if type(error).__name__ == "KilledWorker":
+            name = "a task" if task is None else f"the task {task.key}"
+            workers = counted(getattr(error, "allowed_failures", 3) + 1, "worker")
             return TransientError(
-                f"the task {task.key} ended {counted(getattr(error, 'allowed_failures', 3) + 1, 'worker')} in turn; "
-                "they probably have too little memory: give them more (dask worker --memory-limit), or fewer --nthreads"
+                f"{name} ended {workers} in turn; they probably have too little memory: give them more (dask worker "
+                "--memory-limit), or fewer --nthreads"
             )
         if isinstance(error, ImportError) or "deserialization" in str(error):
             return TransientError(
