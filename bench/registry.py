@@ -37,6 +37,7 @@ BENCHES = {
     "timing": Bench("bench_timing", regular=True),
     "pool": Bench("bench_pool", regular=True, trial=("--rounds", "10")),
     "preprocess": Bench("bench_preprocess", regular=True, takes_criteo=True, trial=("--size", "20MB", "--rounds", "1")),
+    "cluster": Bench("bench_cluster", trial=("--sizes", "20MB", "40MB", "--rounds", "1")),
     "query": Bench("bench_query", trial=("--rows", "50000", "--items", "5000", "--once")),
     "cache": Bench("bench_cache", regular=True, trial=("--steps", "4")),
     "pipeline": Bench(

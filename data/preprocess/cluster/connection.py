@@ -19,6 +19,7 @@ from hostdev.data.preprocess.scheduler_flag import parse_scheduler
 _CONNECT_SECONDS = 20
 _FIRST_WORKER_SECONDS = 60
 _CLOSE_SECONDS = 10
+_LOGGERS = ("distributed", "tornado", "asyncio")
 
 
 class Connection:
@@ -75,27 +76,36 @@ def connect(scheduler: str) -> Iterator[Connection]:
         raise UserError(
             f"--scheduler needs Dask, and {error.name} is not installed; pip install 'hostdev[dask]'"
         ) from None
-    logger = logging.getLogger("distributed")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # what happens is told by this command, in one line
     settings = {"distributed.comm.timeouts.connect": f"{_CONNECT_SECONDS}s", "distributed.admin.log-length": 0}
+    with _silent(), dask.config.set(settings), contextlib.ExitStack() as stack:
+        address = scheduler
+        if local is not None:
+            cluster = stack.enter_context(_local(local))
+            address = cluster.scheduler_address
+        client = stack.enter_context(_client(distributed, scheduler, address))
+        try:
+            client.wait_for_workers(1, timeout=_FIRST_WORKER_SECONDS)
+        except TimeoutError:
+            raise TransientError(
+                f"{scheduler} has no worker, and none came within {_FIRST_WORKER_SECONDS} s; start one with "
+                f"dask worker {address}"
+            ) from None
+        yield Connection(client, scheduler)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Silence the loggers of Dask in this process: the command says in one line what happens."""
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in _LOGGERS]
+    loggers = [logging.getLogger(name) for name in {*names, *_LOGGERS}]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
-        with dask.config.set(settings), contextlib.ExitStack() as stack:
-            address = scheduler
-            if local is not None:
-                cluster = stack.enter_context(_local(local))
-                address = cluster.scheduler_address
-            client = stack.enter_context(_client(distributed, scheduler, address))
-            try:
-                client.wait_for_workers(1, timeout=_FIRST_WORKER_SECONDS)
-            except TimeoutError:
-                raise TransientError(
-                    f"{scheduler} has no worker, and none came within {_FIRST_WORKER_SECONDS} s; start one with "
-                    f"dask worker {address}"
-                ) from None
-            yield Connection(client, scheduler)
+        yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager

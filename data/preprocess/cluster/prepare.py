@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -103,8 +102,7 @@ class _Preparation:
         """Write the job's file. Its folder has the recipe's name, so that a task of another recipe that is still
         running on a worker writes elsewhere."""
         folder = Path(os.path.abspath(self._work.pieces)) / name  # noqa: PTH100
-        with suppress(FileNotFoundError):
-            shutil.rmtree(folder / "attempts")  # left by killed workers
+        shutil.rmtree(folder / "attempts", ignore_errors=True)  # left by killed workers
         for each in FOLDERS:
             (folder / each).mkdir(parents=True, exist_ok=True)
         for split in self._splits:
@@ -126,7 +124,9 @@ class _Preparation:
     def _check_shards(self, facts: Sequence[Facts]) -> None:
         """Raise TransientError unless a shard fits into the memory of a worker's thread."""
         options, layout = self._options, self._source.layout
-        memory = ShardMemory(layout, options.rows_per_shard, 1, "int64", len(self._splits), self._connection.memory)
+        hashed = self._job.hashed
+        id_type = "int32" if hashed is None else hashed.schema.id_type
+        memory = ShardMemory(layout, options.rows_per_shard, 1, id_type, len(self._splits), self._connection.memory)
         memory.add_pieces(facts)
 
     def _write_shards(self, facts: Sequence[Facts], found: dict[str, Any]) -> Shards:

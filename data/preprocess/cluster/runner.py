@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, NamedTuple
 
-from hostdev.core.errors import HostdevError, TransientError, UserError, in_words
+from hostdev.core.errors import HostdevError, TransientError, UserError
 from hostdev.core.progress import counted, note
 from hostdev.data.preprocess.cluster import tasks
 from hostdev.data.preprocess.cluster.connection import Connection
@@ -17,6 +17,7 @@ from hostdev.data.preprocess.work import Work
 
 _POLLED = 1.0  # seconds between looks at the scheduler
 _THREADS_SECONDS = 5.0
+_GATHER_SECONDS = 20
 _LONELY_SECONDS = 30.0  # without a worker, until a line says so
 _AHEAD, _LEAST_AHEAD = 4, 16  # submitted tasks per thread, and at least
 
@@ -131,23 +132,31 @@ class Runner:
     def _gather(self) -> Iterator[tuple[Task, Result | HostdevError]]:
         """Wait for futures, and yield the results of all that are done."""
         futures = self._wait()
-        errors_of = {future.key: future.exception() for future in futures if future.status == "error"}
-        well = [future for future in futures if future.key not in errors_of]
-        if any(future.status != "finished" for future in well):
+        client = self._connection.client
+        for future in futures:
+            if future.status == "error":
+                raise self._failure(self._running[future.key][0], future.exception())
+        if any(future.status in ("cancelled", "lost") for future in futures):
             raise self._gone()
         try:
-            found = self._connection.client.gather(well)
-        except (OSError, TimeoutError) as error:
-            raise self._gone(in_words(error)) from None
+            # With a limit, as the results of a worker that is lost now come only when its tasks have run again.
+            found = client.sync(lambda: client.gather(futures, asynchronous=True), callback_timeout=_GATHER_SECONDS)
+        except TimeoutError:
+            self._look()
+            for future in futures:
+                future.add_done_callback(self._done.put)
+            return
+        except OSError:
+            raise self._gone() from None
         except Exception as error:
             if type(error).__name__ in ("FuturesCancelledError", "FutureCancelledError", "CancelledError"):
                 raise self._gone() from None
+            if type(error).__name__ == "KilledWorker":
+                raise self._failure(None, error) from None
             raise
-        for future, result in zip(well, found, strict=True):
+        for future, result in zip(futures, found, strict=True):
             task, _ = self._running.pop(future.key)
             yield task, self._take(task, result)
-        for key, failure in errors_of.items():
-            raise self._failure(self._running[key][0], failure)
 
     def _wait(self) -> list[Any]:
         """Return the futures that are done, at least one."""
@@ -175,7 +184,7 @@ class Runner:
             assert known is not None
             return known
         result: Result = json.loads(json.dumps(found["result"]))  # as the journal has it
-        if not result.get("missing") and not result.get("error"):
+        if not result.get("missing") and not result.get("error") and task.kind != "verify":
             self.note(task, result)
         return result
 
@@ -189,17 +198,24 @@ class Runner:
         """Return the journal's entries, the last one of each task."""
         return list(self._known.values())
 
-    def _failure(self, task: Task, error: BaseException) -> BaseException:
+    def _failure(self, task: Task | None, error: BaseException) -> BaseException:
+        """Return what to raise for an exception that Dask or a task raised."""
         if type(error).__name__ == "KilledWorker":
+            name = "a task" if task is None else f"the task {task.key}"
+            workers = counted(getattr(error, "allowed_failures", 3) + 1, "worker")
             return TransientError(
-                f"the task {task.key} ended {counted(getattr(error, 'allowed_failures', 3) + 1, 'worker')} in turn; "
-                "they probably have too little memory: give them more (dask worker --memory-limit), or fewer --nthreads"
+                f"{name} ended {workers} in turn; they probably have too little memory: give them more (dask worker "
+                "--memory-limit), or fewer --nthreads"
+            )
+        if isinstance(error, ImportError) or "deserialization" in str(error):
+            return TransientError(
+                f"a worker, or the scheduler at {self._connection.address}, cannot load hostdev's tasks; install this "
+                "version of hostdev wherever they run"
             )
         return error
 
-    def _gone(self, why: str = "") -> TransientError:
-        more = f" ({why[:100]})" if why else ""
-        return TransientError(f"the scheduler at {self._connection.address} no longer answers{more}")
+    def _gone(self) -> TransientError:
+        return TransientError(f"the scheduler at {self._connection.address} no longer answers")
 
     def _look(self) -> None:
         """Raise TransientError if the client has lost the scheduler; print a line if no worker is left."""
@@ -215,8 +231,8 @@ class Runner:
         if monotonic() - self._looked >= _THREADS_SECONDS:
             try:
                 self._threads, self._looked = self._connection.threads(), monotonic()
-            except Exception as error:  # whatever a closed connection raises
-                raise self._gone(in_words(error)) from None
+            except Exception:  # whatever a closed connection raises
+                raise self._gone() from None
         return self._threads
 
 
