@@ -109,7 +109,8 @@ class FollowRun(Run):
         self._file_logs = FileLogs(self.files.path, self.state.seen.taken)
         try:
             with Watcher(self._folder, self.state.seen, self._example, self.files.path, self._poll) as watcher:
-                next_file = NextFile(watcher, self._folder, self.state, self._file_logs, self._until)
+                known = self._folder, self.state, self._file_logs
+                next_file = NextFile(watcher, *known, self._until, self._waiting.note)
                 is_over = self._go_on(next_file, stop) and self._follow(next_file, stop)
             if self._is_stopped(stop):
                 return "interrupted"
