@@ -132,7 +132,7 @@ def test_bags_weights_and_several_labels(run, tmp_path):
     flags += ["--bag", "history= ", "--share", "history=item", "--last", "history=5"]
     run(preprocess, "table", "in/0.csv", "--out", "example", *flags, "--ids", "raw", "--dense", "log")
     run(preprocess, "table", "in", "--out", "all", "--vocabulary", "example", "--test-fraction", 0)
-    options = [*MODEL[:-2], "--device", "cpu", "--batch-size", 128]
+    options = [*MODEL, "--batch-size", 128, "--micro-batches", 2]
     run(train, "--follow", "in", "--data", "example", *options, *END, "--run-dir", "follow")
     stored = ["--tables", "dynamic", "--host-device-mix", "--order", "stored", "--epochs", 1]
     run(train, "--data", "all", *options, *stored, "--run-dir", "stored")
@@ -189,6 +189,17 @@ def test_arrivals_in_any_tempo(run, example, arrived, whole, tmp_path, how):
     feeder.join()
     assert digest_of(tmp_path / "run") == digest_of(whole)
     assert without_times(tmp_path / "run") == without_times(whole)
+
+
+def test_tables_on_disk(run, example, arrived, tmp_path):
+    every = ["--follow", arrived, "--data", example, *MODEL, *RULES, *END, "--emb-dim", 16]
+    run(train, *every, "--run-dir", "memory")
+    (tmp_path / "rows").mkdir()
+    disk = ["--table-dir", "rows", "--table-memory", "5MB", "--capacity", 100_000]
+    run(train, *every, *disk, "--run-dir", "disk", "--checkpoint-every", 2, "--max-steps", 5)
+    run(train, *every, *disk, "--run-dir", "disk", "--checkpoint-every", 2, "--resume")
+    assert digest_of(tmp_path / "disk") == digest_of(tmp_path / "memory")
+    assert without_times(tmp_path / "disk") == without_times(tmp_path / "memory")
 
 
 def drop_newest(run_dir, count):

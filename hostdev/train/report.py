@@ -23,6 +23,7 @@ from hostdev.train.rundir import (
     KEYS_LOG,
     KEYS_PICTURE,
     LOSS_LOG,
+    NEEDED,
     OPS_LOG,
     SUMMARY,
 )
@@ -196,7 +197,8 @@ def summary_lines(
     if "keys" in summary:
         ops, pictures = [*ops, KEYS_LOG], [*pictures, KEYS_PICTURE] if pictures else []
     if "files" in summary:
-        ops = [FILES_LOG, *([ASIDE_LOG] if summary["files"]["set_aside"] else []), *ops]
+        saved = summary.get("checkpoints", {}).get("saved", 0)
+        ops = [FILES_LOG, *[ASIDE_LOG] * bool(summary["files"]["set_aside"]), *[NEEDED] * bool(saved), *ops]
     files = [LOSS_LOG, EVAL_LOG, *ops, CONFIG, SUMMARY, *pictures]
     removed = [name for name in files if not (run_dir / name).exists()]
     files = [name for name in files if name not in removed]

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from itertools import islice
 
 from hostdev.core.errors import UserError
-from hostdev.core.progress import counted, note
+from hostdev.core.progress import counted
 from hostdev.data.arrivals.converting import LATE, REPEATED, Again, Converted, Refused
 from hostdev.data.arrivals.folder import Folder, key_of
 from hostdev.data.arrivals.watcher import AHEAD, Look, Watcher
@@ -30,11 +30,19 @@ class NextFile:
         watcher: Looks at the folder and converts files.
         logs: Receives a line for each file that is set aside; has the files that a killed process took last.
         until: When no further file is taken; None for never.
+        note: Writes a line for the user.
     """
 
     def __init__(
-        self, watcher: Watcher, folder: Folder, state: FollowState, logs: FileLogs, until: Until | None
+        self,
+        watcher: Watcher,
+        folder: Folder,
+        state: FollowState,
+        logs: FileLogs,
+        until: Until | None,
+        note: Callable[[str], object],
     ) -> None:
+        self._note = note
         self._watcher, self._folder, self._state, self._logs, self._until = watcher, folder, state, logs, until
         self._expected = deque(logs.expected)
         self._asked: int | None = None  # later looks show all that has happened since the last file was taken
@@ -160,13 +168,13 @@ class NextFile:
         self._state.set_aside += 1
         line = {"file": refused.name, "why": refused.why, "reason": refused.reason, "sha256": refused.sha256}
         if self._logs.set_aside({**line, "at": datetime.now(UTC).isoformat(timespec="seconds")}):
-            note(f"set aside ({refused.why}): {refused.reason}")
+            self._note(f"set aside ({refused.why}): {refused.reason}")
 
     def _mention(self, about: str, text: str) -> None:
         """Write a line about a trouble that may pass, once for each file."""
         if about not in self._troubles:
             self._troubles = {*list(self._troubles)[-100:], about}
-            note(text)
+            self._note(text)
 
     def _describe_wait(self, names: list[str]) -> str:
         if names:

@@ -106,7 +106,8 @@ class Window:
         return {"files": [[each.rows, each.sums, [list(one) for one in each.bins]] for each in self._files]}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Add the files that `as_values` converted to these values."""
+        """Hold the files that `as_values` converted to these values, and no others."""
+        self._files.clear()
         for rows, sums, bins in values["files"]:
             self.add(Scored(rows, sums, tuple(Histogram(*one) for one in bins)))
 

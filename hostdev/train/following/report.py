@@ -13,7 +13,7 @@ from hostdev.core import pictures
 from hostdev.data.arrivals.converting import Converted
 from hostdev.train.checkpointing import Progress
 from hostdev.train.evaluation import Evaluation
-from hostdev.train.following.progressive import Scored
+from hostdev.train.following.progressive import Scored, Window
 from hostdev.train.following.state import FollowState
 
 MOST_POINTS = 4096  # files in the picture
@@ -25,7 +25,6 @@ class Point(NamedTuple):
     number: int
     file: Evaluation
     window: Evaluation
-    calibration: float
 
 
 def make_line(
@@ -34,7 +33,7 @@ def make_line(
     step: int,
     labels: tuple[str, ...],
     found: tuple[Evaluation, Scored],
-    over: tuple[Evaluation, Scored, int],
+    window: Window,
 ) -> dict[str, Any]:
     """Return a line of files.jsonl.
 
@@ -42,9 +41,8 @@ def make_line(
         number: The file's number among those taken, from 1.
         step: The number of steps before the file was scored.
         found: The file's quality and scores.
-        over: The quality and scores of the last files, and their number.
+        window: The scores of the last files, with this one.
     """
-    window, scored, files = over
     return {
         "number": number,
         "file": file.name,
@@ -53,10 +51,16 @@ def make_line(
         "rejected": file.rejected,
         "step": step,
         **_figures(*found, labels),
-        "window": {"files": files, "rows": scored.rows, **_figures(window, scored, labels)},
+        "window": _over(window, labels),
         "modified": _when(file.state.modified / 1e9),
         "at": _when(time.time()),
     }
+
+
+def _over(window: Window, labels: tuple[str, ...]) -> dict[str, Any]:
+    """Return the number of files and rows of a window, and their metrics."""
+    scored = window.total()
+    return {"files": len(window), "rows": scored.rows, **_figures(window.evaluation(), scored, labels)}
 
 
 def _when(seconds: float) -> str:
@@ -95,10 +99,10 @@ def _in_words(found: Evaluation, calibration: float | None) -> str:
     return ", ".join([*shown, *([] if calibration is None else [f"calibration {calibration:.3f}"])])
 
 
-def summarize(state: FollowState, last: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of summary.json about files and quality; `last` is the last line of files.jsonl."""
-    over = last.get("window", {})
-    metrics = {name: over.get(name) for name in ("auc", "logloss", "rmse", "mae") if name in over}
+def summarize(state: FollowState, labels: tuple[str, ...]) -> dict[str, Any]:
+    """Return the entries of summary.json about files and quality."""
+    over = _over(state.window, labels) if len(state.window) else {}
+    metrics: dict[str, Any] = {name: over.get(name) for name in ("auc", "logloss", "rmse", "mae") if name in over}
     return {
         "epochs": 1,
         "auc": None,

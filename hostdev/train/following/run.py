@@ -61,7 +61,6 @@ class FollowRun(Run):
         self.state = FollowState(Window(settings.follow_window or WINDOW, self._is_number))
         self._loss_bytes: int | None = None  # of loss.log at the checkpoint
         self._key_counts: dict[str, Any] = {}  # the state of keys.log then; {} for a new run
-        self._last_line: dict[str, Any] = {}  # of files.jsonl
         self._saved = 0  # the last step with which saving was tried, or that of the checkpoint
         self._needed: dict[int, dict[str, Any]] = {}  # by step of a checkpoint that is being written
         self._points: deque[report.Point] = deque(maxlen=report.MOST_POINTS)
@@ -110,7 +109,8 @@ class FollowRun(Run):
         self._file_logs = FileLogs(self.files.path, self.state.seen.taken)
         try:
             with Watcher(self._folder, self.state.seen, self._example, self.files.path, self._poll) as watcher:
-                next_file = NextFile(watcher, self._folder, self.state, self._file_logs, self._until)
+                known = self._folder, self.state, self._file_logs
+                next_file = NextFile(watcher, *known, self._until, self._waiting.note)
                 is_over = self._go_on(next_file, stop) and self._follow(next_file, stop)
             if self._is_stopped(stop):
                 return "interrupted"
@@ -185,13 +185,11 @@ class FollowRun(Run):
         scored = collector.result()
         self.state.take(file.name, file.sha256, file.rows)
         self.state.window.add(scored)
-        window = self.state.window
-        over = window.evaluation(), window.total(), len(window)
-        line = report.make_line(self.state.seen.taken, file, self.steps, schema.labels, (found, scored), over)
+        taken, window = self.state.seen.taken, self.state.window
+        line = report.make_line(taken, file, self.steps, schema.labels, (found, scored), window)
         self._file_logs.write(line)
-        self._last_line = line
-        self._points.append(report.Point(self.state.seen.taken, found, over[0], scored.calibration()[0]))
-        print(report.describe(line, found, over[0]), flush=True)
+        self._points.append(report.Point(taken, found, window.evaluation()))
+        print(report.describe(line, found, window.evaluation()), flush=True)
         if file.rejected:
             note(f"{file.name}: {file.rejected:,} rows cannot be read and are left out; the first is {file.first}")
         return True
@@ -230,7 +228,7 @@ class FollowRun(Run):
         """Return the run's own entries of summary.json."""
         if self.files.path.is_dir():
             self._write_needed()
-        return report.summarize(self.state, self._last_line)
+        return report.summarize(self.state, self.data.schema.labels)
 
     def draw(self) -> None:
         """Write curve.png."""

@@ -1,9 +1,11 @@
 """What a run says while it waits: a line that is overwritten on a terminal, else one line for each reason to wait."""
 
+import shutil
 import sys
 import time
 
 from hostdev.core.printable import printable
+from hostdev.core.progress import interval, note
 
 _QUIET_SECONDS = 2.0  # a shorter wait is not mentioned
 
@@ -21,17 +23,29 @@ class Waiting:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-        if now - self._since < _QUIET_SECONDS or (text == self._shown and not self._is_live):
+        if now - self._since < _QUIET_SECONDS:
+            return
+        if self._is_live:
+            text = f"({interval(now - self._since)}) {printable(text)}"[: shutil.get_terminal_size().columns - 1]
+        if text == self._shown:
             return
         self._shown = text
         if self._is_live:
-            print(f"\r\x1b[K{printable(text)}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         else:
             print(printable(text), flush=True)
 
+    def note(self, text: str) -> None:
+        """Write lines that stay, in place of the line that does not."""
+        self._clear()
+        note(text)
+
     def end(self) -> None:
         """Remove the line, as the run goes on."""
+        self._clear()
+        self._since = None
+
+    def _clear(self) -> None:
         if self._is_live and self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self._shown = ""
-        self._since = None
