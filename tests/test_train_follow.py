@@ -358,7 +358,13 @@ def read_labels(path):
 def start(tmp_path, *arguments):
     command = [sys.executable, "-m", "hostdev.train", *map(str, arguments)]
     return subprocess.Popen(
-        command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
     )
 
 
@@ -463,6 +469,22 @@ def test_a_full_disk(in_process, run, example, arrived, whole, tmp_path, monkeyp
     assert digest_of(tmp_path / "run") == digest_of(whole)
     needed = json.loads((tmp_path / "run" / "needed.json").read_text())
     assert needed == {"step": 10, "needed": [], "last": NAMES[-1], "taken": DAYS}
+
+
+def test_a_name_that_is_no_text(example, arrived, whole, tmp_path):
+    """Names may be any bytes, in the logs, in messages and in checkpoints."""
+    (tmp_path / "in").mkdir()
+    for name in NAMES:
+        shutil.copy(arrived / name, tmp_path / "in" / os.fsdecode(name.encode().replace(b".", b"\xff.", 1)))
+    shutil.copy(arrived / NAMES[0], tmp_path / "in" / os.fsdecode(b"day9\xfe.csv"))
+    every = ["--follow", "in", "--data", example, *MODEL, *RULES, *END, "--run-dir", "run", "--checkpoint-every", 1]
+    for more in (["--max-steps", 4], ["--resume"]):
+        with start(tmp_path, *every, *more) as process:
+            _, error = process.communicate(timeout=200)
+        assert process.returncode == 0, error
+    assert digest_of(tmp_path / "run") == digest_of(whole)
+    [line] = lines(tmp_path / "run", "set_aside.jsonl")
+    assert os.fsencode(line["file"]) == b"day9\xfe.csv" and line["why"] == "repeated"
 
 
 def test_a_new_run_begins_with_the_tables_of_another(run, example, arrived, tmp_path):

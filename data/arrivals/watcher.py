@@ -14,7 +14,7 @@ from typing import Self
 
 from hostdev.core.errors import in_words
 from hostdev.core.workers import Workers
-from hostdev.data.arrivals.converting import Again, Converted, Refused, convert
+from hostdev.data.arrivals.converting import REFUSED, Again, Converted, Refused, convert
 from hostdev.data.arrivals.example import Example
 from hostdev.data.arrivals.folder import Folder, State
 from hostdev.data.arrivals.seen import Seen
@@ -125,7 +125,7 @@ class Watcher:
             self._failures[name] = self._failures.get(name, 0) + 1
             if self._failures[name] >= _ATTEMPTS:
                 self._failures.pop(name)
-                return Refused(name, "refused", f"{found.reason}, {_ATTEMPTS} times")
+                return Refused(name, REFUSED, f"{found.reason}, {_ATTEMPTS} times")
         else:
             self._failures.pop(name, None)
         return found
@@ -176,9 +176,11 @@ class Watcher:
             names = self._folder.names()
         except OSError as error:
             return Look(number, error=in_words(error))
-        unknown = [name for name in names if not self._seen.is_known(name)]
-        late = [name for name in unknown if self._seen.is_late(name)]
-        next_ones = unknown[len(late) :]  # names are sorted
+        late: list[str] = []
+        next_ones: list[str] = []
+        for name in names:
+            if not self._seen.is_known(name):
+                (late if self._seen.is_late(name) else next_ones).append(name)
         states, settled, now = {}, {}, time.monotonic()
         for name in next_ones[:_MOST_UNSETTLED]:
             try:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hostdev.core import pictures
+from hostdev.core.printable import printable
 from hostdev.data.arrivals.converting import Converted
 from hostdev.train.checkpointing import Progress
 from hostdev.train.evaluation import Evaluation
@@ -88,7 +89,7 @@ def describe(line: dict[str, Any], found: Evaluation, window: Evaluation) -> str
     """Return a line of files.jsonl as text."""
     over = line["window"]
     last = "" if over["files"] == 1 else f"; last {over['files']} files: {_in_words(window, over['calibration'])}"
-    return (
+    return printable(
         f"{line['file']}: {_in_words(found, line['calibration'])} on {line['rows']:,} rows, before training on them"
         f"{last}; step {line['step']:,}"
     )

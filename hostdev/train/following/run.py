@@ -4,10 +4,12 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from hostdev.core.errors import UserError, naming
+from hostdev.core.printable import printable
 from hostdev.core.progress import bar, note
 from hostdev.data.arrivals.converting import Converted
 from hostdev.data.arrivals.cutting import BatchCutter, batches_of
@@ -128,8 +130,11 @@ class FollowRun(Run):
             otherwise = f"start a new run from the checkpoint with --start-from {self.loaded_from}"
             file = next_file.find(expected, lambda text: self._wait(text, stop), otherwise)
             self._waiting.end()
-            if file is None or not self._train_file(file, pending.done, stop):
+            if file is None:
                 return False
+            with closing(file):
+                if not self._train_file(file, pending.done, stop):
+                    return False
         return True
 
     def _follow(self, next_file: NextFile, stop: GracefulStop) -> bool:
@@ -139,11 +144,9 @@ class FollowRun(Run):
             if file is None:
                 return not self._is_stopped(stop)
             self._waiting.end()
-            if not self._score(file, stop):
-                file.close()
-                return False
-            if not self._train_file(file, 0, stop):
-                return False
+            with closing(file):
+                if not (self._score(file, stop) and self._train_file(file, 0, stop)):
+                    return False
         return False
 
     def _wait(self, text: str, stop: GracefulStop) -> bool:
@@ -174,7 +177,7 @@ class FollowRun(Run):
         schema = self.data.schema
         collector = Collector(schema.labels, schema.targets)
         batches = itertools.takewhile(lambda _: not self._is_stopped(stop), batches_of(file, self.batch_size))
-        title = f"scoring {file.name}"
+        title = printable(f"scoring {file.name}")
         with (
             self.timeline.span("evaluation", self.state.seen.taken + 1),
             bar(-(-file.rows // self.batch_size), title, "step") as shown,
@@ -198,12 +201,9 @@ class FollowRun(Run):
         """Train on a file's rows from row `first` on; return False at a signal or --max-steps."""
         planned = min(self._cutter.steps(file.rows - first), self.schedule.steps - self.steps)
         batches = self._cutter.cut(file, first)
-        try:
-            if planned < self._cutter.steps(file.rows - first):
-                batches = itertools.islice(batches, planned)
-            self._train_on(batches, planned, file.name, stop)
-        finally:
-            file.close()
+        if planned < self._cutter.steps(file.rows - first):
+            batches = itertools.islice(batches, planned)
+        self._train_on(batches, planned, printable(file.name), stop)
         if self.keys is not None:
             self.keys.write(end=True)
         return not self._is_stopped(stop) and self.steps < self.schedule.steps
