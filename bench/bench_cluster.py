@@ -61,7 +61,17 @@ def cluster(folder: Path, workers: int) -> Iterator[tuple[str, int]]:
     file = folder / "scheduler.json"
     file.unlink(missing_ok=True)
     with ExitStack() as stack:
-        flags = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--no-show", "--scheduler-file", file]
+        flags = [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--dashboard-address",
+            "127.0.0.1:0",
+            "--no-show",
+            "--scheduler-file",
+            file,
+        ]
         scheduler = stack.enter_context(started("scheduler", *flags))
         deadline = time.monotonic() + _START_SECONDS
         while not file.is_file():

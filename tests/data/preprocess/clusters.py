@@ -62,7 +62,7 @@ def local_cluster(workers=2):
         processes=False,
         protocol="tcp",
         host="127.0.0.1",
-        dashboard_address=None,
+        dashboard_address="127.0.0.1:0",
         silence_logs=50,
     )
     try:
@@ -94,7 +94,17 @@ class Processes:
         """Start a scheduler; set its address."""
         self._number += 1
         file = self.folder / f"scheduler-{self._number}.json"
-        flags = ["--host", host, "--port", "0", "--no-dashboard", "--no-show", "--scheduler-file", file]
+        flags = [
+            "--host",
+            host,
+            "--port",
+            "0",
+            "--dashboard-address",
+            "127.0.0.1:0",
+            "--no-show",
+            "--scheduler-file",
+            file,
+        ]
         self.scheduler = self._start([*before, sys.executable, "-m", "dask", "scheduler", *flags], environment)
         self.address = wait_for(lambda: file.is_file() and json.loads(file.read_text())["address"], self.scheduler)
 
