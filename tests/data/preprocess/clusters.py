@@ -106,7 +106,7 @@ class Processes:
             file,
         ]
         self.scheduler = self._start([*before, sys.executable, "-m", "dask", "scheduler", *flags], environment)
-        self.address = wait_for(lambda: file.is_file() and json.loads(file.read_text())["address"], self.scheduler)
+        self.address = wait_for(lambda: read_address(file), self.scheduler)
 
     def start_worker(self, *before, preload="", nanny=False, host="127.0.0.1", **environment):
         """Start a worker with one thread."""
@@ -141,6 +141,14 @@ class Processes:
         log.close()
         self._stack.callback(end, process)
         return process
+
+
+def read_address(file):
+    """Return the address in a scheduler's file, or None while it is not written."""
+    try:
+        return json.loads(file.read_text())["address"]
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def end(process):
