@@ -39,6 +39,14 @@ def peak_bytes(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
+def read_address(file: Path) -> str | None:
+    """Return the address in a scheduler's file, or None while it is not written."""
+    try:
+        return str(json.loads(file.read_text())["address"])
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 @contextmanager
 def started(*arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process of Dask's, with its output dropped."""
@@ -61,14 +69,23 @@ def cluster(folder: Path, workers: int) -> Iterator[tuple[str, int]]:
     file = folder / "scheduler.json"
     file.unlink(missing_ok=True)
     with ExitStack() as stack:
-        flags = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--no-show", "--scheduler-file", file]
+        flags = [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--dashboard-address",
+            "127.0.0.1:0",
+            "--no-show",
+            "--scheduler-file",
+            file,
+        ]
         scheduler = stack.enter_context(started("scheduler", *flags))
         deadline = time.monotonic() + _START_SECONDS
-        while not file.is_file():
+        while (address := read_address(file)) is None:
             if time.monotonic() > deadline or scheduler.poll() is not None:
                 raise SystemExit("bench cluster: the scheduler did not start; is hostdev[dask] installed?")
             time.sleep(_POLLED)
-        address = str(json.loads(file.read_text())["address"])
         for number in range(workers):
             scratch = folder / f"worker-{number}"
             own = ["--nthreads", "1", "--no-nanny", "--no-dashboard", "--host", "127.0.0.1"]

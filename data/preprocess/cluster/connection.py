@@ -138,7 +138,7 @@ def _local(workers: int) -> Iterator[Any]:
             processes=True,
             host="127.0.0.1",
             loop=runner.loop,
-            dashboard_address=None,
+            dashboard_address="127.0.0.1:0",  # any free port
             local_directory=folder,
             memory_limit=available_bytes() // workers,
             silence_logs=logging.CRITICAL,

@@ -62,7 +62,7 @@ def local_cluster(workers=2):
         processes=False,
         protocol="tcp",
         host="127.0.0.1",
-        dashboard_address=None,
+        dashboard_address="127.0.0.1:0",
         silence_logs=50,
     )
     try:
@@ -94,9 +94,19 @@ class Processes:
         """Start a scheduler; set its address."""
         self._number += 1
         file = self.folder / f"scheduler-{self._number}.json"
-        flags = ["--host", host, "--port", "0", "--no-dashboard", "--no-show", "--scheduler-file", file]
+        flags = [
+            "--host",
+            host,
+            "--port",
+            "0",
+            "--dashboard-address",
+            "127.0.0.1:0",
+            "--no-show",
+            "--scheduler-file",
+            file,
+        ]
         self.scheduler = self._start([*before, sys.executable, "-m", "dask", "scheduler", *flags], environment)
-        self.address = wait_for(lambda: file.is_file() and json.loads(file.read_text())["address"], self.scheduler)
+        self.address = wait_for(lambda: read_address(file), self.scheduler)
 
     def start_worker(self, *before, preload="", nanny=False, host="127.0.0.1", **environment):
         """Start a worker with one thread."""
@@ -131,6 +141,14 @@ class Processes:
         log.close()
         self._stack.callback(end, process)
         return process
+
+
+def read_address(file):
+    """Return the address in a scheduler's file, or None while it is not written."""
+    try:
+        return json.loads(file.read_text())["address"]
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def end(process):

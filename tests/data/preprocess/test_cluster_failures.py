@@ -1,10 +1,12 @@
 """A preparation on a cluster that loses workers, the client or the scheduler, or gets workers that do not fit."""
 
+import os
 import random
 import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -344,4 +346,49 @@ def test_20_kills_at_random_moments(text, tmp_path, expected, processes):
             assert files_of(out) == expected
             shutil.rmtree(out)
     make(text, out, processes.address)
+    done(tmp_path, expected)
+
+
+def ip(*arguments):
+    """Run Linux's ip."""
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@contextmanager
+def hosts(count):
+    """Make network namespaces, each with a link of its own to this one; yield their names and both ends' addresses."""
+    found = []
+    try:
+        for i in range(count):
+            name, here, there = f"hostdev-{os.getpid()}-{i}", f"10.213.{i}.1", f"10.213.{i}.2"
+            mine, own = f"hd{os.getpid() % 10**6}a{i}", f"hd{os.getpid() % 10**6}b{i}"
+            ip("netns", "add", name)
+            found.append((name, here, there))
+            ip("link", "add", mine, "type", "veth", "peer", "name", own, "netns", name)
+            ip("addr", "add", f"{here}/30", "dev", mine)
+            ip("link", "set", mine, "up")
+            ip("-n", name, "addr", "add", f"{there}/30", "dev", own)
+            ip("-n", name, "link", "set", own, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield found
+    finally:
+        for name, _, _ in found:
+            ip("netns", "del", name)  # the links go with it
+
+
+@pytest.mark.slow
+def test_workers_with_addresses_of_their_own(text, tmp_path, expected):
+    """Two network namespaces stand for two hosts; workers reach only the scheduler, and share the folder."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and Linux's ip")
+    with hosts(2) as found, Processes(tmp_path / "dask") as processes:
+        processes.start_scheduler(host="0.0.0.0")
+        port = processes.address.rpartition(":")[2]
+        for name, here, there in found:
+            processes.address = f"tcp://{here}:{port}"
+            processes.start_worker("ip", "netns", "exec", name, host=there)
+        processes.address = f"tcp://127.0.0.1:{port}"
+        client = processes.client(text, tmp_path / "out")
+        _, said = client.communicate(timeout=300)
+        assert (client.returncode, said) == (0, "")
     done(tmp_path, expected)
