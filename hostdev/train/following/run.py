@@ -18,6 +18,7 @@ from hostdev.data.arrivals.folder import open_folder
 from hostdev.data.arrivals.watcher import Watcher
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
+from hostdev.stores.address import shown_place
 from hostdev.train import checkpointing, starting
 from hostdev.train.checkpointing import Progress
 from hostdev.train.config import TrainConfig
@@ -105,7 +106,7 @@ class FollowRun(Run):
         assert self.settings.follow is not None
         if self._folder.has_folders():
             note(
-                f"{self.settings.follow} has sub-folders, which are not followed; to follow those that are complete, "
+                f"{shown_place(self.settings.follow)} has sub-folders, which are not followed; to follow those that are complete, "
                 "give --follow-mark NAME, the name of a file such as _SUCCESS in each of them"
             )
         self._file_logs = FileLogs(self.files.path, self.state.seen.taken)
@@ -123,11 +124,14 @@ class FollowRun(Run):
             self._waiting.end()
             self._file_logs.close()
 
+    def _shown_start(self) -> str:
+        return "" if self.loaded_from is None else shown_place(self.loaded_from)
+
     def _go_on(self, next_file: NextFile, stop: GracefulStop) -> bool:
         """Train on the rest of the files that the checkpoint had begun; return False at a signal or --max-steps."""
         for pending in list(self.state.pending):
             expected = Expected(pending.name, pending.sha256)
-            otherwise = f"start a new run from the checkpoint with --start-from {self.loaded_from}"
+            otherwise = f"start a new run from the checkpoint with --start-from {self._shown_start()}"
             file = next_file.find(expected, lambda text: self._wait(text, stop), otherwise)
             self._waiting.end()
             if file is None:
