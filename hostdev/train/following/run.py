@@ -106,8 +106,8 @@ class FollowRun(Run):
         assert self.settings.follow is not None
         if self._folder.has_folders():
             note(
-                f"{shown_place(self.settings.follow)} has sub-folders, which are not followed; to follow those that are "
-                "complete, give --follow-mark NAME, the name of a file such as _SUCCESS in each of them"
+                f"{shown_place(self.settings.follow)} has sub-folders, which are not followed; to follow those that "
+                "are complete, give --follow-mark NAME, the name of a file such as _SUCCESS in each of them"
             )
         self._file_logs = FileLogs(self.files.path, self.state.seen.taken)
         try:
