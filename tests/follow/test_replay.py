@@ -78,8 +78,8 @@ def test_criteo_text(run, tmp_path):
 @pytest.mark.parametrize(
     "how",
     [
-        ["--pipeline-depth", 0],
-        ["--pipeline-depth", 4, "--cache-rows", "2%", "--host-threads", 2],
+        pytest.param(["--pipeline-depth", 0], marks=pytest.mark.slow),
+        pytest.param(["--pipeline-depth", 4, "--cache-rows", "2%", "--host-threads", 2], marks=pytest.mark.slow),
         ["--cache-rows", 500, "--cache-policy", "lookahead", "--cache-window", 3, "--follow-poll", 0.02],
     ],
 )
@@ -93,6 +93,7 @@ def test_arrivals_in_any_tempo(run, example, arrived, whole, tmp_path, how):
     assert without_times(tmp_path / "run") == without_times(whole)
 
 
+@pytest.mark.slow
 def test_tables_on_disk(run, example, arrived, tmp_path):
     every = ["--follow", arrived, "--data", example, *MODEL, *RULES, *END, "--emb-dim", 16]
     run(train, *every, "--run-dir", "memory")
@@ -104,7 +105,7 @@ def test_tables_on_disk(run, example, arrived, tmp_path):
     assert without_times(tmp_path / "disk") == without_times(tmp_path / "memory")
 
 
-@pytest.mark.parametrize("steps", [1, 3, 6, 8])
+@pytest.mark.parametrize("steps", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 6, 8))])
 def test_killed_and_resumed(run, example, arrived, whole, tmp_path, steps):
     """The logs have lines of steps and files after the checkpoint, and end as without a kill."""
     every = ["--follow", arrived, "--data", example, *MODEL, *RULES, "--run-dir", "run", "--checkpoint-every", 1]

@@ -58,6 +58,29 @@ def test_from_text_to_predictions(call, server, files, tmp_path):
     text = tmp_path / "text/train.txt"
     text.parent.mkdir()
     call("hostdev.data.preprocess", "synthetic", "--rows", 3000, "--tsv", text)
+    server.put(text.parent, "s3://short/text")
+    how = ["--threshold", 1, "--rows-per-shard", 700]
+    call("hostdev.data.preprocess", "criteo", text, *how, "--out", "data")
+    call("hostdev.data.preprocess", "criteo", "s3://short/text/train.txt", *how, "--out", "s3://short/data")
+    files.get("short/data", str(tmp_path / "fetched"), recursive=True)
+    same_files(tmp_path / "data", tmp_path / "fetched")
+    call(*TRAIN, "--data", "data", "--run-dir", "local", *SAVING)
+    there = ["--data", "s3://short/data", "--checkpoint-dir", "s3://short/saved", *SAVING]
+    call(*TRAIN, *there, "--run-dir", "two", "--spawn", 2)
+    assert digest_of(tmp_path / "two") == digest_of(tmp_path / "local")
+    third = {"HOSTDEV_STORE_CACHE": str(tmp_path / "third")}
+    predict = ["hostdev.predict", "--data", "s3://short/text/train.txt", "--out", "s3://short/p.parquet"]
+    call(*predict, "--checkpoint", "s3://short/saved", **third)
+    call("hostdev.predict", "--data", text, "--out", "p.parquet", "--checkpoint", "local")
+    with files.open("short/p.parquet", "rb") as file:
+        assert pq.read_table(file).equals(pq.read_table(tmp_path / "p.parquet"))
+
+
+@pytest.mark.slow
+def test_every_command(call, server, files, tmp_path):
+    text = tmp_path / "text/train.txt"
+    text.parent.mkdir()
+    call("hostdev.data.preprocess", "synthetic", "--rows", 3000, "--tsv", text)
     server.put(text.parent, "s3://whole/text")
     how = ["--threshold", 1, "--rows-per-shard", 700]
     call("hostdev.data.preprocess", "criteo", text, *how, "--out", "data")
@@ -117,6 +140,7 @@ def test_from_text_to_predictions(call, server, files, tmp_path):
     assert secrets == []
 
 
+@pytest.mark.slow
 def test_tables_and_folders(call, server, files, tmp_path):
     rows = "label,user,item,price\n" + "".join(f"{n % 2},u{n % 7},i{n % 11},{n % 5}\n" for n in range(4000))
     folder = tmp_path / "tables"
@@ -149,6 +173,7 @@ def _parquet(folder, rows):
     return folder / "once.parquet"
 
 
+@pytest.mark.slow
 def test_preparation_that_is_killed_while_it_uploads(call, server, files, tmp_path):
     how = ["hostdev.data.preprocess", "synthetic", "--rows", 4000, "--threshold", 1, "--rows-per-shard", 300]
     call(*how, "--out", "local")

@@ -33,6 +33,8 @@ REPLACED = (
 )
 SLOW = REPLACED + "def run(*given):\n    time.sleep(0.2)\n    return _run(*given)\ntasks.run = run\n"
 
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
@@ -86,7 +88,9 @@ class Stopped(runner.Runner):
         return super()._take(task, found)
 
 
-@pytest.mark.parametrize("results", [0, 3, 25, 43, 46, 72, 74, 101, 125, 140, 154])
+@pytest.mark.parametrize(
+    "results", [25, 101, *(pytest.param(n, marks=SLOW) for n in (0, 3, 43, 46, 72, 74, 125, 140, 154))]
+)
 def test_interrupted_after_some_results(text, tmp_path, expected, scheduler, monkeypatch, results, capsys):
     monkeypatch.setattr(learning, "SURVEYS", 4)
     noted = []
@@ -115,7 +119,15 @@ def damage(path):
 
 
 @pytest.mark.parametrize(
-    "name", ["pieces/*-*.arrow", "pieces/*.ids", "words/vocabulary.arrow", "shards/train/*.arrow", ""]
+    "name",
+    [
+        "pieces/*-*.arrow",
+        *(
+            pytest.param(name, marks=SLOW)
+            for name in ("pieces/*.ids", "words/vocabulary.arrow", "shards/train/*.arrow")
+        ),
+        pytest.param("", marks=SLOW),
+    ],
 )
 def test_damaged_files_are_made_again(text, tmp_path, expected, scheduler, monkeypatch, name):
     """Also pieces whose parsed rows were removed, and files that are missing."""
@@ -207,9 +219,10 @@ def test_a_worker_that_sees_other_files(text, tmp_path, scheduler, monkeypatch):
             "import hostdev\nhostdev.__version__ = '0.0.1'\n",
             r"^worker tcp://\S+ \(.*\) has hostdev 0\.0\.1, and this command",
         ),
-        (
+        pytest.param(
             "import pyarrow\npyarrow.__version__ = '3.0'\n",
             r"^worker tcp://\S+ \(.*\) has pyarrow 3, and this",
+            marks=SLOW,
         ),
         (
             "import pathlib\n"
@@ -217,13 +230,18 @@ def test_a_worker_that_sees_other_files(text, tmp_path, scheduler, monkeypatch):
             "    return path.open('rb').read()\npathlib.Path.read_bytes = missing\n",
             r"^worker tcp://\S+ \(.*\) does not see the work folder /.*/pieces/\w+ of .* \(No such file\); --out",
         ),
-        (
+        pytest.param(
             "import pathlib\n"
             "def other(path):\n    return path.open('rb').read() + b' ' * (path.name == 'job.pickle')\n"
             "pathlib.Path.read_bytes = other\n",
             r"^worker tcp://\S+ \(.*\) has another folder at /.*partial/pieces/\w+ than ",
+            marks=SLOW,
         ),
-        ("import sys\nsys.modules['hostdev'] = None\n", r"^worker tcp://\S+ cannot run hostdev's tasks \(.*hostdev"),
+        pytest.param(
+            "import sys\nsys.modules['hostdev'] = None\n",
+            r"^worker tcp://\S+ cannot run hostdev's tasks \(.*hostdev",
+            marks=SLOW,
+        ),
     ],
     ids=["version", "pyarrow", "missing", "other", "no hostdev"],
 )
@@ -270,6 +288,7 @@ def test_the_client_is_killed_then_the_scheduler(text, tmp_path, expected, proce
     assert files_of(tmp_path / "out") == expected
 
 
+@pytest.mark.slow
 def test_a_task_that_ends_its_workers(text, tmp_path, expected):
     dies = "def run(*given):\n    import os\n    if given[1] == 'count': os._exit(1)\n    return _run(*given)\n"
     with Processes(tmp_path / "dask") as processes:

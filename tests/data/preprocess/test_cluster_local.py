@@ -49,7 +49,7 @@ def scratch():
     return set(Path(tempfile.gettempdir()).glob("hostdev-dask-*"))
 
 
-@pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_the_bytes_are_those_of_one_machine(texts, tmp_path, expected, workers):
     before = scratch()
     process = start(texts, tmp_path / "out", workers)
