@@ -7,13 +7,13 @@ import pytest
 from tests.fuzz.harness import fuzz
 
 TARGETS = {
-    "checkpoints": 500,
-    "datasets": 500,
-    "journals": 500,
-    "predictor": 500,
-    "segments": 300,
-    "tables": 500,
-}  # 7 to 25 s each
+    "checkpoints": 200,
+    "datasets": 200,
+    "journals": 200,
+    "predictor": 200,
+    "segments": 120,
+    "tables": 200,
+}  # 3 to 10 s each
 MANY = 20_000
 SEED = 2026
 
