@@ -33,7 +33,7 @@ REPLACED = (
 )
 SLOW = REPLACED + "def run(*given):\n    time.sleep(0.2)\n    return _run(*given)\ntasks.run = run\n"
 
-SLOW = pytest.mark.slow
+IS_SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ class Stopped(runner.Runner):
 
 
 @pytest.mark.parametrize(
-    "results", [25, 101, *(pytest.param(n, marks=SLOW) for n in (0, 3, 43, 46, 72, 74, 125, 140, 154))]
+    "results", [25, 101, *(pytest.param(n, marks=IS_SLOW) for n in (0, 3, 43, 46, 72, 74, 125, 140, 154))]
 )
 def test_interrupted_after_some_results(text, tmp_path, expected, scheduler, monkeypatch, results, capsys):
     monkeypatch.setattr(learning, "SURVEYS", 4)
@@ -123,10 +123,10 @@ def damage(path):
     [
         "pieces/*-*.arrow",
         *(
-            pytest.param(name, marks=SLOW)
+            pytest.param(name, marks=IS_SLOW)
             for name in ("pieces/*.ids", "words/vocabulary.arrow", "shards/train/*.arrow")
         ),
-        pytest.param("", marks=SLOW),
+        pytest.param("", marks=IS_SLOW),
     ],
 )
 def test_damaged_files_are_made_again(text, tmp_path, expected, scheduler, monkeypatch, name):
@@ -222,7 +222,7 @@ def test_a_worker_that_sees_other_files(text, tmp_path, scheduler, monkeypatch):
         pytest.param(
             "import pyarrow\npyarrow.__version__ = '3.0'\n",
             r"^worker tcp://\S+ \(.*\) has pyarrow 3, and this",
-            marks=SLOW,
+            marks=IS_SLOW,
         ),
         (
             "import pathlib\n"
@@ -235,12 +235,12 @@ def test_a_worker_that_sees_other_files(text, tmp_path, scheduler, monkeypatch):
             "def other(path):\n    return path.open('rb').read() + b' ' * (path.name == 'job.pickle')\n"
             "pathlib.Path.read_bytes = other\n",
             r"^worker tcp://\S+ \(.*\) has another folder at /.*partial/pieces/\w+ than ",
-            marks=SLOW,
+            marks=IS_SLOW,
         ),
         pytest.param(
             "import sys\nsys.modules['hostdev'] = None\n",
             r"^worker tcp://\S+ cannot run hostdev's tasks \(.*hostdev",
-            marks=SLOW,
+            marks=IS_SLOW,
         ),
     ],
     ids=["version", "pyarrow", "missing", "other", "no hostdev"],
