@@ -30,15 +30,15 @@ class Flaky:
         number = next(self._numbers)
         (self._folder / "requests").write_text(str(number))
         if (self._folder / "away").exists():
-            return self._fail(start_response, "503 Service Unavailable")
+            return self._fail(environ, start_response, "503 Service Unavailable")
         if (self._folder / "denied").exists():
-            return self._fail(start_response, "403 Access Denied")
+            return self._fail(environ, start_response, "403 Access Denied")
         if self._every and number % self._every == 0:
             if number // self._every % 3 == 0:
                 time.sleep(self._seconds)  # a slow answer is what is simulated
             else:
                 status = "500 Internal Server Error", "503 Slow Down"
-                return self._fail(start_response, status[number // self._every % 2])
+                return self._fail(environ, start_response, status[number // self._every % 2])
         answer = self._app(environ, start_response)
         return self._paced(answer) if self._rate else answer
 
@@ -57,9 +57,11 @@ class Flaky:
             if hasattr(answer, "close"):
                 answer.close()
 
-    def _fail(self, start_response, status):
+    def _fail(self, environ, start_response, status):
         code = status.partition(" ")[2].replace(" ", "")
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>on purpose</Message></Error>".encode()
+        if environ["REQUEST_METHOD"] == "HEAD":
+            text = b""
         start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(text)))])
         return [text]
 
