@@ -7,7 +7,6 @@ already and have loaded the kernels, and the text in the page cache. Folders are
 share: the network of a real one is not measured.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -25,6 +24,7 @@ from bench.bench_preprocess import repeated
 from bench.record import get_versions, make_parser, record
 from hostdev.core.memory import format_bytes, parse_bytes
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from tests.data.preprocess.clusters import read_address, scheduler_flags
 
 _POLLED = 0.02  # seconds
 _START_SECONDS = 60
@@ -37,14 +37,6 @@ def peak_bytes(pid: int) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
-
-
-def read_address(file: Path) -> str | None:
-    """Return the address in a scheduler's file, or None while it is not written."""
-    try:
-        return str(json.loads(file.read_text())["address"])
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 @contextmanager
@@ -69,18 +61,7 @@ def cluster(folder: Path, workers: int) -> Iterator[tuple[str, int]]:
     file = folder / "scheduler.json"
     file.unlink(missing_ok=True)
     with ExitStack() as stack:
-        flags = [
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "0",
-            "--dashboard-address",
-            "127.0.0.1:0",
-            "--no-show",
-            "--scheduler-file",
-            file,
-        ]
-        scheduler = stack.enter_context(started("scheduler", *flags))
+        scheduler = stack.enter_context(started("scheduler", *scheduler_flags(file)))
         deadline = time.monotonic() + _START_SECONDS
         while (address := read_address(file)) is None:
             if time.monotonic() > deadline or scheduler.poll() is not None:

@@ -114,14 +114,9 @@ def test_the_list_of_flags():
         "--admit-count",
         "--unknown-ids",
         "--evict-unused",
-        "--table-dir",
-        "--table-memory",
-        "--table-window",
+        *(f"--table-{name}" for name in ("dir", "memory", "window")),
         "--follow",
-        "--follow-until",
-        "--follow-mark",
-        "--follow-poll",
-        "--follow-window",
+        *(f"--follow-{name}" for name in ("until", "mark", "poll", "window")),
     }
 
 

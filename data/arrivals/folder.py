@@ -136,8 +136,8 @@ class StoreFolder(Folder):
     def state(self, name: str) -> State | None:
         """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
         with _as_os_error():
-            found = self._store.state(name)
-        return None if found is None else State(*found)
+            found = self._store.about(name)
+        return None if found is None else State(found.size, found.changed)
 
     def has_folders(self) -> bool:
         """Return whether the folder has sub-folders whose files are not listed."""

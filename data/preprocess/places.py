@@ -36,7 +36,7 @@ def stamp(path: Path) -> tuple[int, Any]:
     about = files.about(path)
     if about is None:
         raise UserError(f"{shown_place(path)}: no such file")
-    return about
+    return about.size, about.version
 
 
 def whole_path(path: Path) -> str:

@@ -133,6 +133,12 @@ def read_chain(path: Path) -> Chain:
     return chain
 
 
+def segments_of(checkpoint: Checkpoint) -> dict[tuple[int, str], Path]:
+    """Return the segments that a checkpoint holds, by their size and checksum."""
+    states = [table.segments for table in checkpoint.manifest.tables if table.segments is not None]
+    return {(file.bytes, file.sha256): checkpoint.path / file.file for state in states for file in state.files}
+
+
 def chain_of_table(chain: Chain, name: str) -> Chain:
     """Return the end of a chain that has all rows of a table: it begins with the newest checkpoint that has all."""
     entries = [checkpoint.manifest.table(name) for checkpoint in chain]

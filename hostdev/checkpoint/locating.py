@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hostdev.checkpoint.folder import Checkpoint, is_on_disk
+from hostdev.checkpoint.folder import Checkpoint, is_on_disk, segments_of
 from hostdev.checkpoint.items import FROM_FIRST, Held
 from hostdev.checkpoint.manifest import SegmentState
 from hostdev.core.initializers import Constant, Normal, Uniform
@@ -40,7 +40,4 @@ def describe_segments(table: Any) -> SegmentState:
 
 def find_held(last: Checkpoint | None) -> Held:
     """Return the segments that a checkpoint holds."""
-    if last is None or not is_on_disk(last):
-        return {}
-    states = [table.segments for table in last.manifest.tables if table.segments is not None]
-    return {(file.bytes, file.sha256): last.path / file.file for state in states for file in state.files}
+    return {} if last is None or not is_on_disk(last) else segments_of(last)

@@ -8,8 +8,8 @@ has the other direction.
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from hostdev.checkpoint import folder, manifest
@@ -19,7 +19,8 @@ from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, 
 from hostdev.core import locks
 from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.names import inside
-from hostdev.core.progress import Progress, bar, note
+from hostdev.core.progress import bar, note
+from hostdev.core.workers import call_all
 from hostdev.stores.address import address_of
 from hostdev.stores.store import Store
 
@@ -197,13 +198,9 @@ def _fetch(store: Store, root: Path, name: str, content: Manifest) -> None:
     part = root / f"{_FETCHED}{name}"
     (part / IN_STORE).touch()
     states = {file.file: table.segments for table in content.tables if table.segments for file in table.segments.files}
-    here = {
-        (file.bytes, file.sha256): root / other / file.file
-        for other in folder.names_in(root)
-        for table in manifest.read(root / other).tables
-        if states and table.segments
-        for file in table.segments.files
-    }
+    here: dict[tuple[int, str], Path] = {}
+    for other in folder.names_in(root) if states else ():
+        here |= folder.segments_of(folder.Checkpoint(root / other, manifest.read(root / other)))
 
     def get(file: File) -> None:
         path = inside(part, file.file)
@@ -224,9 +221,10 @@ def _fetch(store: Store, root: Path, name: str, content: Manifest) -> None:
         check_segment(path, file, state)
 
     try:
-        progress = bar(content.nbytes, f"copying {name}", "B", unit_scale=True)
-        with ThreadPoolExecutor(_THREADS) as pool, progress:
-            _all(pool, get, content.files, progress)
+        calls = (partial(get, file) for file in content.files)
+        with bar(content.nbytes, f"copying {name}", "B", unit_scale=True) as progress:
+            for file, _ in zip(content.files, call_all(_THREADS, "hostdev-fetch", calls), strict=True):
+                progress.update(file.bytes)
         part.rename(root / name)
     except OSError as error:
         raise_if_transient(error)
@@ -234,15 +232,3 @@ def _fetch(store: Store, root: Path, name: str, content: Manifest) -> None:
             f"{store.shown}/{name} cannot be copied to {root} ({in_words(error)}); set HOSTDEV_STORE_CACHE to a folder "
             "with more space"
         ) from None
-
-
-def _all(pool: ThreadPoolExecutor, work: Callable[[File], None], files: list[File], shown: Progress) -> None:
-    futures = [pool.submit(work, file) for file in files]
-    try:
-        for file, future in zip(files, futures, strict=True):
-            future.result()
-            shown.update(file.bytes)
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise

@@ -3,7 +3,7 @@
 import contextlib
 import secrets
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from hostdev.checkpoint import folder, manifest
@@ -11,6 +11,7 @@ from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, Manife
 from hostdev.checkpoint.remote import IN_STORE, WRITER, begin_writing
 from hostdev.core.errors import HostdevError, in_words
 from hostdev.core.progress import bar
+from hostdev.core.workers import call_all
 from hostdev.stores.address import address_of
 from hostdev.stores.store import Store, StoreError
 
@@ -161,21 +162,18 @@ class Uploads:
                 self._sent += file.bytes
 
         self.store.remove(f"{name}/{FILE_NAME}")  # of a damaged one
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for done in [pool.submit(put, number) for number in range(len(content.files))]:
-                done.result()
+        for _ in call_all(_THREADS, "hostdev-upload", (partial(put, number) for number in range(len(content.files)))):
+            pass
         self._require_alone()
         self.store.put(self.path / name / FILE_NAME, f"{name}/{FILE_NAME}")
 
     def _segments(self) -> dict[tuple[int, str], str]:
         """Return the segments that the store has, by size and checksum, with their names there."""
-        found: dict[tuple[int, str], str] = {}
+        found: dict[tuple[int, str], Path] = {}
         for name in self._there:
             with contextlib.suppress(HostdevError):
-                for table in manifest.read(self.path / name).tables:
-                    for file in table.segments.files if table.segments else ():
-                        found[file.bytes, file.sha256] = f"{name}/{file.file}"
-        return found
+                found |= folder.segments_of(folder.Checkpoint(self.path / name, manifest.read(self.path / name)))
+        return {key: path.relative_to(self.path).as_posix() for key, path in found.items()}
 
     def _require_alone(self) -> None:
         """Raise StoreError if another process writes to the store since this one has begun."""

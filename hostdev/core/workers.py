@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
@@ -76,3 +76,10 @@ class Workers:
             except BaseException as error:
                 future.set_exception(error)
             del work, future, call  # hold no results while waiting
+
+
+def call_all(threads: int, name: str, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Make calls in threads; yield their results in order. After an error, those that have not begun are dropped."""
+    with Workers(threads, name) as workers, workers.drop_queued_on_error():
+        for future in [workers.submit(call) for call in calls]:
+            yield future.result()

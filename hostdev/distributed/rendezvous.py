@@ -130,6 +130,8 @@ def connect(env: RankEnvironment, seconds: float, **how: Any) -> Any:
     thread.start()
     thread.join(seconds + _GRACE_SECONDS)
     if not found:
+        if not _is_listening(env):  # torch's pauses between its tries may be longer than its timeout
+            raise _unreachable(env, seconds)
         raise UserError(
             f"rank {env.rank} of {env.ranks}: the listener at {env.address}:{env.port} does not answer within "
             f"{seconds:g} s; another program may have this port: choose another MASTER_PORT"
@@ -173,10 +175,23 @@ def _open(env: RankEnvironment, seconds: float) -> Any:
             raise UserError(
                 f"rank 0 cannot listen at {where}: {get_first_line(error)}; choose another MASTER_PORT"
             ) from None
-        raise UserError(
-            f"rank {env.rank} of {env.ranks} cannot reach rank 0 at {where} within {seconds:g} s; is rank 0 "
-            "running, and are MASTER_ADDR and MASTER_PORT right?"
-        ) from None
+        raise _unreachable(env, seconds) from None
+
+
+def _unreachable(env: RankEnvironment, seconds: float) -> UserError:
+    return UserError(
+        f"rank {env.rank} of {env.ranks} cannot reach rank 0 at {env.address}:{env.port} within {seconds:g} s; is "
+        "rank 0 running, and are MASTER_ADDR and MASTER_PORT right?"
+    )
+
+
+def _is_listening(env: RankEnvironment) -> bool:
+    """Return whether any program accepts connections at the rendezvous address."""
+    try:
+        with socket.create_connection((env.address, env.port), timeout=_GRACE_SECONDS):
+            return True
+    except OSError:
+        return False
 
 
 def _listen(env: RankEnvironment) -> socket.socket | None:

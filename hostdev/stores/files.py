@@ -5,21 +5,14 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hostdev.core.errors import UserError
 from hostdev.stores.address import address_of
-from hostdev.stores.store import Store
+from hostdev.stores.store import About, Store
 
 _FIRST, _MOST = 1 << 16, 1 << 23  # bytes of the first request of a stream, and of later ones
 _AHEAD = 2  # requests
-
-
-class About(NamedTuple):
-    """The size of a file in bytes, and what differs if it is replaced."""
-
-    size: int
-    version: Any
 
 
 @lru_cache(maxsize=64)
@@ -41,8 +34,7 @@ def about(path: Path) -> About | None:
     if (address := address_of(path)) is not None and "/" not in address.partition("://")[2]:
         return None  # a bucket
     store, name = _find(path)
-    found = store.about(name)
-    return None if found is None else About(*found)
+    return store.about(name)
 
 
 def names_below(path: Path) -> list[str]:

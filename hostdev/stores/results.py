@@ -3,11 +3,12 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
+from hostdev.core.workers import call_all
 from hostdev.stores.address import address_of
 from hostdev.stores.store import Store
 
@@ -85,19 +86,10 @@ def put_all(
     """
     sizes = {name: (folder / name).stat().st_size for name in names}
     is_last = {name: name == last or name.endswith(f"/{last}") for name in names}
-    with (
-        ThreadPoolExecutor(_THREADS, "hostdev-upload") as pool,
-        bar(sum(sizes.values()), f"copying to {store.shown}", "B", unit_scale=True) as progress,
-    ):
+    with bar(sum(sizes.values()), f"copying to {store.shown}", "B", unit_scale=True) as progress:
         for turn in (False, True):
             some = [name for name in names if is_last[name] is turn]
-            futures = [pool.submit(store.put, folder / name, name) for name in some]
-            try:
-                for name, future in zip(some, futures, strict=True):
-                    future.result()
-                    done(name)
-                    progress.update(sizes[name])
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                raise
+            calls = (partial(store.put, folder / name, name) for name in some)
+            for name, _ in zip(some, call_all(_THREADS, "hostdev-upload", calls), strict=True):
+                done(name)
+                progress.update(sizes[name])

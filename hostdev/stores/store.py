@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from hostdev.core.errors import UserError, in_words, raise_if_transient, write_stderr
 from hostdev.stores.address import without_secrets
@@ -49,6 +49,28 @@ class StoreError(UserError):
     """
 
     may_pass = False
+
+
+class About(NamedTuple):
+    """The size of a file in bytes, what differs if it is replaced, and its time of change.
+
+    The time is in nanoseconds since 1970; 0 if the store does not tell it.
+    """
+
+    size: int
+    version: str
+    changed: int
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Self:
+        """Return it from what a store's package tells."""
+        version = next((found[key] for key in _VERSIONS if found.get(key) is not None), None)
+        changed = next((found[key] for key in _TIMES if found.get(key) is not None), 0)
+        if isinstance(changed, str):
+            changed = datetime.fromisoformat(changed)
+        if isinstance(changed, datetime):
+            changed = changed.timestamp()
+        return cls(int(found.get("size") or 0), str(version), int(changed * 1_000_000_000))
 
 
 class Store:
@@ -123,42 +145,17 @@ class Store:
 
         return self._patiently(name, get, None)
 
-    def states(self, name: str = "") -> dict[str, tuple[int, int]]:
-        """Return the files below a folder as `list` does, with their sizes and times of change in nanoseconds."""
-        path = self._path(name)
+    def about(self, name: str) -> About | None:
+        """Return what is known of a file; None if there is no such file."""
 
-        def get() -> dict[str, tuple[int, int]]:
-            self._files.invalidate_cache()
-            found = self._files.find(path, detail=True)
-            return {each[len(path) :].lstrip("/"): _state(about) for each, about in found.items()}
-
-        return self._patiently(name, get, None)
-
-    def state(self, name: str) -> tuple[int, int] | None:
-        """Return a file's size and time of change in nanoseconds, or None if there is no such file."""
-
-        def get() -> tuple[int, int] | None:
-            path = self._path(name)
-            self._files.invalidate_cache(path.rpartition("/")[0])
-            try:
-                return _state(self._files.info(path))
-            except FileNotFoundError:
-                return None
-
-        return self._patiently(name, get, None)
-
-    def about(self, name: str) -> tuple[int, Any] | None:
-        """Return a file's size, and what differs if it is replaced; None if there is no such file."""
-
-        def get() -> tuple[int, Any] | None:
+        def get() -> About | None:
             path = self._path(name)
             self._files.invalidate_cache(path.rpartition("/")[0])
             try:
                 found = self._files.info(path)
             except FileNotFoundError:
                 return None
-            version = next((found[key] for key in _VERSIONS if found.get(key) is not None), None)
-            return None if found["type"] != "file" else (int(found["size"]), str(version))
+            return About.of(found) if found["type"] == "file" else None
 
         return self._patiently(name, get, None)
 
@@ -291,16 +288,6 @@ def _ask(work: Callable[[], T], stop: threading.Event | None) -> T:
     if failed:
         raise failed[0]
     return found[0]
-
-
-def _state(about: Mapping[str, Any]) -> tuple[int, int]:
-    """Return a file's size, and its time of change in nanoseconds since 1970; 0 if the store does not tell it."""
-    changed = next((about[key] for key in _TIMES if about.get(key) is not None), 0)
-    if isinstance(changed, str):
-        changed = datetime.fromisoformat(changed)
-    if isinstance(changed, datetime):
-        changed = changed.timestamp()
-    return int(about.get("size") or 0), int(changed * 1_000_000_000)
 
 
 def _get_patience() -> float:

@@ -119,7 +119,13 @@ def test_a_checkpoint_is_complete_for_readers(monkeypatch):
 
 def test_an_upload_that_fails_is_told_and_tried_again(monkeypatch, tmp_path):
     real = store.Store.put
-    monkeypatch.setattr(store.Store, "put", lambda *_: (_ for _ in ()).throw(StoreError("the store is full")))
+
+    def put(self, path, name, stop=None):
+        if name != ".writer":
+            raise StoreError("the store is full")
+        real(self, path, name, stop)
+
+    monkeypatch.setattr(store.Store, "put", put)
     with make() as runtime:
         step(runtime, 0)
         with pytest.raises(StoreError, match="the store is full"):

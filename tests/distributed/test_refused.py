@@ -1,6 +1,7 @@
 """Options that contradict several processes, or need them: a line says what to use instead."""
 
 import socket
+import time
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from hostdev import LazyAdam, UserError
 from hostdev.commands import train
+from hostdev.distributed import rendezvous
 from hostdev.distributed.exchange import Exchange
 from hostdev.distributed.key_exchange import require_all
 from hostdev.distributed.process_group import Ranks
@@ -167,6 +169,15 @@ def test_nobody_is_where_rank_0_should_be():
     port = free_port()
     with pytest.raises(UserError, match=f"rank 1 of 2 cannot reach rank 0 at 127.0.0.1:{port} within 1 s"):
         Ranks(RankEnvironment(1, 2, 1, 2, "127.0.0.1", port, "test"), lambda *_: None, meeting=1)
+
+
+def test_torch_tries_for_longer_than_it_was_told(monkeypatch):
+    """Nobody listens: that is said, and not that another program has the port."""
+    env = RankEnvironment(1, 2, 1, 2, "127.0.0.1", free_port(), "test")
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *_, **__: time.sleep(5))
+    monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 0.1)
+    with pytest.raises(UserError, match=r"cannot reach rank 0 at 127.0.0.1:\d+ within 0.1 s"):
+        Ranks(env, lambda *_: None, meeting=0.1)
 
 
 def test_a_port_that_is_taken():

@@ -94,17 +94,7 @@ class Processes:
         """Start a scheduler; set its address."""
         self._number += 1
         file = self.folder / f"scheduler-{self._number}.json"
-        flags = [
-            "--host",
-            host,
-            "--port",
-            "0",
-            "--dashboard-address",
-            "127.0.0.1:0",
-            "--no-show",
-            "--scheduler-file",
-            file,
-        ]
+        flags = scheduler_flags(file, host)
         self.scheduler = self._start([*before, sys.executable, "-m", "dask", "scheduler", *flags], environment)
         self.address = wait_for(lambda: read_address(file), self.scheduler)
 
@@ -141,6 +131,11 @@ class Processes:
         log.close()
         self._stack.callback(end, process)
         return process
+
+
+def scheduler_flags(file, host="127.0.0.1"):
+    """Return the flags of a scheduler with a free port, which writes its address to a file."""
+    return ["--host", host, "--port", "0", "--dashboard-address", "127.0.0.1:0", "--no-show", "--scheduler-file", file]
 
 
 def read_address(file):
