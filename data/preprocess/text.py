@@ -17,6 +17,8 @@ class Lines(NamedTuple):
     is_last: bool = False  # the rest of the input, without a newline
 
 
+_NEAR = 1 << 12  # bytes
+
 LONGEST = 4  # maximum length of a line, in blocks, wherever in a block the line begins
 
 
@@ -71,9 +73,10 @@ def window_lines(
     """
     start = number * block_bytes
     begin = _last_line_end(source, start, LONGEST * block_bytes, too_long)
+    stop = _line_end_near(source, start, start + block_bytes)
     with source.open() as stream:
         stream.skip(begin)
-        text = stream.read(start - begin + block_bytes)
+        text = stream.read(stop - begin)
     waiting = start - begin  # bytes of a line that began before the window
     if len(text) <= waiting:
         return
@@ -83,12 +86,26 @@ def window_lines(
         continued = text.index(b"\n", waiting) + 1 - waiting
     if waiting + continued > LONGEST * block_bytes:
         raise too_long()
-    taken = len(text) - waiting
+    taken = min(block_bytes, source.size - start)
     if end:
         yield Lines(text[:end], begin + end, taken)
         taken = 0
     if start + block_bytes >= source.size and end < len(text):
         yield Lines(text[end:], begin + len(text), taken, is_last=True)
+
+
+def _line_end_near(source: AnyInput | Recoded, start: int, stop: int) -> int:
+    """Return the end of the last line in a window, if it is near its end, so that no text is copied to cut it there.
+
+    Returns `stop` if there is none, or the window is the last one.
+    """
+    if stop >= source.size:
+        return stop
+    first = max(start, stop - _NEAR)
+    with source.open() as stream:
+        stream.skip(first)
+        end = stream.read(stop - first).rfind(b"\n") + 1
+    return first + end if end else stop
 
 
 def _last_line_end(source: AnyInput | Recoded, before: int, most: int, too_long: Callable[[], UserError]) -> int:

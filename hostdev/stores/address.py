@@ -99,10 +99,11 @@ def address_of(folder: Path) -> str | None:
         root = get_folder()
     except UserError:
         return None
-    for kind in (_DATA, _CHECKPOINTS, _RESULTS, _SOURCES):
-        for below in (folder.absolute(), folder.resolve()):
-            for above in (root / kind, (root / kind).resolve()):
-                if below.is_relative_to(above) and len(parts := below.relative_to(above).parts) > 1:
+    for below in (folder.absolute(), folder.resolve()):
+        for above in (root, root.resolve()):
+            if below.is_relative_to(above):
+                kind, *parts = below.relative_to(above).parts or ("",)
+                if kind in (_DATA, _CHECKPOINTS, _RESULTS, _SOURCES) and len(parts) > 1:
                     return f"{parts[0]}://{'/'.join(parts[1:])}"
     return None
 

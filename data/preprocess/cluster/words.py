@@ -8,6 +8,7 @@ dictionaries, by range, and `encode` puts them together for each piece.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from hostdev.data.preprocess.values import DIGITS, FormatKeys, Ids, make_values
 from hostdev.data.preprocess.vocabulary import WrittenValues, write_values
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.strings import hash_texts
+
+_KEPT_OPEN = 1024  # files, mapped into memory
 
 Entry = tuple[Any, npt.NDArray[Any], npt.NDArray[Any] | None]
 Part = tuple[int, int, int]  # id space, range, number of ranges
@@ -90,16 +93,27 @@ def spread(work: Work, name: str, ranges: list[int]) -> Result:
     return {"files": {spread_name(name): work.write(spread_name(name), lambda path: write_lists(path, content))}}
 
 
+def _open(path: Path) -> Piece:
+    """Return a file that tasks of many ranges, or of many pieces, read in part; those used last stay open."""
+    found = path.stat()
+    return _open_once(path, found.st_ino, found.st_mtime_ns)  # it may have been written anew
+
+
+@lru_cache(_KEPT_OPEN)
+def _open_once(path: Path, inode: int, mtime: int) -> Piece:
+    return Piece(path)
+
+
 def _entries(work: Work, name: str, part: Part) -> Entry:
     """Return a range's entries of a piece: values, uses (0 for none in training rows), and indices; None for all."""
     space, number, ranges = part
     if ranges == 1:
-        piece = Piece(work.path(piece_name(name)))
+        piece = _open(work.path(piece_name(name)))
         keys, uses = piece.keys(space), piece.array(f"uses {space}")
         padded = np.zeros(len(keys), np.uint32)
         padded[: len(uses)] = uses
         return keys, padded, None
-    piece = Piece(work.path(spread_name(name)))
+    piece = _open(work.path(spread_name(name)))
     start, stop = piece.array(f"ends {space}")[number : number + 2].tolist()
     index = piece.array(f"index {space}")[start:stop]
     return piece.keys(space)[start:stop], piece.array(f"uses {space}")[start:stop], index
@@ -273,7 +287,7 @@ def encode(work: Work, name: str, place: int, ranges: list[int], id_type: str) -
 
 
 def _read_ids(work: Work, space: int, number: int, place: int, id_type: str) -> npt.NDArray[Any]:
-    ends = Piece(work.path(ends_name(space, number))).array("ends")
+    ends = _open(work.path(ends_name(space, number))).array("ends")
     start, stop = ends[place : place + 2].tolist()
     path, size = work.path(numbers_name(space, number)), np.dtype(id_type).itemsize
     return np.fromfile(path, id_type, stop - start, offset=start * size)  # not mapped: it is large, and read in part
