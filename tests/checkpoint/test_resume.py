@@ -68,7 +68,9 @@ def test_a_run_goes_on_in_any_mode(device, trained, plain, small_data, tmp_path,
 
 
 @pytest.mark.slow_on_standin
-@pytest.mark.parametrize(("slots", "name"), [("bfloat16", "bf16"), ("8bit", "8bit")])
+@pytest.mark.parametrize(
+    ("slots", "name"), [pytest.param("bfloat16", "bf16", marks=pytest.mark.slow), ("8bit", "8bit")]
+)
 def test_rounded_weights_and_slots_go_on_in_any_mode(device, trained, small_data, tmp_path, capsys, slots, name):
     """Checkpoints are exact and name their settings; those of host and of device tables are equal."""
     stored = "--table-dtype", "bf16", "--table-slots", slots

@@ -27,7 +27,7 @@ def results(processes, count):
     return [pickle.loads((processes.folder / f"rank{rank}.pickle").read_bytes()) for rank in range(count)]
 
 
-@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("count", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_collectives_give_the_same_bytes(processes, count):
     """The processes meet once for each way to place them on hosts."""
     ways = [places for places in PLACES.values() if len(places) == count]

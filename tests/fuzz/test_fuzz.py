@@ -7,13 +7,13 @@ import pytest
 from tests.fuzz.harness import fuzz
 
 TARGETS = {
-    "checkpoints": 200,
-    "datasets": 200,
-    "journals": 200,
-    "predictor": 200,
-    "segments": 120,
-    "tables": 200,
-}  # 3 to 10 s each
+    "checkpoints": 100,
+    "datasets": 100,
+    "journals": 100,
+    "predictor": 100,
+    "segments": 60,
+    "tables": 100,
+}  # 2 to 15 s each
 MANY = 20_000
 SEED = 2026
 

@@ -305,7 +305,7 @@ def run_in_new_folder(program, chosen, mode, factory):
     run(program, admit, evict, optimizer(), policy, mode, factory.mktemp("programs"))
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=30, **OPTIONS)
 @given(**PROGRAMS)
 def test_random_programs(program, chosen, mode, tmp_path_factory):
     run_in_new_folder(program, chosen, mode, tmp_path_factory)

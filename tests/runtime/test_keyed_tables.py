@@ -99,7 +99,14 @@ def run(mode, data, policy, after=None, **options):
     return found
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policy if name in ("count", "probability", "initial") else pytest.param(policy, marks=pytest.mark.slow)
+        for name, policy in POLICIES.items()
+    ],
+    ids=POLICIES,
+)
 def test_the_same_bits_in_every_mode(device, policy):
     data, policy = batches(), {**policy, "device": device}
 
@@ -121,11 +128,11 @@ def test_the_same_bits_in_every_mode(device, policy):
 @pytest.mark.parametrize(
     "options",
     [
-        {"optimizer": hostdev.Adam},
-        {"optimizer": hostdev.FTRL, "dtype": "bfloat16"},
+        pytest.param({"optimizer": hostdev.Adam}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": hostdev.FTRL, "dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"dtype": "bfloat16", "slots": "8bit"},
         {"slots": "bfloat16", "optimizer": hostdev.Adagrad},
-        {"optimizer": hostdev.RowWiseAdam},
+        pytest.param({"optimizer": hostdev.RowWiseAdam}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -218,7 +218,7 @@ _CLIPPED = Draw(
 
 
 @example(_CLIPPED)
-@settings(max_examples=12 if devices() == ["standin"] else 40, **QUIET)
+@settings(max_examples=12 if devices() == ["standin"] else 25, **QUIET)
 @given(models())
 def test_any_model_has_the_bits_of_a_serial_loop(device, draw):
     check(draw, device)

@@ -237,7 +237,7 @@ def check(program, folder):
 
 
 FAST = settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

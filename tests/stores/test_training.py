@@ -78,10 +78,14 @@ def test_what_ends_in_one_line(call, there, server):
     assert code == 2 and "leave out passwords" in error and "a-secret" not in error and error.count("\n") == 1
 
 
-def test_other_commands(call, there):
+@pytest.mark.slow
+def test_all_modes(call, there):
     verify = ["hostdev.verify", "--data", there, "--emb-dim", 8, "--batch-size", 200, "--steps", 4]
     code, out, error = call(*verify, "--processes", 2)
     assert code == 0 and "all modes agree" in out, error
+
+
+def test_advice(call, there):
     code, out, error = call("hostdev", "advise", "--data", there, "--emb-dim", 8, "--batch-size", 200, "--out", "a.png")
     assert code == 0 and f"data     {there}" in out, error
 

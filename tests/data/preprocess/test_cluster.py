@@ -72,7 +72,7 @@ def same(source, tmp_path, options, scheduler, **how):
     [
         Options(threshold=1, dense="standard", rows_per_shard=500),
         Options(threshold=0, dense="log", validation_fraction=0.2),
-        Options(threshold=None, hash_buckets=1000, rows_per_shard=700),
+        pytest.param(Options(threshold=None, hash_buckets=1000, rows_per_shard=700), marks=pytest.mark.slow),
         Options(threshold=None, hash_buckets=RAW, test_fraction=0.3),
     ],
     ids=["vocabulary", "validation", "hashed", "raw"],
@@ -91,6 +91,7 @@ def test_files_of_criteo_plain_and_compressed(text, tmp_path, scheduler):
     assert made.statistics["rejected"] == 16
 
 
+@pytest.mark.slow
 def test_synthetic_rows(tmp_path, scheduler):
     same(lambda: Synthetic(70_000, 5), tmp_path, Options(threshold=3, dense="standard"), scheduler)
 
