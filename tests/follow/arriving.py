@@ -118,7 +118,7 @@ def killed(tmp_path, options, rng, times, most):
             except subprocess.TimeoutExpired:
                 process.kill()
     with start(tmp_path, *options) as process:
-        out, error = process.communicate(timeout=300)
+        out, error = process.communicate(timeout=1500)
     assert process.returncode == 0, (out, error)
 
 
