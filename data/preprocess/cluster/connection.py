@@ -12,7 +12,7 @@ from typing import Any
 
 from hostdev.core.errors import TransientError, UserError, in_words
 from hostdev.core.memory import available_bytes
-from hostdev.data.preprocess.cluster import tasks
+from hostdev.data.preprocess.cluster import tasks, words
 from hostdev.data.preprocess.cluster.job import Reference
 from hostdev.data.preprocess.scheduler_flag import parse_scheduler
 
@@ -58,6 +58,11 @@ class Connection:
         if not memory:
             raise TransientError(f"{self.address} has no worker any more; run again once there is one")
         self.memory = min(memory)
+
+    def close_files(self) -> None:
+        """Let all workers close the files that tasks have left open; one that is lost has none."""
+        with contextlib.suppress(Exception):  # the next task tells if the scheduler is gone
+            self.client.run(words.close_files, on_error="ignore")
 
 
 @contextmanager

@@ -194,6 +194,10 @@ class Runner:
         self._work.note(**entry)
         self._known[task.key] = entry
 
+    def close_files(self) -> None:
+        """Let all workers close the files of the vocabulary, which are removed then."""
+        self._connection.close_files()
+
     def entries(self) -> list[dict[str, Any]]:
         """Return the journal's entries, the last one of each task."""
         return list(self._known.values())

@@ -94,7 +94,7 @@ def spread(work: Work, name: str, ranges: list[int]) -> Result:
 
 
 def _open(path: Path) -> Piece:
-    """Return a file that tasks of many ranges, or of many pieces, read in part; those used last stay open."""
+    """Return a file that tasks of many ranges, or of many pieces, read in part; it stays open until `close_files`."""
     found = path.stat()
     return _open_once(path, found.st_ino, found.st_mtime_ns)  # it may have been written anew
 
@@ -102,6 +102,11 @@ def _open(path: Path) -> Piece:
 @lru_cache(_KEPT_OPEN)
 def _open_once(path: Path, inode: int, mtime: int) -> Piece:
     return Piece(path)
+
+
+def close_files() -> None:
+    """Close the files that tasks of this process have left open: on a share, they could not be removed."""
+    _open_once.cache_clear()
 
 
 def _entries(work: Work, name: str, part: Part) -> Entry:

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import distributed
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -80,6 +81,15 @@ def same(source, tmp_path, options, scheduler, **how):
 def test_criteo(text, tmp_path, options, scheduler):
     made = same(lambda: CriteoText([text], block_bytes=BLOCK), tmp_path, options, scheduler)
     assert made.statistics["rejected"] == 4
+
+
+def test_workers_leave_no_file_open(text, tmp_path, scheduler):
+    """Removed files would keep their space, and on NFS their folder could not be removed."""
+    same(lambda: CriteoText([text], block_bytes=BLOCK), tmp_path, Options(threshold=1), scheduler)
+    with distributed.Client(scheduler, set_as_default=False) as client:
+        maps = client.run(lambda: Path("/proc/self/maps").read_text())
+    assert maps
+    assert not [line for each in maps.values() for line in each.splitlines() if str(tmp_path) in line]
 
 
 def test_files_of_criteo_plain_and_compressed(text, tmp_path, scheduler):
