@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 from hostdev.core import locks
 from hostdev.core.disk import sync_folder, sync_tree
-from hostdev.core.errors import TransientError, UserError, naming
+from hostdev.core.errors import TransientError, UserError, in_words, naming
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import note
 from hostdev.data.folder import FILE_NAME as _MANIFEST
@@ -126,8 +127,8 @@ class Work:
         for path in self.folder.iterdir():
             if path.name == _LOCK:
                 continue
-            if path.is_dir():
-                shutil.rmtree(path)
+            if path.is_dir():  # renamed first: tasks on other machines may still write to it, which now fails
+                shutil.rmtree(path.rename(path.with_name(f"{path.name}-{uuid4().hex}")))
             else:
                 path.unlink()
 
@@ -177,7 +178,10 @@ def claim(out: Path) -> Iterator[Work]:
             if size and work.resumable:
                 note(f"{format_bytes(size)} of finished work is kept in {folder}; the same command resumes from there")
                 raise
-            work._remove()
+            try:
+                work._remove()
+            except OSError as left:  # the error before it is what the user needs to know
+                note(f"the work folder could not be removed; do that by hand ({in_words(left)}): {folder}")
             if size:
                 note(
                     f"the finished work ({format_bytes(size)}) is not kept: standard input and pipes "

@@ -329,7 +329,8 @@ def test_the_result_is_on_the_disk_before_the_pieces_go(tmp_path, text, straight
         real(number)
 
     def rename(path, to, real=Path.rename):
-        assert path.name == "result"
+        if path.name != "result":  # work that is removed
+            return real(path, to)
         assert {one.stat().st_ino for one in (path, *path.rglob("*"))} <= synced
         return real(path, to)
 
