@@ -17,7 +17,7 @@ class Lines(NamedTuple):
     is_last: bool = False  # the rest of the input, without a newline
 
 
-_NEAR = 1 << 12  # bytes
+_NEAR = 1 << 12  # bytes in which the end of a line is looked for first
 
 LONGEST = 4  # maximum length of a line, in blocks, wherever in a block the line begins
 
@@ -73,7 +73,9 @@ def window_lines(
     """
     start = number * block_bytes
     begin = _last_line_end(source, start, LONGEST * block_bytes, too_long)
-    stop = _line_end_near(source, start, start + block_bytes)
+    stop = start + block_bytes
+    if stop < source.size:  # if a line ends near the window's end, no text is copied to cut it there
+        stop = _line_end(source, max(start, stop - _NEAR), stop) or stop
     with source.open() as stream:
         stream.skip(begin)
         text = stream.read(stop - begin)
@@ -94,30 +96,21 @@ def window_lines(
         yield Lines(text[end:], begin + len(text), taken, is_last=True)
 
 
-def _line_end_near(source: AnyInput | Recoded, start: int, stop: int) -> int:
-    """Return the end of the last line in a window, if it is near its end, so that no text is copied to cut it there.
-
-    Returns `stop` if there is none, or the window is the last one.
-    """
-    if stop >= source.size:
-        return stop
-    first = max(start, stop - _NEAR)
+def _line_end(source: AnyInput | Recoded, start: int, stop: int) -> int:
+    """Return the end of the last line that ends in these bytes of an input; 0 if none does."""
     with source.open() as stream:
-        stream.skip(first)
-        end = stream.read(stop - first).rfind(b"\n") + 1
-    return first + end if end else stop
+        stream.skip(start)
+        end = stream.read(stop - start).rfind(b"\n") + 1
+    return start + end if end else 0
 
 
 def _last_line_end(source: AnyInput | Recoded, before: int, most: int, too_long: Callable[[], UserError]) -> int:
     """Return the end of the last line that ends at most at `before`; 0 if there is none."""
-    size = 1 << 12
+    size = _NEAR
     while True:
         first = max(0, before - size)
-        with source.open() as stream:
-            stream.skip(first)
-            end = stream.read(before - first).rfind(b"\n") + 1
-        if end:
-            return first + end
+        if end := _line_end(source, first, before):
+            return end
         if first == 0:
             return 0
         if size >= most:
