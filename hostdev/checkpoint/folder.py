@@ -6,10 +6,11 @@ needs.
 """
 
 import contextlib
+import functools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -107,19 +108,23 @@ def candidates(path: Path, *, everything: bool = False) -> list[Path]:
     raise UserError(f"{shown_place(path)} has no checkpoint" if path.exists() else f"there is no file or folder {path}")
 
 
-def read_chain(path: Path) -> Chain:
+def read_chain(path: Path, read: Callable[[Path], Manifest] = manifest.read) -> Chain:
     """Return a checkpoint with its parents, reading only manifests.
+
+    Args:
+        path: The checkpoint's folder.
+        read: Returns the manifest of a checkpoint's folder.
 
     Raises:
         BrokenCheckpointError: A manifest is missing or damaged, or a file is missing or has the wrong size.
         UserError: `path` is a file, or a manifest has an unsupported format version.
     """
-    chain = [Checkpoint(path, manifest.read(path))]
+    chain = [Checkpoint(path, read(path))]
     while (parent := chain[0].manifest.parent) is not None:
         beside = path.parent / parent.name
         if not (beside / manifest.FILE_NAME).is_file():
             raise BrokenCheckpointError(f"{path} is incomplete: its parent {beside} is missing")
-        found = Checkpoint(beside, manifest.read(beside))
+        found = Checkpoint(beside, read(beside))
         if found.manifest.checksum != parent.sha256:
             raise BrokenCheckpointError(f"{path} is incomplete: {beside} is not its parent, but a different checkpoint")
         if len(chain) > 1 << 16:
@@ -300,10 +305,11 @@ def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
     """
     kept: set[str] = set()
     chains: dict[str, Chain] = {}
+    read = functools.cache(manifest.read)  # a parent has many children
     names = list(reversed(names_in(path)))
     for name in names:
         with contextlib.suppress(HostdevError):
-            chains[name] = read_chain(path / name)
+            chains[name] = read_chain(path / name, read)
     for step in best_steps:
         of_step = [chain for chain in chains.values() if chain[-1].manifest.step == step]
         if of_step:

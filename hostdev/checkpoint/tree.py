@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from safetensors.numpy import save as save_arrays
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
@@ -73,9 +74,17 @@ def from_tree(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def tensors_as_bytes(tensors: dict[str, Tensor]) -> bytes:
-    """Return tensors in safetensors format."""
-    content: bytes = save(tensors)
-    return content
+    """Return tensors in host memory in safetensors format.
+
+    `safetensors.torch` makes a type of ctypes for each number of bytes that it meets, which is never freed; the arrays
+    of a run that lasts are longer in each checkpoint. It is used for types that NumPy lacks, such as bfloat16.
+    """
+    try:
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    except TypeError:
+        content: bytes = save(tensors)
+        return content
+    return save_arrays(arrays)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """Checkpoint files: values in JSON and safetensors, detection of damage, merged layers, and the folder."""
 
+import ctypes
+import gc
 import json
 import shutil
 import subprocess
@@ -7,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from hostdev import LazyAdam, RowWiseAdagrad, UserError
@@ -38,9 +41,7 @@ def test_values_come_back(tmp_path):
     tree = json.loads(json.dumps(to_tree(values, tensors)))
     path = tmp_path / "t.safetensors"
     path.write_bytes(tensors_as_bytes(tensors))
-    from safetensors.torch import load_file
-
-    found = from_tree(tree, load_file(path))
+    found = from_tree(tree, safetensors.torch.load_file(path))
     assert found.keys() == values.keys()
     assert found["a"][1] == values["a"][1]
     assert found["a"][1, "y"] == ()
@@ -51,6 +52,22 @@ def test_values_come_back(tmp_path):
     np.testing.assert_array_equal(found["array"], values["array"])
     assert (found["number"], found["$tensor"]) == (0.5, values["$tensor"])
     assert isinstance(found["pair"], tuple)
+
+
+def test_tensors_are_written_as_by_torch():
+    every = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
+    tensors = {}
+    to_tree({str(dtype): torch.arange(12).to(dtype).reshape(3, 4).T for dtype in every}, tensors)
+    to_tree({"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "array": np.arange(5)[::2]}, tensors)
+    assert tensors_as_bytes(tensors) == safetensors.torch.save(tensors)
+
+
+def test_no_type_is_left_for_each_size():
+    sizes = range(12_340, 12_350)
+    for size in sizes:
+        tensors_as_bytes({"values": torch.zeros(size, dtype=torch.uint8)})
+    kind = type(ctypes.c_byte * 1)
+    assert not [each for each in gc.get_objects() if type(each) is kind and each._length_ in sizes]
 
 
 def test_what_no_checkpoint_holds_is_named():
