@@ -10,6 +10,7 @@ import numpy.typing as npt
 from hostdev.data.arrivals.folder import hash_of, key_of
 
 MOST_DIGESTS = 1000  # of the last files, by which a repeated one is found
+_MOST_NEW = 1024  # in a set, which takes several times the space of an array
 
 
 class Seen:
@@ -33,9 +34,9 @@ class Seen:
 
     def is_known(self, name: str) -> bool:
         """Return whether a file was taken or set aside."""
-        number = hash_of(name)
-        place = int(np.searchsorted(self._known, np.uint64(number)))
-        return number in self._new or (place < len(self._known) and int(self._known[place]) == number)
+        number, new, known = hash_of(name), self._new, self._known  # in this order: another thread may move numbers
+        place = int(np.searchsorted(known, np.uint64(number)))
+        return number in new or (place < len(known) and int(known[place]) == number)
 
     def is_late(self, name: str) -> bool:
         """Return whether an unknown file sorts before one that was taken."""
@@ -47,7 +48,7 @@ class Seen:
 
     def take(self, name: str, digest: str) -> None:
         """Record that a file was taken."""
-        self._new.add(hash_of(name))
+        self._add(name)
         if not self.is_late(name):
             self.last = name
         self.taken += 1
@@ -57,22 +58,29 @@ class Seen:
 
     def set_aside(self, name: str) -> None:
         """Record that a file was set aside."""
+        self._add(name)
+
+    def _add(self, name: str) -> None:
         self._new.add(hash_of(name))
+        if len(self._new) > _MOST_NEW:
+            self._known, self._new = self._all(), set()
+
+    def _all(self) -> npt.NDArray[np.uint64]:
+        """Return the numbers of all files, sorted."""
+        return np.union1d(self._known, np.array(sorted(self._new), np.uint64))
 
     def keep(self, names: Iterable[str]) -> None:
         """Forget the files that are not among `names`, those that are in the folder."""
         there = np.array(sorted(map(hash_of, names)), np.uint64)
-        new = np.array(sorted(self._new), np.uint64)
-        self._known = np.intersect1d(there, np.union1d(self._known, new))
+        self._known = np.intersect1d(there, self._all())
         self._new = set()
 
     def as_values(self) -> dict[str, Any]:
         """Return the values for a checkpoint."""
-        new = np.array(sorted(self._new), np.uint64)
         return {
             "last": self.last,
             "taken": self.taken,
-            "known": np.union1d(self._known, new).view(np.int64),
+            "known": self._all().view(np.int64),
             "digests": np.frombuffer(bytes.fromhex("".join(self._digests)), np.uint8),
             "names": np.frombuffer("\0".join(self._digests.values()).encode(errors="surrogateescape"), np.uint8),
         }

@@ -19,7 +19,7 @@ from hostdev.train.follow_options import Until, parse_until
 from hostdev.train.following import histogram
 from hostdev.train.following.histogram import Histogram
 from hostdev.train.following.logs import FileLogs
-from hostdev.train.following.progress import MOST_STEPS, RecentProgress
+from hostdev.train.following.progress import MOST_FILES, MOST_STEPS, RecentProgress, RecentQuality
 from hostdev.train.following.progressive import Collector, Window
 from hostdev.train.following.state import FollowState
 
@@ -60,16 +60,36 @@ def test_seen_files_survive_a_checkpoint():
     assert not again.is_known("day10") and again.is_known("day99.txt") and again.is_late("day10")
 
 
+def test_many_files_are_known():
+    seen = Seen()
+    for number in range(0, 5000, 2):
+        seen.take(f"day{number}.txt", digest(number))
+    assert all(seen.is_known(f"day{number}.txt") == (number % 2 == 0) for number in range(5000))
+    assert len(seen.as_values()["known"]) == seen.size == 2500
+
+
 def test_losses_of_the_last_steps_are_kept():
     progress = RecentProgress()
-    for step in range(MOST_STEPS + 100):
+    for step in range(3 * MOST_STEPS + 100):
         progress.add(step, step, 3)
+        assert min(step + 1, MOST_STEPS) <= len(progress.wide) < 2 * MOST_STEPS
     values = progress.as_values()
-    assert len(values["wide"]) == MOST_STEPS and values["wide"][0] == 100
+    assert len(values["wide"]) == MOST_STEPS and values["wide"][0] == 2 * MOST_STEPS + 100
     again = RecentProgress.of(values)
     again.add(0, 0, 4)
-    assert again.samples == 3 * (MOST_STEPS + 100) + 4 and again.steps == MOST_STEPS + 101
-    assert len(again.wide) == MOST_STEPS
+    assert again.samples == 3 * (3 * MOST_STEPS + 100) + 4 and again.steps == 3 * MOST_STEPS + 101
+    assert again.as_values()["wide"][-2:].tolist() == [3 * MOST_STEPS + 99, 0]
+
+
+def test_quality_of_the_last_files_is_kept():
+    recent = RecentQuality()
+    assert recent.points().shape == (0, 3)
+    for number in range(1, 3 * MOST_FILES):
+        recent.add(number, "RMSE", number / 2, -number)
+    points = recent.points()
+    assert points.shape == (MOST_FILES, 3) and recent.metric == "RMSE"
+    assert points[:, 0].tolist() == list(range(2 * MOST_FILES, 3 * MOST_FILES))
+    assert (points == points[:, :1] * [1, 0.5, -1]).all()
 
 
 def make_piece(rng, first, n, *, bags=True):

@@ -2,10 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,18 +13,9 @@ from hostdev.core.printable import printable
 from hostdev.data.arrivals.converting import Converted
 from hostdev.train.checkpointing import Progress
 from hostdev.train.evaluation import Evaluation
+from hostdev.train.following.progress import MOST_STEPS, RecentQuality
 from hostdev.train.following.progressive import Scored, Window
 from hostdev.train.following.state import FollowState
-
-MOST_POINTS = 4096  # files in the picture
-
-
-class Point(NamedTuple):
-    """The quality before a file was trained on: on its rows, and on those of the last files."""
-
-    number: int
-    file: Evaluation
-    window: Evaluation
 
 
 def make_line(
@@ -120,22 +110,19 @@ def summarize(state: FollowState, labels: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def draw(path: Path, progress: Progress, points: Iterable[Point]) -> None:
+def draw(path: Path, progress: Progress, recent: RecentQuality) -> None:
     """Write the picture of the last steps' losses and of the quality by file as PNG."""
     figure = pictures.figure(12, 4.6)
     left, right = figure.subplots(1, 2)
-    losses, end = np.array(progress.wide), progress.steps
+    losses, end = np.array(progress.wide)[-MOST_STEPS:], progress.steps
     left.plot(np.arange(end - len(losses) + 1, end + 1), losses, color="C0", linewidth=0.8)
     left.set(xlabel="step", ylabel="loss", title=f"Loss of the last {len(losses):,} steps")
-    shown = list(points)
-    metric = shown[-1].file.metric if shown else "AUC"
-    for name, color in (("file", "C1"), ("window", "C2")):
-        values = [getattr(point, name).value for point in shown]
+    numbers, *figures = recent.points().T
+    for label, color, values in zip(("each file", "the last files"), ("C1", "C2"), figures, strict=True):
         if np.isfinite(values).any():
-            label = {"file": "each file", "window": "the last files"}[name]
-            right.plot([point.number for point in shown], values, color=color, label=f"{label}: {values[-1]:.4f}")
+            right.plot(numbers, values, color=color, label=f"{label}: {values[-1]:.4f}")
             right.legend(fontsize=9)
-    right.set(xlabel="file", ylabel=metric, title=f"{metric} before training on a file")
+    right.set(xlabel="file", ylabel=recent.metric, title=f"{recent.metric} before training on a file")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=100)

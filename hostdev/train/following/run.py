@@ -2,7 +2,6 @@
 
 import itertools
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -26,7 +25,7 @@ from hostdev.train.follow_options import POLL_SECONDS, WINDOW, Until, parse_unti
 from hostdev.train.following import report
 from hostdev.train.following.logs import Expected, FileLogs
 from hostdev.train.following.next_file import NextFile
-from hostdev.train.following.progress import RecentProgress
+from hostdev.train.following.progress import RecentProgress, RecentQuality
 from hostdev.train.following.progressive import Collector, Window
 from hostdev.train.following.state import FollowState
 from hostdev.train.following.waiting import Waiting
@@ -66,7 +65,7 @@ class FollowRun(Run):
         self._key_counts: dict[str, Any] = {}  # the state of keys.log then; {} for a new run
         self._saved = 0  # the last step with which saving was tried, or that of the checkpoint
         self._needed: dict[int, dict[str, Any]] = {}  # by step of a checkpoint that is being written
-        self._points: deque[report.Point] = deque(maxlen=report.MOST_POINTS)
+        self._recent = RecentQuality()
         super().__init__(settings, data, found, start, session, origin)
         self._saved = self.steps
         self._cutter = BatchCutter(self.batch_size)
@@ -195,8 +194,9 @@ class FollowRun(Run):
         taken, window = self.state.seen.taken, self.state.window
         line = report.make_line(taken, file, self.steps, schema.labels, (found, scored), window)
         self._file_logs.write(line)
-        self._points.append(report.Point(taken, found, window.evaluation()))
-        print(report.describe(line, found, window.evaluation()), flush=True)
+        over = window.evaluation()
+        self._recent.add(taken, found.metric, found.value, over.value)
+        print(report.describe(line, found, over), flush=True)
         if file.rejected:
             note(f"{file.name}: {file.rejected:,} rows cannot be read and are left out; the first is {file.first}")
         return True
@@ -236,7 +236,7 @@ class FollowRun(Run):
 
     def draw(self) -> None:
         """Write curve.png."""
-        report.draw(self.files.curve, self.progress, self._points)
+        report.draw(self.files.curve, self.progress, self._recent)
 
 
 def _size(file: Any) -> int:
