@@ -2,7 +2,7 @@
 
 All workers have one thread. The text is synthetic, repeated to each of --sizes; the last size is also prepared by the
 command without a scheduler, by one thread and by two. How much two processes can gain on this machine at all is
-measured in the same rounds: two commands of one thread each, side by side, each with a text of its own. Memory is the
+measured in the same rounds: two commands of one thread each, side by side, on the same text. Memory is the
 peak of the scheduler's and of the client's process; a text of --memory-size is prepared once, by two workers, for it.
 Whole commands are timed in turn, with workers that run already and have loaded the kernels, and the text in the page
 cache. Folders are on one disk, which stands for the share: the network of a real one is not measured.

@@ -1,7 +1,7 @@
 """Options that contradict several processes, or need them: a line says what to use instead."""
 
 import socket
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -173,11 +173,12 @@ def test_nobody_is_where_rank_0_should_be():
 
 def test_torch_tries_for_longer_than_it_was_told(monkeypatch):
     """Nobody listens: that is said, and not that another program has the port."""
-    env = RankEnvironment(1, 2, 1, 2, "127.0.0.1", free_port(), "test")
-    monkeypatch.setattr(rendezvous, "TCPStore", lambda *_, **__: time.sleep(5))
+    env, ended = RankEnvironment(1, 2, 1, 2, "127.0.0.1", free_port(), "test"), threading.Event()
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *_, **__: ended.wait())
     monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"cannot reach rank 0 at 127.0.0.1:\d+ within 0.1 s"):
         Ranks(env, lambda *_: None, meeting=0.1)
+    ended.set()
 
 
 def test_a_port_that_is_taken():
