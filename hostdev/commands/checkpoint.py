@@ -55,6 +55,22 @@ def parser(prog: str = PROG) -> cli.Parser:
             metavar="DIR",
             help="a new folder, or one without checkpoints",
         )
+    of_deliver = add(
+        "deliver", "copy the newest checkpoint to the folder that a server follows, as far as it is not there"
+    )
+    of_deliver.add_argument(
+        "target",
+        type=cli.checked(checkpoint_path),
+        metavar="TARGET",
+        help="a folder of checkpoints, or a store's address",
+    )
+    of_deliver.add_argument(
+        "--keep",
+        type=int,
+        default=2,
+        metavar="K",
+        help="keep the K newest checkpoints in TARGET and their parents, and remove others (default 2)",
+    )
     _add_export(add("export", "write tables and dense layers as files for other programs"))
     return made
 
