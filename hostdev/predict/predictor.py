@@ -21,7 +21,7 @@ from hostdev.data.targets import columns_of
 from hostdev.device import backend
 from hostdev.device.ops import get_ops
 from hostdev.models import registry
-from hostdev.models.model import Model
+from hostdev.models.model import Model, Rows
 from hostdev.predict.opening import choose_model, open_checkpoint, reading
 from hostdev.predict.rows import as_batch, as_columns, as_mapping, get_column_names
 from hostdev.predict.unknown import UnknownValues
@@ -67,6 +67,7 @@ class Predictor:
         model: str | type[Any] | None = None,  # Any, as classes need not inherit from Model
         which: str | None = None,
         _encodes: bool = True,  # whether raw rows will be given, not only batches of a data set
+        _in_float32: bool = False,  # whether a model that was trained in bfloat16 computes in float32
     ) -> None:
         opened = open_checkpoint(checkpoint_path(checkpoint), which)
         for line in opened.found.notes():
@@ -74,7 +75,7 @@ class Predictor:
         self.path, self.why, self.settings, self.data = opened.path, opened.why, opened.settings, opened.data
         self.encoding, self.data_folder = opened.encoding, opened.data_folder
         self._device = backend.require(device)
-        self._bf16 = self.settings["precision"] == "bf16"
+        self._bf16 = self.settings["precision"] == "bf16" and not _in_float32
         chosen = choose_model(self.settings, model, self.path)
         dim = self.settings["emb_dim"] or registry.default_dim(chosen)
         self.model: Model = registry.make(chosen, self.data.schema, dim, seed=self.settings["seed"])
@@ -176,12 +177,16 @@ class Predictor:
         An output is a logit, or the predicted number for a numeric label.
         """
         with torch.inference_mode():
-            rows = dict(self._rows(batch))
+            rows = self.rows(batch)
             dense = torch.from_numpy(batch.dense).to(self._device)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
                 logits: Tensor = self.model(dense, rows)
         found: Probabilities = logits.float().cpu().numpy()
         return found
+
+    def rows(self, batch: Batch) -> Rows:
+        """Return the looked-up rows of each feature for a batch, as the model's `forward` gets them."""
+        return dict(self._rows(batch))
 
     def _rows(self, batch: Batch) -> Iterator[tuple[str, Any]]:
         """Yield each feature's name and its rows, equal to those that `Runtime.predict` passes to the model."""
