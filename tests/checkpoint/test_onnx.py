@@ -1,6 +1,7 @@
 """`checkpoint export --format onnx`: a network that ONNX Runtime computes as `Predictor` does."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -31,8 +32,11 @@ def two_labels(tmp_path_factory):
     rows = movies.make(rows=1500, users=80, items=60)
     rows.columns["genres"] = [[f"{name}:{i + 1}" for i, name in enumerate(each)] for each in rows.columns["genres"]]
     made = rows.write_csv(path / "films.csv")
-    flags = ["table", made, "--label", "liked,age", "--regression", "age", "--categorical", "user,item"]
-    assert call(preprocess, *flags, "--weighted-bag", "genres=|", "--out", path / "data") == 0
+    (path / "f.toml").write_text(
+        '[labels.liked]\n[labels.age]\ntask = "regression"\n[features.user]\nkind = "categorical"\n'
+        '[features.genres]\nkind = "bag"\nseparator = "|"\nweights = ":"\n'
+    )
+    assert call(preprocess, "table", made, "--features", path / "f.toml", "--out", path / "data") == 0
     return path / "data"
 
 
@@ -46,7 +50,7 @@ def compute(data, run, **options):
     """Return the outputs of the written network for test rows by name, and the predictions."""
     predictor = hostdev.Predictor(run, **options)
     batch = next(ShardReader(data, manifest.read(data), "test").batches(50))
-    session = onnxruntime.InferenceSession(open("out/dense.onnx", "rb").read(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(Path("out/dense.onnx").read_bytes(), providers=["CPUExecutionProvider"])
     rows, values = predictor.rows(batch), {"dense": batch.dense}
     for name, feature in predictor.model.features.items():
         if feature.is_single:
@@ -76,7 +80,7 @@ def test_the_network_and_its_description(in_process, films):
     written = onnx.load("out/dense.onnx")
     onnx.checker.check_model(written, full_check=True)
     assert [(each.domain, each.version) for each in written.opset_import] == [("", 18)]
-    about = json.loads(open("out/dense.json").read())
+    about = json.loads(Path("out/dense.json").read_text())
     assert json.loads({each.key: each.value for each in written.metadata_props}["hostdev"]) == about
     assert (about["model"], about["step"], about["opset"]) == ("deepfm", 2, 18)
     assert about["outputs"] == [{"name": "probability", "label": "liked"}]
@@ -150,7 +154,7 @@ def test_export_of_tables_and_network_gives_predictions(in_process, films):
 
 
 def test_a_wrong_network_is_told(in_process, films, monkeypatch):
-    assert call(train, "--data", films, "--run-dir", "run", "--model", "shared_bottom", *OPTIONS) == 0
+    assert in_process(train, "--data", films, "--run-dir", "run", "--model", "shared_bottom", *OPTIONS)[0] == 0
     monkeypatch.setattr(onnx_export, "_convert", lambda *_: b"")
     monkeypatch.setattr(onnx_export, "_compute", lambda content, values: np.zeros(len(values["dense"]), np.float32))
     code, out, error = in_process(checkpoint, "export", "run", "--format", "onnx", "--out", "out")

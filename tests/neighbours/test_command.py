@@ -174,10 +174,10 @@ def test_errors(in_process, runs, run, arguments, message):
 def test_control_characters_of_names_are_escaped(in_process, tmp_path):
     rows = "".join(f"{i % 2},a\x1b[31m{i % 3}\n" for i in range(600))
     (tmp_path / "odd.csv").write_text(f"y,c\n{rows}")
-    assert (
-        call(preprocess, "table", "odd.csv", "--label", "y", "--categorical", "c", "--threshold", 0, "--out", "d") == 0
-    )
-    assert call(train, "--data", "d", "--run-dir", "r", "--model", "deepfm", *SMALL[:-4], "--checkpoint-every", 1) == 0
+    flags = ["table", "odd.csv", "--label", "y", "--categorical", "c", "--threshold", 0, "--out", "d"]
+    assert in_process(preprocess, *flags)[0] == 0
+    options = ["--data", "d", "--run-dir", "r", "--model", "deepfm", *SMALL, "--checkpoint-every", 1]
+    assert in_process(train, *options)[0] == 0
     code, out, _ = in_process(neighbours, "--checkpoint", "r", "--of", "a\x1b[31m1", "--k", 2)
     assert code == 0
     assert out.startswith("nearest  to 'a\\x1b[31m1' (id ")

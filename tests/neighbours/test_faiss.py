@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -55,7 +56,7 @@ def test_an_index_finds_what_numpy_finds(run, in_process, monkeypatch, kind, met
     code, out, error = in_process(checkpoint, *given)
     assert (code, error) == (0, "")
     model = hostdev.open(run)
-    listed = json.loads(open("out/indexes.json").read())
+    listed = json.loads(Path("out/indexes.json").read_text())
     assert [each["column"] for each in listed] == ["user", "item", "genres"]
     for each in listed:
         assert (each["kind"], each["metric"], each["table"], each["step"]) == (kind, metric, "vectors", 3)
@@ -91,9 +92,9 @@ def test_one_column(run, in_process):
 
 
 def test_tables_of_a_program(saved, in_process):
-    code, out, _ = in_process(checkpoint, "export", saved, "--format", "faiss", "--out", "out", "--metric", "dot")
-    assert code == 0
-    assert {each["index"] for each in json.loads(open("out/indexes.json").read())} == {"t.faiss", "a%2Fb.faiss"}
+    given = ["export", saved, "--format", "faiss", "--out", "out", "--metric", "dot"]
+    assert in_process(checkpoint, *given)[0] == 0
+    assert {each["index"] for each in json.loads(Path("out/indexes.json").read_text())} == {"t.faiss", "a%2Fb.faiss"}
     keys = pq.read_table("out/a%2Fb.parquet")
     assert keys.schema.names == ["position", "key"]
     layers = Layers(open_source(saved).chain)
@@ -154,6 +155,6 @@ def test_rows_that_are_not_finite(saved, in_process, monkeypatch):
     monkeypatch.setattr(rows.Rows, "lookup", lookup)
     code, _, _ = in_process(checkpoint, "export", saved, "--format", "faiss", "--out", "out", "--table", "t")
     assert code == 0
-    [entry] = json.loads(open("out/indexes.json").read())
+    [entry] = json.loads(Path("out/indexes.json").read_text())
     assert (entry["rows"], entry["not_finite"]) == (299, 1)
     assert pq.read_table("out/t.parquet")["id"].to_pylist() == [*range(7), *range(8, 300)]
