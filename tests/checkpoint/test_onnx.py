@@ -1,18 +1,20 @@
 """`checkpoint export --format onnx`: a network that ONNX Runtime computes as `Predictor` does."""
 
+import ast
 import json
+import re
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 import hostdev
-from hostdev.commands import checkpoint, preprocess, train
+from hostdev.commands import checkpoint, neighbours, preprocess, train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
 from hostdev.predict import onnx_export
+from tests.conftest import ROOT
 from tests.data import movies
 
 onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
@@ -106,7 +108,7 @@ def test_every_model(in_process, films, name):
 
 
 @pytest.mark.slow
-def test_tables_by_key_and_bfloat16(in_process, films):
+def test_tables_by_key(in_process, films):
     dynamic = ["--tables", "dynamic", "--capacity", 5000, "--host-device-mix"]
     check_model(in_process, films, "wide_deep", *dynamic)
 
@@ -130,27 +132,31 @@ def test_bfloat16_is_exported_in_float32(in_process, films):
     np.testing.assert_allclose(found["probability"], expected, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_export_of_tables_and_network_gives_predictions(in_process, films):
-    """Compute predictions from exported files alone, as a program in another language does."""
-    assert call(train, "--data", films, "--run-dir", "run", "--model", "shared_bottom", *OPTIONS) == 0
-    export(in_process, "run")
-    assert call(checkpoint, "export", "run", "--out", "tables") == 0
-    table = pq.read_table("tables/vectors.parquet")
-    weights = np.stack(table["weights"].to_numpy())
-    ids = {pair: i for i, pair in enumerate(zip(table["column"].to_pylist(), table["value"].to_pylist(), strict=True))}
-    dense = np.array([[0.5]], np.float32)
-    bag = [ids["genres", name] for name in ("Drama", "War")]
-    values = {
-        "dense": dense,
-        "rows.fields": weights[[[ids["user", "u1"], ids["item", "m0001"]]]],
-        "rows.bag:genres": weights[bag].mean(0, keepdims=True),
-        "rows.bag:history": np.zeros((1, 4), np.float32),  # an empty bag
-    }
-    [found] = onnxruntime.InferenceSession("out/dense.onnx").run(None, values)
-    largest = manifest.read(films).statistics["max"]
-    row = {"user": "u1", "item": "m0001", "age": 0.5 * largest[0], "genres": ["Drama", "War"], "history": []}
-    np.testing.assert_allclose(found, hostdev.Predictor("run")(row), atol=1e-5)
+def test_the_programs_in_the_guide(in_process, films, capsys):
+    """They import nothing of hostdev, read what the commands have written, and print what hostdev gives."""
+    pytest.importorskip("faiss")
+    index, server = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/embeddings.md").read_text(), re.DOTALL)
+    assert "hostdev" not in index + server
+    options = ["--data", films, "--run-dir", "run", "--model", "shared_bottom", *OPTIONS]
+    assert in_process(train, *options)[0] == 0
+    for more in (
+        ["--format", "faiss", "--out", "indexes"],
+        ["--format", "onnx", "--out", "network"],
+        ["--out", "tables"],
+    ):
+        assert in_process(checkpoint, "export", "run", *more)[0] == 0
+    exec(index, {})
+    names = ast.literal_eval(capsys.readouterr().out)
+    out = in_process(neighbours, "--checkpoint", "run", "--column", "item", "--of", "m0001", "--k", 3)[1]
+    assert names == ["m0001", *(line.split()[3] for line in out.splitlines()[3:])]
+    program = {}
+    exec(server, program)
+    largest = manifest.read(films).statistics["dense_max"][0]
+    predict = hostdev.Predictor("run")
+    for user, genres, history in (("u1", ["Drama", "War"], ["m0005", "m0007"]), ("nobody", [], ["m0001"])):
+        row = {"user": user, "item": "m0001", "age": 0.5 * largest, "genres": genres, "history": history}
+        found = program["predict"](user, "m0001", 0.5, genres, history)
+        np.testing.assert_allclose(found, predict(row), atol=1e-5)
 
 
 def test_a_wrong_network_is_told(in_process, films, monkeypatch):
