@@ -120,12 +120,18 @@ def _write_index(faiss: Any, options: Options, rows: Rows, out: Path, progress: 
     return entry | {"kind": options.kind, "metric": options.metric, "not_finite": left_out}, recall
 
 
-def _make(faiss: Any, options: Options, dim: int) -> Any:
+def _make(faiss: Any, options: Options, rows: Rows) -> Any:
+    """Return an empty index with memory for all rows: it would grow by copies of all that it has."""
     metric = faiss.METRIC_L2 if options.metric == "l2" else faiss.METRIC_INNER_PRODUCT
     if options.kind == "flat":
-        return faiss.IndexFlat(dim, metric)
-    index = faiss.IndexHNSWFlat(dim, LINKS, metric)
-    index.hnsw.efConstruction, index.hnsw.efSearch = BUILD_WIDTH, SEARCH_WIDTH
+        index = faiss.IndexFlat(rows.dim, metric)
+        codes = index.codes
+    else:
+        index = faiss.IndexHNSWFlat(rows.dim, LINKS, metric)
+        index.hnsw.efConstruction, index.hnsw.efSearch = BUILD_WIDTH, SEARCH_WIDTH
+        codes = faiss.downcast_index(index.storage).codes
+    codes.resize(len(rows) * 4 * rows.dim)
+    codes.clear()  # the memory stays
     return index
 
 
@@ -140,7 +146,7 @@ def as_vectors(weights: Weights, metric: str) -> Weights:
 
 def _fill(faiss: Any, options: Options, rows: Rows, path: Path, names: Path, progress: Any) -> int:
     """Write the index and the names, block by block; return how many rows were left out as they are not finite."""
-    index, left_out = _make(faiss, options, rows.dim), 0
+    index, left_out = _make(faiss, options, rows), 0
     key = "key" if rows.is_by_key else "id"
     fields = [("position", pa.int64()), (key, pa.int64())]
     fields += [("column", pa.string()), ("value", pa.string())] if rows.has_names else []

@@ -3,11 +3,12 @@
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
+import io
 import json
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -220,23 +221,25 @@ def _convert(
         program.model.metadata_props["hostdev"] = about
         content: bytes = program.model_proto.SerializeToString()
     except Exception as error:  # torch and ONNX have many
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # the outer ones only name the steps of the exporter
+            cause = cause.__cause__
         name = predictor.settings["model"]
-        raise UserError(f"the network of model {name!r} cannot be written as ONNX: {in_words(error)[:300]}") from error
+        raise UserError(f"the network of model {name!r} cannot be written as ONNX: {in_words(cause)[:300]}") from error
     return content
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's warnings about its own code, and about packages that are not needed."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    """Silence what torch says about its own code, packages that are not needed, and graphs that it gives up."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(level)
+        logging.disable(before)
 
 
 def _compute(content: bytes, values: dict[str, Tensor]) -> Probabilities:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import hostdev
 from hostdev.commands import checkpoint, neighbours, preprocess, train
@@ -16,6 +17,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.predict import onnx_export
 from tests.conftest import ROOT
 from tests.data import movies
+from tests.own_models import ThreeTables
 
 onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -157,6 +159,26 @@ def test_the_programs_in_the_guide(in_process, films, capsys):
         row = {"user": user, "item": "m0001", "age": 0.5 * largest, "genres": genres, "history": history}
         found = program["predict"](user, "m0001", 0.5, genres, history)
         np.testing.assert_allclose(found, predict(row), atol=1e-5)
+
+
+class Unknown(ThreeTables):
+    """A model with an operation that ONNX does not have."""
+
+    def forward(self, dense, rows):
+        return super().forward(dense, rows) + torch.linalg.svdvals(dense).sum()
+
+
+@pytest.mark.slow
+def test_a_network_that_torch_cannot_write(in_process, films, monkeypatch):
+    options = ["--data", films, "--run-dir", "run", "--model", MODELS[-1], *OPTIONS]
+    assert in_process(train, *options)[0] == 0
+    given = ["export", "run", "--format", "onnx", "--out", "out"]
+    code, _, error = in_process(checkpoint, *given)
+    assert code == 2 and "has the custom model class" in error
+    monkeypatch.setattr("tests.own_models.ThreeTables", Unknown)
+    code, out, error = in_process(checkpoint, *given, "--model", MODELS[-1])
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert "the network of model 'tests.own_models:ThreeTables' cannot be written as ONNX: " in error
 
 
 def test_a_wrong_network_is_told(in_process, films, monkeypatch):

@@ -1,9 +1,11 @@
 """`checkpoint export --format faiss`: indexes that find what an exact search finds, and files of ids and names."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -142,6 +144,37 @@ def test_one_column_of_numbers_and_no_memory(run, saved, in_process, monkeypatch
     code, _, error = in_process(checkpoint, "export", run, "--format", "faiss", "--out", "out")
     assert code == 2
     assert "--format faiss needs FAISS, and faiss is not installed; pip install 'hostdev[faiss]'" in error
+
+
+def test_odd_names_and_a_full_disk(run, tmp_path, in_process, monkeypatch):
+    odd = tmp_path / os.fsdecode(b"odd\xff")
+    try:
+        odd.mkdir()
+    except OSError:
+        pytest.skip("this file system takes names in UTF-8 only")
+    given = ["export", run, "--format", "faiss", "--column", "genres"]
+    assert in_process(checkpoint, *given, "--out", odd / "out")[0] == 0
+    with (odd / "out/vectors.genres.faiss").open("rb") as file:
+        assert faiss.read_index(faiss.PyCallbackIOReader(file.read)).ntotal == 10
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(faiss, "write_index", fail)
+    code, out, error = in_process(checkpoint, *given, "--out", "full")
+    assert (code, out, error) == (2, "", "hostdev.checkpoint: error: full: No space left on device\n")
+    assert [path for path in tmp_path.iterdir() if path != odd] == []
+
+
+def test_in_a_store(run, in_process, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "cache"))
+    place = f"memory://{tmp_path.name}/faiss"
+    given = ["export", run, "--format", "faiss", "--column", "genres", "--out", place]
+    code, out, _ = in_process(checkpoint, *given)
+    assert code == 0 and f"{place}/vectors.genres.faiss: " in out
+    stored = fsspec.filesystem("memory").cat(f"/{tmp_path.name}/faiss/vectors.genres.faiss")
+    assert faiss.deserialize_index(np.frombuffer(stored, np.uint8)).ntotal == 10
+    assert in_process(checkpoint, *given)[0] == 2  # it is there already
 
 
 def test_rows_that_are_not_finite(saved, in_process, monkeypatch):
