@@ -72,7 +72,7 @@ def _add_export(to: argparse.ArgumentParser) -> None:
     )
     to.add_argument("--slots", action="store_true", help="also write optimizer state, steps, settings, and `extra`")
     to.add_argument("--dtype", choices=DTYPES, help="type of the tables' values (default float32)")
-    options.add_rows(to, "with faiss: ")
+    options.add_rows(to, "default: all", "with faiss: ")
     to.add_argument(
         "--index", choices=INDEXES, help="with faiss: an exact or an approximate, faster search (default flat)"
     )

@@ -27,10 +27,10 @@ def add_model(to: argparse.ArgumentParser) -> None:
     to.add_argument("--model", metavar="package.module:Class", help="the model's class, if it is your own")
 
 
-def add_rows(to: argparse.ArgumentParser, used: str = "") -> None:
-    """Add --table, --column and --metric; `used` says with what they have an effect."""
-    to.add_argument("--table", metavar="NAME", help=f"{used}the table of vectors (needed if there are several)")
-    to.add_argument("--column", metavar="NAME", help=f"{used}the column of the data whose values are compared")
+def add_rows(to: argparse.ArgumentParser, several: str, used: str = "") -> None:
+    """Add --table, --column and --metric; `several` says what holds without the first two, `used` with what they do."""
+    to.add_argument("--table", metavar="NAME", help=f"{used}the table of vectors ({several})")
+    to.add_argument("--column", metavar="NAME", help=f"{used}the column of the data with the values ({several})")
     to.add_argument(
         "--metric",
         choices=METRICS,
