@@ -22,7 +22,7 @@ from hostdev.data.targets import columns_of
 from hostdev.device import backend
 from hostdev.device.ops import get_ops
 from hostdev.models import registry
-from hostdev.models.model import Model
+from hostdev.models.model import Model, Rows
 from hostdev.predict.following import FollowingPredictor, list_checkpoints, warn
 from hostdev.predict.opening import Opened, choose_model, open_checkpoint, reading
 from hostdev.predict.rows import as_batch, as_columns, as_mapping, get_column_names
@@ -69,12 +69,13 @@ class Predictor:
         model: str | type[Any] | None = None,  # Any, as classes need not inherit from Model
         which: str | None = None,
         _encodes: bool = True,  # whether raw rows will be given, not only batches of a data set
+        _in_float32: bool = False,  # whether a model that was trained in bfloat16 computes in float32
     ) -> None:
         opened = open_checkpoint(checkpoint_path(checkpoint), which)
         for line in opened.found.notes():
             warnings.warn(line, stacklevel=2)
         self.encoding, self.data, self._vocabulary = opened.encoding, opened.data, opened.vocabulary
-        self._device = backend.require(device)
+        self._device, self._in_float32 = backend.require(device), _in_float32
         chosen = choose_model(opened.settings, model, opened.path)
         dim = opened.settings["emb_dim"] or registry.default_dim(chosen)
         self.model: Model = registry.make(chosen, self.data.schema, dim, seed=opened.settings["seed"])
@@ -141,7 +142,7 @@ class Predictor:
         )
         self.checksums = [checkpoint.manifest.checksum for checkpoint in opened.chain]
         self.step = opened.chain[-1].manifest.step
-        self._bf16 = self.settings["precision"] == "bf16"
+        self._bf16 = self.settings["precision"] == "bf16" and not self._in_float32
         try:
             self.model.load_state_dict(opened.dense)
         except (RuntimeError, TypeError, AttributeError) as error:
@@ -242,12 +243,16 @@ class Predictor:
         An output is a logit, or the predicted number for a numeric label.
         """
         with torch.inference_mode():
-            rows = dict(self._rows(batch))
+            rows = self.rows(batch)
             dense = torch.from_numpy(batch.dense).to(self._device)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
                 logits: Tensor = self.model(dense, rows)
         found: Probabilities = logits.float().cpu().numpy()
         return found
+
+    def rows(self, batch: Batch) -> Rows:
+        """Return the looked-up rows of each feature for a batch, as the model's `forward` gets them."""
+        return dict(self._rows(batch))
 
     def _rows(self, batch: Batch) -> Iterator[tuple[str, Any]]:
         """Yield each feature's name and its rows, equal to those that `Runtime.predict` passes to the model."""
