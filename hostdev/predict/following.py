@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -18,6 +19,8 @@ from hostdev.stores.store import Store
 
 if TYPE_CHECKING:
     from hostdev.predict.predictor import Predictor
+
+_SETTLE_NS = 2_000_000_000  # a damaged file that has changed since this time is read again
 
 
 class FollowingPredictor:
@@ -88,6 +91,7 @@ class FollowingPredictor:
 
     def _look(self) -> None:
         """Take the folder's newest checkpoint if it is another one than the current."""
+        begun = time.time_ns()
         there = list_checkpoints(self._path), None if self._damaged is None else _stat(self._damaged)
         if there == self._seen:
             return
@@ -104,7 +108,9 @@ class FollowingPredictor:
                 return  # it was removed meanwhile; the next look finds a newer one
             self._damaged = error.file if isinstance(error, BrokenCheckpointError) else None
             self._say(f"{error}; predictions are still those of {self.current.path.name}")
-        self._seen = there[0], None if self._damaged is None else _stat(self._damaged)
+        damaged = None if self._damaged is None else _stat(self._damaged)
+        is_old = damaged is None or damaged[-1] < begun - _SETTLE_NS  # not written to since it was read
+        self._seen = (there[0], damaged) if is_old else None
 
     def _take(self, made: "Predictor") -> None:
         with self._changed:
