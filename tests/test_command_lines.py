@@ -19,6 +19,7 @@ WRONG = {
         ["--checkpoint", "x", "--data", "nope", "--out", "p.parquet"],
         "--data nope: there is no such file or data set",
     ),
+    "neighbours": (["--checkpoint", "nope", "--of", "x"], "--checkpoint nope does not exist"),
     "checkpoint": (["diff", ".", "nope"], "nope does not exist"),
     "advise": (
         ["--data", "nope"],
