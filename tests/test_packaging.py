@@ -24,6 +24,7 @@ ROOMS = [
     ("commands", "__main__"),
     ("verify", "verify_processes", "advise", "warm_up"),
     ("launch",),
+    ("serving",),
     ("predict",),
     ("train",),
     ("runtime",),

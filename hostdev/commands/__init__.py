@@ -12,6 +12,7 @@ COMMANDS = {  # module and help text by name
         "turn tables or Criteo text into a data set; check or describe one",
     ),
     "predict": ("hostdev.predict", "write probabilities for the rows of a file"),
+    "serve": ("hostdev.serving", "answer requests for predictions over HTTP"),
     "checkpoint": ("hostdev.checkpoint", "describe, check, compare, merge and export checkpoints"),
     "advise": ("hostdev.advise", "recommend an embedding cache for your data"),
     "verify": ("hostdev.verify", "show on your data that every mode gives the same bits"),
