@@ -12,6 +12,7 @@ from hostdev.serving.refused import RefusedError, bad
 
 Receive = Callable[[], Awaitable[Any]]
 
+_MOST_BODIES = 8  # of the largest size, which all bodies that are read or wait may have together
 _DRAINED_BYTES = 8 << 20
 _DRAINED_SECONDS = 1.0
 JSON, BINARY = "application/json", "application/octet-stream"
@@ -24,14 +25,12 @@ class Limits:
     Attributes:
         most_bytes: Of a body.
         most_rows: Of a request.
-        most_bytes_held: Of all bodies that are read or wait at a time; None for eight bodies of the largest size.
         body_seconds: For a body to arrive.
     """
 
     most_bytes: int
     most_rows: int
-    most_bytes_held: int | None = None
-    body_seconds: float = 30.0
+    body_seconds: float
 
 
 class BodyReader:
@@ -39,7 +38,7 @@ class BodyReader:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._most_held = limits.most_bytes_held or 8 * limits.most_bytes
+        self._most_held = _MOST_BODIES * limits.most_bytes
         self._held = 0
 
     @contextmanager
@@ -101,7 +100,7 @@ class Body:
             message = f"the body did not arrive within {seconds} seconds"
             raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, message, closes=True) from None
         except RefusedError as refusal:
-            if "Connection" in refusal.headers and not self._is_complete:
+            if "Connection" in refusal.headers and not self._is_complete and "expect" not in headers:
                 await _drain(receive)
             raise
 

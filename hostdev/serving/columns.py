@@ -89,12 +89,12 @@ def from_tensors(tensors: Sequence[Tensor], inputs: Mapping[str, Input]) -> Colu
 
 
 def _from_tensor(tensor: Tensor, about: Input) -> Any:
-    values, name = tensor.values, tensor.name
-    if len(tensor.shape) == 2 and not about.has_lists:
-        if tensor.shape[1] != 1:
-            raise bad(f"input {name!r} has {tensor.shape[1]} values per row; it needs [rows] or [rows, 1]")
-        values = [row[0] for row in values] if isinstance(values, list) else values[:, 0]
-    if about.has_lists and len(tensor.shape) == 1:
+    values, name, is_flat = tensor.values, tensor.name, len(tensor.shape) == 1
+    if not is_flat and tensor.shape[1] == 1 and (tensor.datatype == BYTES or not about.has_lists):
+        values, is_flat = [row[0] for row in values] if isinstance(values, list) else values[:, 0], True
+    if not is_flat and not about.has_lists:
+        raise bad(f"input {name!r} has {tensor.shape[1]} values per row; it needs [rows] or [rows, 1]")
+    if is_flat and about.has_lists:
         if tensor.datatype != BYTES:
             raise bad(f"input {name!r}: {tensor.datatype} needs the shape [rows, values of a row]; BYTES may be [rows]")
         assert isinstance(values, list)

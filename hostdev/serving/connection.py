@@ -8,7 +8,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEAD_SECONDS = 10.0  # for a request's head to arrive
 _MOST_HEAD_BYTES = 1 << 16
 # A body in chunks of one byte is six times as long on the wire.
-_MOST_OVERHEAD, _MOST_REST_BYTES = 8, 1 << 20
+_MOST_OVERHEAD, _MOST_REST_BYTES = 8, 16 << 20
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -50,6 +50,11 @@ class BoundedConnection(HttpToolsProtocol):
                 self.transport.close()
         elif self._wire_bytes > _MOST_OVERHEAD * self.most_body_bytes + _MOST_REST_BYTES:
             self.transport.close()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; drop those after a body in chunks, which nobody reads."""
+        if self._is_in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Stop the clock, and start the request."""

@@ -10,8 +10,8 @@ def parse_json(content: bytes | str, what: str = "the body") -> Any:
     """Parse JSON in UTF-8; `what` names it in messages.
 
     Raises:
-        RefusedError: It is not JSON, has NaN or Infinity, a name twice in an object, an integer of thousands of digits, or
-            is nested too deeply.
+        RefusedError: It is not JSON, has NaN or Infinity, a name twice in an object or an integer of thousands of
+            digits, or is nested too deeply.
     """
     try:
         text = content.decode() if isinstance(content, bytes) else content

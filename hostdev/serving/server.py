@@ -44,6 +44,7 @@ class Serving:
 
     Args:
         settings: The server's settings.
+        body_seconds: For a request's body to arrive.
 
     Attributes:
         name: The model's name.
@@ -54,7 +55,7 @@ class Serving:
         UserError: The checkpoint cannot be served, or a file that the settings name is wrong.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, body_seconds: float = 30.0) -> None:
         self._settings, self._prog = settings, settings.prog
         token = None if settings.token_file is None else read_token(settings.token_file)
         self._tls = _tls_context(settings.tls_cert, settings.tls_key)
@@ -82,7 +83,7 @@ class Serving:
             observer=metrics,
             note=self._note,
         )
-        limits = Limits(settings.max_request_bytes, settings.max_rows)
+        limits = Limits(settings.max_request_bytes, settings.max_rows, body_seconds)
         self.app: ASGIApp = Service(self.name, self.gatherer, metrics, limits, token, self._note).app
 
     def _note(self, line: str) -> None:

@@ -173,4 +173,4 @@ def shown(value: Any) -> str:
 def _nested(flat: list[Any], shape: tuple[int, ...]) -> list[Any]:
     if len(shape) == 1:
         return flat
-    return [flat[start : start + shape[1]] for start in range(0, len(flat), shape[1])] or [[] for _ in range(shape[0])]
+    return [flat[row * shape[1] : (row + 1) * shape[1]] for row in range(shape[0])]
