@@ -147,6 +147,7 @@ class Service:
     def _parse_infer(self, content: bytes, length: str | None) -> tuple[protocol.Inference, columns.Columns]:
         model = self._model
         inference = protocol.parse(content, length, self._limits.most_rows)
+        self._require_served(*inference.model)
         for name in inference.outputs or ():
             if name not in model.labels:
                 raise bad(f"the model has no output {name!r}; its outputs are {', '.join(model.labels)}")
@@ -183,11 +184,14 @@ class Service:
     def _require_model(self, request: Request) -> str | None:
         """Return the version in the request's path, or None; raise RefusedError if it, or the model, is not served."""
         name, version = request.path_params["name"], request.path_params.get("version")
-        if name != self._name:
-            raise RefusedError(HTTPStatus.NOT_FOUND, f"there is no model {name!r}; model {self._name!r} is served")
-        if version is not None and version != self._model.version:
-            raise wrong_version(version, self._model)
+        self._require_served(name, version)
         return version
+
+    def _require_served(self, name: str | None, version: str | None) -> None:
+        if name is not None and name != self._name:
+            raise RefusedError(HTTPStatus.NOT_FOUND, f"there is no model {name!r}; model {self._name!r} is served")
+        if version and version != self._model.version:
+            raise wrong_version(version, self._model)
 
 
 class _Front:

@@ -30,12 +30,14 @@ class Inference:
 
     Attributes:
         id: The request's id, which the answer repeats; "" for none.
+        model: The model's name and version in the body, which kserve's client repeats there; None for each that is not.
         rows: The number of rows, n.
         outputs: By name of the outputs that are wanted, whether in binary; None for all outputs.
         is_binary: Whether all outputs are wanted in binary, if `outputs` is None.
     """
 
     id: str
+    model: tuple[str | None, str | None]
     inputs: list[Tensor]
     rows: int
     outputs: dict[str, bool] | None
@@ -63,8 +65,12 @@ def parse(body: bytes, header_length: str | None, most_rows: int) -> Inference:
     found = parse_json(body[:split])
     if not isinstance(found, dict):
         raise bad("the body must be a JSON object with `inputs`")
-    _require_known(found, {"id", "parameters", "inputs", "outputs"}, "the request")
-    name = found.get("id", "")
+    _require_known(found, {"id", "model_name", "model_version", "parameters", "inputs", "outputs"}, "the request")
+    model, version = found.get("model_name"), found.get("model_version")
+    if not all(one is None or isinstance(one, str) for one in (model, version)):
+        raise bad("`model_name` and `model_version` must be text")
+    name = found.get("id")
+    name = "" if name is None else name
     if not isinstance(name, str) or len(name) > _LONGEST_ID:
         raise bad(f"`id` must be text of at most {_LONGEST_ID:,} characters")
     parameters = _parameters(found, {"binary_data_output"}, "the request")
@@ -78,7 +84,7 @@ def parse(body: bytes, header_length: str | None, most_rows: int) -> Inference:
         )
     is_binary = _flag(parameters, "binary_data_output", "the request", default=False)
     outputs = _outputs(found.get("outputs"), is_binary)
-    return Inference(name, inputs, rows.pop(), outputs, is_binary)
+    return Inference(name, (model, version), inputs, rows.pop(), outputs, is_binary)
 
 
 def _inputs(found: Any, binary: bytes, most_rows: int) -> list[Tensor]:
@@ -149,7 +155,8 @@ def _outputs(found: Any, is_binary: bool) -> dict[str, bool] | None:
 
 
 def _parameters(content: Mapping[str, Any], known: set[str], what: str) -> dict[str, Any]:
-    found = content.get("parameters", {})
+    found = content.get("parameters")
+    found = {} if found is None else found
     if not isinstance(found, dict):
         raise bad(f"`parameters` of {what} must be an object")
     if unknown := set(found) - known - _HINTS:

@@ -105,7 +105,7 @@ def test_typed_columns(typed_server, typed):
     for tags in (
         tensor("tags", "BYTES", list(map(json.dumps, columns["tags"]))),
         tensor("tags", "BYTES", padded, [30, width]),
-        tensor("tags", "BYTES", sum(padded, []), [30, width]),
+        tensor("tags", "BYTES", [tag for row in padded for tag in row], [30, width]),
     ):
         inputs = [
             tensor("shop", "INT64", columns["shop"]),
@@ -141,6 +141,11 @@ def test_metadata_and_versions(film_server):
     assert film_server.infer({"inputs": film_tensors()}, version=f"/versions/{version}").status == 200
     answer = film_server.infer({"inputs": film_tensors()}, version="/versions/7")
     assert (answer.status, answer.error) == (404, f"there is no version '7' of the model; version {version} is served")
+    named = {"inputs": film_tensors(), "model_name": "deepfm", "id": None, "parameters": None}
+    assert film_server.infer(named).status == 200
+    assert film_server.infer({**named, "model_name": "x"}).status == 404
+    assert film_server.infer({**named, "model_version": "7"}).status == 404
+    assert film_server.infer({**named, "model_version": 7}).status == 400
     assert film_server.ask("GET", "/v2/models/x").status == 404
     assert film_server.ask("GET", "/nowhere").status == 404
     assert film_server.ask("GET", "/v2/").status == 404

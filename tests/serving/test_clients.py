@@ -72,7 +72,7 @@ def test_tritonclient(triton, film_server):
 
 @pytest.mark.slow
 def test_kserve(film_server, tmp_path):
-    """kserve's client needs versions of pandas and psutil that differ from the tests', so it has its own environment."""
+    """kserve's client needs other versions of pandas and psutil, so it has an environment of its own."""
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv/bin/python"
     install = [python, "-m", "pip", "install", "-q", "kserve==0.21.0"]

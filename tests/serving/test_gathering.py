@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -239,9 +240,9 @@ def test_gathered_rows(film_server, sizes):
     whole = repeated(FILMS, sum(sizes))
     expected = predictor(whole)
     edges = np.cumsum((0, *sizes))
-    requests = [{name: values[start:stop] for name, values in whole.items()} for start, stop in zip(edges, edges[1:])]
+    requests = [{name: values[start:stop] for name, values in whole.items()} for start, stop in pairwise(edges)]
     found = model.predict([model.encode(request) for request in requests], 1 << 20)
-    assert [bits(each[:, 0]) for each in found] == [bits(expected[start:stop]) for start, stop in zip(edges, edges[1:])]
+    assert [bits(each[:, 0]) for each in found] == [bits(expected[start:stop]) for start, stop in pairwise(edges)]
     for request, each in zip(requests, found, strict=True):
         np.testing.assert_array_max_ulp(predictor(request), each[:, 0], 16)
     assert lines == []
