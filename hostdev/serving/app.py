@@ -133,7 +133,7 @@ class Service:
             content = await body.read(request.headers, request.receive, (JSON, BINARY))
             length = request.headers.get(protocol.HEADER_LENGTH)
             inference, given = await _beside(len(content), partial(self._parse_infer, content, length))
-            answer = await self._compute(request, given, inference.rows, version)
+            answer = await self._compute(request, given, inference.rows, version or inference.model[1] or None)
         model = answer.model
         wanted = inference.outputs
         if wanted is None:

@@ -24,18 +24,17 @@ async def main(url, rows):
         await client.is_server_ready(url),
         await client.is_model_ready(url, "deepfm"),
     ]
-    values, version = [], None
+    values = []
     for binary in (True, False):
         answer = await client.infer(url, request(rows, binary=binary), model_name="deepfm")
         values.append(answer.outputs[0].as_numpy().tolist())
-        version = answer.model_version
     plain = await client.infer(
         url,
         {"inputs": [one.to_dict() for one in request(rows, binary=False).inputs]},
         model_name="deepfm",
         headers={"Content-Type": "application/json"},
     )
-    values.append(plain["outputs"][0]["data"])
+    values.append(plain.outputs[0].as_numpy().tolist())
     wrong = request({name: rows[name] for name in rows if name != "user"}, binary=True)
     error = None
     try:
@@ -43,7 +42,7 @@ async def main(url, rows):
     except Exception as raised:  # of httpx
         error = raised.response.text if hasattr(raised, "response") else repr(raised)
     await client.close()
-    print(json.dumps({"ready": ready, "values": values, "version": version, "error": error}))
+    print(json.dumps({"ready": ready, "values": values, "error": error}))
 
 
 given = json.loads(sys.argv[1])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hostdev.serving import connection
+from tests.conftest import ROOT
 from tests.serving.helpers import FILMS, Served, bits, receive_all, repeated
 
 HEAD = "POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -70,6 +71,19 @@ def test_tritonclient(triton, film_server):
             assert message in refused.value.message()
 
 
+def test_the_guide(triton, film_server, capsys):
+    """The guide's request and program give the predictor's answers."""
+    guide = (ROOT / "docs/guides/serving.md").read_text()
+    body = guide.partition(" -d '")[2].partition("}]}'")[0] + "}]}"
+    row = json.loads(body)["rows"][0]
+    expected = film_server.predictor(row)
+    answer = film_server.raw_json(json.loads(body))
+    assert bits(answer["predictions"]) == bits(expected)
+    assert list(answer) == list(json.loads(guide.partition("}]}'\n    ")[2].partition("\n")[0]))
+    exec(guide.partition("```python\n")[2].partition("```")[0].replace("127.0.0.1:8000", film_server.url))
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
 @pytest.mark.slow
 def test_kserve(film_server, tmp_path):
     """kserve's client needs other versions of pandas and psutil, so it has an environment of its own."""
@@ -83,7 +97,6 @@ def test_kserve(film_server, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["ready"] == [True, True, True]
-    assert found["version"] == str(film_server.predictor.step)
     for values in found["values"]:
         assert bits(values) == bits(film_server.predictor(given["rows"]))
     assert "no column 'user'" in found["error"]
