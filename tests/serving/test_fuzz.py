@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 import hostdev
-from tests.serving.helpers import FILMS, as_rows, film_tensors
+from tests.serving.helpers import FILMS, as_rows, film_tensors, receive_all
 from tests.serving.test_processes import ask, errors, started
 
 pytestmark = pytest.mark.slow
@@ -115,17 +115,19 @@ def test_damaged_requests(film_run, tmp_path):
                 statuses[status] = statuses.get(status, 0) + 1
                 if number in (REQUESTS // 4 + 1, REQUESTS - 1):
                     memory.append(server.memory_info().rss)
+            ends = {receive_all(one)[:12] for one in waiting}  # the server closes them after its limits
         finally:
             is_over.set()
             other.join()
             for one in waiting:
                 one.close()
+        assert ends <= {b"", b"HTTP/1.1 408"}
         assert ask(address, "/v1/predict", {"columns": FILMS})["predictions"] == expected
         process.terminate()
     print(statuses, [round(x / 1e6) for x in memory], len(served))
     assert set(statuses) <= {0, 200, *range(400, 500)}, statuses  # a change of a byte may leave a request right
     assert statuses.get(200, 0) < REQUESTS / 4
     assert sum(count for status, count in statuses.items() if status >= 400) > REQUESTS / 4
-    assert len(served) > 20 and all(one == expected for one in served)
+    assert len(served) > 3 and all(one == expected for one in served)
     assert errors(work) == ""
     assert memory[1] < memory[0] + 30e6
