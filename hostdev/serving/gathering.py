@@ -50,6 +50,9 @@ class _Ticket:
         return self.future.cancelled()
 
 
+_Results = list[tuple[_Ticket, Answer | Exception]]
+
+
 class Gatherer:
     """Computes requests in batches, in the order of their arrival.
 
@@ -154,10 +157,11 @@ class Gatherer:
             start = time.perf_counter()
             rows = sum(ticket.rows for ticket in tickets)
             try:
-                self._compute(tickets)
+                results = self._compute(tickets)
             except Exception as error:  # an error in one batch must not end the thread
-                self._fail(tickets, error)
+                results = self._failures(tickets, error)
             self._observer.batch(len(tickets), rows, time.perf_counter() - start)
+            _deliver(results)
 
     def _take(self) -> list[_Ticket]:
         """Wait for a batch; return its requests, or none if the server ends and nothing waits."""
@@ -184,9 +188,9 @@ class Gatherer:
                     self._is_busy = True
                     return found
 
-    def _compute(self, tickets: list[_Ticket]) -> None:
+    def _compute(self, tickets: list[_Ticket]) -> "_Results":
         model = self.model
-        results: list[tuple[_Ticket, Answer | BaseException]] = []
+        results: _Results = []
         encoded = []
         for ticket in tickets:
             if ticket.version is not None and ticket.version != model.version:
@@ -197,7 +201,7 @@ class Gatherer:
             except UserError as error:
                 results.append((ticket, bad(str(error))))
             except Exception as error:  # the other requests of the batch do not fail with it
-                self._fail([ticket], error)
+                results += self._failures([ticket], error)
         if encoded:
             waiting = [ticket for ticket, _ in encoded]
             found = model.predict(
@@ -207,14 +211,14 @@ class Gatherer:
             )
             for ticket, each in zip(waiting, found or [], strict=found is not None):
                 results.append((ticket, bad(str(each)) if isinstance(each, UserError) else Answer(each, model)))
-        _deliver(results)
+        return results
 
-    def _fail(self, tickets: list[_Ticket], error: Exception) -> None:
+    def _failures(self, tickets: list[_Ticket], error: Exception) -> "_Results":
         self._note(f"error: a request failed ({type(error).__name__}: {in_words(error)})")
         refusal = RefusedError(
             HTTPStatus.INTERNAL_SERVER_ERROR, "the server has failed to compute this; its log says why"
         )
-        _deliver([(ticket, refusal) for ticket in tickets])
+        return [(ticket, refusal) for ticket in tickets]
 
 
 class ClientGoneError(Exception):
@@ -228,18 +232,18 @@ def wrong_version(version: str, model: ServedModel) -> RefusedError:
     )
 
 
-def _deliver(results: "list[tuple[_Ticket, Answer | BaseException]]") -> None:
+def _deliver(results: "_Results") -> None:
     """Hand results to the event loop that waits for them."""
     if results:
         loop = results[0][0].future.get_loop()
         loop.call_soon_threadsafe(_set_results, results)
 
 
-def _set_results(results: "list[tuple[_Ticket, Answer | BaseException]]") -> None:
+def _set_results(results: "_Results") -> None:
     for ticket, result in results:
         if ticket.future.done():
             continue
-        if isinstance(result, BaseException):
+        if isinstance(result, Exception):
             ticket.future.set_exception(result)
         else:
             ticket.future.set_result(result)
