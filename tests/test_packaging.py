@@ -25,6 +25,7 @@ ROOMS = [
     ("verify", "verify_processes", "advise", "warm_up"),
     ("launch",),
     ("neighbours",),
+    ("serving",),
     ("predict",),
     ("train",),
     ("runtime",),

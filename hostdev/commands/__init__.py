@@ -13,6 +13,7 @@ COMMANDS = {  # module and help text by name
     ),
     "predict": ("hostdev.predict", "write probabilities for the rows of a file"),
     "neighbours": ("hostdev.neighbours", "print the nearest rows of an embedding table"),
+    "serve": ("hostdev.serving", "answer requests for predictions over HTTP"),
     "checkpoint": ("hostdev.checkpoint", "describe, check, compare, merge and export checkpoints"),
     "advise": ("hostdev.advise", "recommend an embedding cache for your data"),
     "verify": ("hostdev.verify", "show on your data that every mode gives the same bits"),
