@@ -11,6 +11,7 @@ COMMANDS = {  # module and help text by name
         "hostdev.data.preprocess",
         "turn tables or Criteo text into a data set; check or describe one",
     ),
+    "report": ("hostdev.report", "write a page with the charts and tables of runs"),
     "predict": ("hostdev.predict", "write probabilities for the rows of a file"),
     "checkpoint": ("hostdev.checkpoint", "describe, check, compare, merge and export checkpoints"),
     "advise": ("hostdev.advise", "recommend an embedding cache for your data"),
