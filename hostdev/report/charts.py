@@ -19,7 +19,10 @@ _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing i
 _HEIGHT = 240
 _BAR = 18  # pixels of a bar
 _GAP = 10
+_SPACE = 1.5  # length of the axis for the longest bar, which leaves space for its value
 _BAR_TOOLTIP = (("run", "run"), ("part", "part"), ("text", "value"))
+_MOST_TICKS = 10  # of a horizontal axis of whole numbers, each of which has a tick
+_MOST_POINTS = 60  # that are drawn on lines
 _MOST_LINES = 30  # vertical lines for the ends of epochs
 _TICKS = (0.0001, 0.001, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.999)  # probabilities on an axis of log-odds
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
@@ -36,7 +39,7 @@ _CONFIG: Spec = {
         "gridColor": "var(--grid)",
         "domainColor": "var(--axis)",
         "tickColor": "var(--axis)",
-        "labelLimit": 170,
+        "labelLimit": {"expr": "containerSize()[0] < 500 ? 145 : 230"},
         "labelOverlap": True,
     },
     "axisQuantitative": {"tickCount": 6},
@@ -68,6 +71,12 @@ def _run_colour(names: Sequence[str]) -> Spec:
     return {"field": "run", "type": "nominal", "scale": scale, "legend": None}
 
 
+def _dashes(kinds: Sequence[str]) -> Spec:
+    """Return the encoding of two kinds of lines: solid and dashed."""
+    scale = {"domain": list(kinds), "range": [[1, 0], [5, 3]]}
+    return {"field": "kind", "type": "nominal", "scale": scale, "legend": {"symbolType": "stroke"}}
+
+
 def _axis(field: str, title: str, **more: Any) -> Spec:
     return {"field": field, "type": "quantitative", "title": title, **more}
 
@@ -89,7 +98,7 @@ def loss_curve(names: Sequence[str], runs: dict[str, Series], ends: Sequence[flo
         for name, series in runs.items()
         for each in zip(series.at, series.mean, series.low, series.high, strict=True)
     ]
-    x = _axis("step", "step", axis={"format": ",.0f", "grid": False})
+    x = _axis("step", "step", axis={"format": ",.0f", "grid": False}, scale={"nice": False})
     y = _axis("loss", title, scale={"zero": False})
     tooltip = [
         {"field": "run", "title": "run"},
@@ -123,11 +132,11 @@ def lines(names: Sequence[str], rows: Rows, x: tuple[str, str], y: tuple[str, st
         y: The field and the title of the vertical axis.
         kinds: The kinds that occur, at most two.
     """
-    positions = {row[x[0]] for row in rows}
-    few = len(positions) <= 60
-    whole = {"format": ",.0f", "tickMinStep": 1, "grid": False}
+    positions = sorted({row[x[0]] for row in rows})
+    ticks: Spec = {"values": positions} if len(positions) <= _MOST_TICKS else {"tickMinStep": 1}
+    axis = {"format": ",.0f", "grid": False, **ticks}
     encoding: Spec = {
-        "x": _axis(*x, scale={"zero": False, "nice": False, "padding": 12}, axis=whole),
+        "x": _axis(*x, scale={"zero": False, "nice": False, "padding": 12}, axis=axis),
         "y": _axis(*y, scale={"zero": False}),
         "color": _run_colour(names),
         "detail": {"field": "kind"},
@@ -138,13 +147,13 @@ def lines(names: Sequence[str], rows: Rows, x: tuple[str, str], y: tuple[str, st
             {"field": y[0], "title": y[1], "format": ".5~g"},
         ],
     }
-    if len(kinds) > 1:
-        scale = {"domain": list(kinds), "range": [[1, 0], [5, 3]]}
-        encoding["strokeDash"] = {"field": "kind", "type": "nominal", "scale": scale}
-    mark: Spec = {"type": "line", "strokeWidth": 2}
-    if few:
-        mark["point"] = {"size": 36, "filled": True}
-    return _base(_HEIGHT, data={"values": rows}, mark=mark, encoding=encoding)
+    dashed = {**encoding, "strokeDash": _dashes(kinds)} if len(kinds) > 1 else encoding
+    points = {"type": "circle", "size": 36, "opacity": 1 if len(positions) <= _MOST_POINTS else 0}
+    layer = [
+        {"mark": {"type": "line", "strokeWidth": 2}, "encoding": dashed},
+        {"mark": points, "encoding": encoding},
+    ]
+    return _base(_HEIGHT, data={"values": rows}, layer=layer)
 
 
 def calibration(names: Sequence[str], runs: dict[str, Counts]) -> Spec:
@@ -195,8 +204,8 @@ def score_distribution(names: Sequence[str], runs: dict[str, Counts]) -> Spec:
     low, high = min(each["x"] for each in values), max(each["x"] for each in values)
     ticks = [math.log(p / (1 - p)) for p in _TICKS]
     axis = {
-        "values": [_round(tick) for tick in ticks if low <= tick <= high] or None,
-        "labelExpr": "format(1 / (1 + exp(-datum.value)), '.4~%')",
+        "values": [tick for tick in ticks if low <= tick <= high] or None,
+        "labelExpr": "format(1 / (1 + exp(-datum.value)), '.3~%')",
         "grid": False,
     }
     encoding: Spec = {
@@ -218,11 +227,7 @@ def score_distribution(names: Sequence[str], runs: dict[str, Counts]) -> Spec:
         "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2},
         "encoding": {
             **encoding,
-            "strokeDash": {
-                "field": "kind",
-                "type": "nominal",
-                "scale": {"domain": list(kinds), "range": [[1, 0], [5, 3]]},
-            },
+            "strokeDash": _dashes(kinds),
         },
     }
     layer: list[Spec] = [lines_of]
@@ -252,7 +257,7 @@ def bars(names: Sequence[str], rows: Rows, title: str, *, order: Iterable[str], 
     several = len(present) > 1
     step = max(9, _BAR - 3 * len(present)) if several else _BAR
     encoding: Spec = {
-        "x": _axis("value", title, axis={"format": form, "tickCount": 4}, scale={"zero": True}),
+        "x": _axis("value", title, axis={"format": form, "tickCount": 3}, scale={"zero": True}),
         "y": {
             "field": "part",
             "type": "nominal",
@@ -271,4 +276,10 @@ def bars(names: Sequence[str], rows: Rows, title: str, *, order: Iterable[str], 
     if several:
         encoding["yOffset"] = {"field": "run", "sort": present}
     height = len(parts) * (step * len(present) + _GAP)
-    return _base(height, data={"values": rows}, mark={"type": "bar", "cornerRadiusEnd": 2}, encoding=encoding)
+    layer: list[Spec] = [{"mark": {"type": "bar", "cornerRadiusEnd": 2}, "encoding": encoding}]
+    if not several:
+        encoding["x"]["scale"] = {"domain": [0, _SPACE * max(row["value"] for row in rows) or 1], "nice": False}
+        label = {"type": "text", "align": "left", "dx": 5, "fontSize": 12, "color": "var(--ink)"}
+        place: Spec = {name: encoding[name] for name in ("x", "y", "tooltip")}
+        layer.append({"mark": label, "encoding": {**place, "text": {"field": "text"}}})
+    return _base(height, data={"values": rows}, layer=layer)

@@ -9,6 +9,7 @@ from hostdev.report.reading import RUNNING, RunData
 from hostdev.report.values import NONE, clean, count, entry, metric, number, option, share, size, table
 
 _APART = ("data_set", "versions", "preprocess")  # entries of config.json that are no options of training
+_EMPTY = (None, "", {}, [])
 _OWN = ("--run-dir",)  # differs in any case
 
 
@@ -128,7 +129,7 @@ def _data_facts(run: RunData) -> dict[str, str]:
         for split, value in table(found, name).items():
             made[f"{title}, {clean(split)}"] = _of_split(value, is_share=name != "label_mean")
     prepared = table(run.config, "preprocess")
-    made |= {f"prepared with {clean(name)}": option(value) for name, value in prepared.items() if value is not None}
+    made |= {f"prepared with {clean(name)}": option(value) for name, value in prepared.items() if value not in _EMPTY}
     return made
 
 

@@ -80,8 +80,12 @@ def _epoch_charts(runs: Sequence[RunData], names: list[str]) -> list[Chart]:
             kinds = list(dict.fromkeys(row["kind"] for row in rows))
             best = "; ".join(filter(None, (_best(run, field, len(runs)) for run in runs)))
             spec = charts.lines(names, rows, ("epoch", "epoch"), ("value", title), kinds)
-            made.append(Chart(f"{title} by epoch", best, spec))
+            made.append(Chart(f"{_capital(title)} by epoch", best, spec))
     return made
+
+
+def _capital(title: str) -> str:
+    return title[0].upper() + title[1:]
 
 
 def _best(run: RunData, field: str, several: int) -> str:
@@ -136,7 +140,7 @@ def arrivals(runs: Sequence[RunData]) -> Section | None:
         if rows:
             kinds = list(dict.fromkeys(row["kind"] for row in rows))
             spec = charts.lines(names, rows, ("file", "file"), ("value", title), kinds)
-            head = "Calibration" if field == "calibration" else title
+            head = "Calibration" if field == "calibration" else _capital(title)
             made.append(Chart(f"{head} before training on a file", _last_file(following, field), spec))
     notes = [
         f"{run.name}: {count(len(run.files))} files taken, {count(run.set_aside)} set aside"

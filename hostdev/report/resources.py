@@ -209,7 +209,7 @@ def _caches(runs: Sequence[RunData], names: list[str]) -> Found:
             for direction, field in (("to the device", "bytes_to_device"), ("to the host", "bytes_to_host")):
                 value = (number(cache, field) or 0.0) / steps
                 part = f"{direction} ({label})" if label else direction
-                bars.append({"run": run.name, "part": part, "value": value / _MIB, "text": f"{size(value)} per step"})
+                bars.append({"run": run.name, "part": part, "value": value / _MIB, "text": size(value)})
             hits = number(cache, "hit_rate")
             prefix = f"{run.name}: " if len(runs) > 1 else ""
             findings.append(f"{prefix}{label + ': ' if label else ''}{share(hits)} of lookups hit")
@@ -265,15 +265,15 @@ def _exchange(runs: Sequence[RunData], names: list[str]) -> Found:
         steps = max(1.0, number(run.summary, "steps") or 1.0)
         for name, value in numbers(ranks, "sent_bytes").items():
             if value:
-                text = f"{size(value / steps)} per step"
+                text = size(value / steps)
                 bars.append(
                     {"run": run.name, "part": _SENT.get(name, name), "value": value / steps / _MIB, "text": text}
                 )
         more = "" if entry(ranks, "exact") is not False else ", not exact"
         prefix = f"{run.name}: " if len(runs) > 1 else ""
-        findings.append(
-            f"{prefix}{count(number(ranks, 'size'))} processes on {count(number(ranks, 'hosts'))} host(s){more}"
-        )
+        hosts = number(ranks, "hosts")
+        where = f"{count(hosts)} hosts" if hosts != 1 else "one host"
+        findings.append(f"{prefix}{count(number(ranks, 'size'))} processes on {where}{more}")
         rows += _ranks(run, len(runs))
     made = []
     if bars:
