@@ -26,6 +26,7 @@ ROOMS = [
     ("launch",),
     ("predict",),
     ("train",),
+    ("report",),
     ("runtime",),
     ("frameworks",),
     ("checkpoint",),

@@ -9,7 +9,7 @@ from hostdev.report.reading import RUNNING, RunData
 from hostdev.report.values import NONE, clean, count, entry, metric, number, option, share, size, table
 
 _APART = ("data_set", "versions", "preprocess")  # entries of config.json that are no options of training
-_EMPTY = (None, "", {}, [])
+_EMPTY: tuple[Any, ...] = (None, "", {}, [])
 _OWN = ("--run-dir",)  # differs in any case
 
 

@@ -1,6 +1,7 @@
 """The page: sections with charts and tables, rendered from templates with all they need."""
 
 import base64
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -79,7 +80,6 @@ class Section:
 
 def render(runs: Sequence[RunData], facts: Sequence[Fact], sections: Sequence[Section]) -> str:
     """Return the page as HTML, with its scripts, styles and data."""
-    import vl_convert
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -93,10 +93,7 @@ def render(runs: Sequence[RunData], facts: Sequence[Fact], sections: Sequence[Se
     assets = environment.loader
     assert assets is not None
     style, script = (assets.get_source(environment, name)[0] for name in ("page.css", "page.js"))
-    library = vl_convert.javascript_bundle(_SNIPPET).replace("\r", "")
-    library = library.replace("</script", "<\\/script").replace(
-        "<!--", "<\\!--"
-    )  # in strings; they would end the element
+    library = _bundle()
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     page: str = environment.get_template("page.html").render(
         title=title,
@@ -114,6 +111,17 @@ def render(runs: Sequence[RunData], facts: Sequence[Fact], sections: Sequence[Se
         data=_embed(specs),
     )
     return page
+
+
+@functools.cache
+def _bundle() -> str:
+    """Return the script of Vega, Vega-Lite and Vega-Embed, which takes a second or two to put together."""
+    import vl_convert
+
+    made: str = vl_convert.javascript_bundle(_SNIPPET).replace("\r", "")
+    for text in ("</script", "<!--"):  # would end the element, or change its parsing; they may only be in strings
+        made = made.replace(text, f"<\\{text[1:]}")
+    return made
 
 
 def _hash(script: str) -> str:

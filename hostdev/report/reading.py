@@ -150,7 +150,7 @@ def _is_running(path: Path) -> bool:
     """Return whether a process trains in the run directory; the lock is held for a moment if none does."""
     try:
         loss = path / LOSS_LOG
-        if (path / SUMMARY).exists() and (path / SUMMARY).stat().st_mtime_ns >= loss.stat().st_mtime_ns:
+        if (path / SUMMARY).exists() and (path / SUMMARY).stat().st_mtime_ns > loss.stat().st_mtime_ns:
             return False
         with loss.open("rb") as file:
             return locks.lock_state(file.fileno()) == "held"

@@ -201,8 +201,8 @@ def summary_lines(
     if "files" in summary:
         saved = summary.get("checkpoints", {}).get("saved", 0)
         ops = [FILES_LOG, *[ASIDE_LOG] * bool(summary["files"]["set_aside"]), *[NEEDED] * bool(saved), *ops]
-    pages = [name for name in (SCORES_LOG, REPORT) if (run_dir / name).exists()]
-    files = [LOSS_LOG, EVAL_LOG, *ops, CONFIG, SUMMARY, *pictures, *pages]
+    scores, page = ([name] if (run_dir / name).exists() else [] for name in (SCORES_LOG, REPORT))
+    files = [LOSS_LOG, EVAL_LOG, *scores, *ops, CONFIG, SUMMARY, *pictures, *page]
     removed = [name for name in files if not (run_dir / name).exists()]
     files = [name for name in files if name not in removed]
     best = ""
