@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from hostdev.core import cli
-from hostdev.core.errors import UserError
 from hostdev.report.extra import require_extra
 from hostdev.stores.address import local_path
 
@@ -33,9 +32,6 @@ def parser(prog: str = PROG) -> cli.Parser:
 def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line and write the page."""
     arguments = parser(prog).parse_args(argv)
-    for path in arguments.runs:
-        if not path.exists():
-            raise UserError(f"there is no run directory {path}")
     require_extra("report")
     with cli.importing(prog):
         from hostdev.report.command import run

@@ -39,7 +39,7 @@ _CONFIG: Spec = {
         "gridColor": "var(--grid)",
         "domainColor": "var(--axis)",
         "tickColor": "var(--axis)",
-        "labelLimit": {"expr": "containerSize()[0] < 500 ? 145 : 230"},
+        "labelLimit": 165,
         "labelOverlap": True,
     },
     "axisQuantitative": {"tickCount": 6},

@@ -119,7 +119,8 @@ def _data_facts(run: RunData) -> dict[str, str]:
         return made
     for split, rows in table(found, "rows").items():
         made[f"{clean(split)} rows"] = count(rows) if isinstance(rows, int) else NONE
-    for name, title in (("shards", "shards"), ("ids", "ids in the vocabulary"), ("rejected", "rows rejected")):
+    ids = "range of ids, without a vocabulary" if entry(found, "vocabulary") is False else "ids in the vocabulary"
+    for name, title in (("shards", "shards"), ("ids", ids), ("rejected", "rows rejected")):
         if (value := number(found, name)) is not None:
             made[title] = count(value)
     columns = table(found, "columns")

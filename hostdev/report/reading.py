@@ -212,7 +212,7 @@ def _read_checkpoint(path: Path) -> SavedCheckpoint:
     return SavedCheckpoint(
         name=clean(path.name),
         step=found.step,
-        created=clean(found.created),
+        created=clean(found.created.removesuffix("+00:00").replace("T", " ")),
         nbytes=found.nbytes,
         is_full=found.parent is None,
     )

@@ -134,6 +134,7 @@ def get_data_set(found: Manifest) -> dict[str, Any]:
         "rows": {split: found.rows(split) for split in found.splits},
         "shards": sum(len(found.shards(split)) for split in found.splits),
         "ids": found.vocabulary_size,
+        "vocabulary": found.vocabulary is not None,
         "labels": list(schema.labels),
         "columns": {"numbers": len(schema.dense), "ids": len(schema.ids), "bags": len(schema.bags)},
         **{name: statistics[name] for name in ("rejected", "label_mean", "out_of_vocabulary") if name in statistics},

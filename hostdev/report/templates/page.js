@@ -3,12 +3,27 @@
   // Charts. Vega's interpreter evaluates expressions, so that the page needs no "unsafe-eval".
   const specs = JSON.parse(document.getElementById("charts").textContent);
   const options = { actions: false, ast: true, renderer: "svg" };
-  const drawn = specs.map((spec, number) =>
-    window.vegaEmbed(`#chart${number}`, spec, options).catch((error) => {
-      console.error(error);
-      document.getElementById(`chart${number}`).textContent = `This chart cannot be drawn: ${error.message}`;
-    }),
-  );
+  const draw = async (spec, number) => {
+    const place = document.getElementById(`chart${number}`);
+    let chart, waiting, width;
+    const show = async () => {
+      try {
+        chart?.finalize();
+        width = place.clientWidth;
+        chart = await window.vegaEmbed(place, spec, options);
+      } catch (error) {
+        console.error(error);
+        place.textContent = `This chart cannot be drawn: ${error.message}`;
+      }
+    };
+    await show();
+    // Draws the chart anew when its width changes; Vega's own adjustment leaves some charts as wide as they were.
+    new ResizeObserver(() => {
+      clearTimeout(waiting);
+      if (place.clientWidth && place.clientWidth !== width) waiting = setTimeout(show, 100);
+    }).observe(place);
+  };
+  const drawn = specs.map(draw);
   Promise.all(drawn).then(() => document.documentElement.setAttribute("data-drawn", ""));
 
   // Tables: a click on a column's name sorts by it, a second click in the opposite order.
