@@ -19,7 +19,7 @@ _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing i
 _HEIGHT = 240
 _BAR = 18  # pixels of a bar
 _GAP = 10
-_SPACE = 1.5  # length of the axis for the longest bar, which leaves space for its value
+_SPACE = 1.75  # length of the axis for the longest bar, which leaves space for its value
 _BAR_TOOLTIP = (("run", "run"), ("part", "part"), ("text", "value"))
 _MOST_TICKS = 10  # of a horizontal axis of whole numbers, each of which has a tick
 _MOST_POINTS = 60  # that are drawn on lines
@@ -247,7 +247,8 @@ def bars(names: Sequence[str], rows: Rows, title: str, *, order: Iterable[str], 
     """Return horizontal bars: one for each part and run.
 
     Args:
-        rows: Dicts with "run", "part", "value", and the value as "text".
+        rows: Dicts with "run", "part", "value", and the value as "text", of which a single run's bar shows
+            what precedes a comma.
         title: Title of the horizontal axis, with its unit.
         order: The parts from top to bottom.
         form: d3's format of the axis.
@@ -263,7 +264,7 @@ def bars(names: Sequence[str], rows: Rows, title: str, *, order: Iterable[str], 
             "type": "nominal",
             "sort": parts,
             "title": None,
-            "axis": {"domain": False, "ticks": False, "labelPadding": 6},
+            "axis": {"domain": False, "ticks": False, "labelPadding": 6, "labelLimit": 145},
             "scale": {"paddingInner": 0.3, "paddingOuter": 0.1},
         },
         "color": _run_colour(names),
@@ -276,10 +277,11 @@ def bars(names: Sequence[str], rows: Rows, title: str, *, order: Iterable[str], 
     if several:
         encoding["yOffset"] = {"field": "run", "sort": present}
     height = len(parts) * (step * len(present) + _GAP)
+    rows = [{**row, "label": row["text"].partition(",")[0]} for row in rows]
     layer: list[Spec] = [{"mark": {"type": "bar", "cornerRadiusEnd": 2}, "encoding": encoding}]
     if not several:
         encoding["x"]["scale"] = {"domain": [0, _SPACE * max(row["value"] for row in rows) or 1], "nice": False}
         label = {"type": "text", "align": "left", "dx": 5, "fontSize": 12, "color": "var(--ink)"}
         place: Spec = {name: encoding[name] for name in ("x", "y", "tooltip")}
-        layer.append({"mark": label, "encoding": {**place, "text": {"field": "text"}}})
+        layer.append({"mark": label, "encoding": {**place, "text": {"field": "label"}}})
     return _base(height, data={"values": rows}, layer=layer)

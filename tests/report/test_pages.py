@@ -119,6 +119,20 @@ def test_a_run_that_follows_a_folder(tmp_path):
     assert "AUC before training on a file" in shown and "keeps no counts of scores" in shown
 
 
+def test_labels_that_are_numbers_and_several_labels(tmp_path):
+    run = write_run(tmp_path / "run", summary={"status": "finished", "rmse": 0.5})
+    (run / "eval.log").write_text(eval_line(1, 40, {"rmse": 0.5, "mae": 0.25, "rows": 9}, None))
+    (run / "scores.jsonl").unlink()
+    shown = text_of(make([run]))
+    assert "RMSE 0.5000" in shown and "MAE by epoch" in shown and "Best: 0.2500 after epoch 1 of 1" in shown
+    assert "its labels are numbers, which have no probability" in shown
+    labels = {"clicked": scores()["clicked"], "bought": scores(1)["clicked"], "none": []}
+    (run / "scores.jsonl").write_text(json.dumps({"epoch": 1, "step": 40, "split": "test", "labels": labels}) + "\n")
+    shown = text_of(make([run]))
+    assert "Calibration of clicked" in shown and "Distribution of scores of bought" in shown
+    assert "of none" not in shown
+
+
 def test_names_and_options_are_untrusted(tmp_path):
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
     config = {**CONFIG, "data": evil, evil: evil, "preprocess": {evil: evil}}
