@@ -35,7 +35,7 @@ RUNNING, KILLED = "running", "ended without a summary"
 _ANY = (LOSS_LOG, CONFIG, SUMMARY)  # a run directory has one of these
 _TAIL = 1 << 22  # bytes of ops.log that are read of a run without a summary
 _MOST_CHECKPOINTS = 100
-_OP = re.compile(r"Default/(?:([^/]+)/)?([^/]+)-op\d+ costs (\d+) us\.$", re.MULTILINE)
+_OP = re.compile(r"Default/(?:([^/\n]+)/)?([^/\n]+)-op\d+ costs (\d+) us\.$", re.MULTILINE)
 
 T = TypeVar("T")
 
@@ -179,6 +179,12 @@ def _read_last_ops(path: Path) -> tuple[dict[str, Any], int]:
         times["count"] += 1
         times["total_us"] += float(duration)
         calls += 1
+    for each in found.values():
+        scopes = each["by_scope"]
+        for times in scopes.values():
+            times["mean_us"] = times["total_us"] / times["count"]
+        if len(scopes) == 1:  # as in summary.json
+            each["by_scope"] = {"": next(iter(scopes.values()))}
     return found, calls
 
 

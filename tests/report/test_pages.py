@@ -88,14 +88,21 @@ def test_files_that_are_missing_or_broken(removed, tmp_path):
 def test_a_run_that_trains_and_one_that_was_killed(tmp_path):
     run = write_run(tmp_path / "run", summary=None)
     ops = "2026-11-28 19:45:45.900 INFO cpu kernel: Default/deep/EmbeddingLookup-op2 costs 290 us.\n"
-    (run / "ops.log").write_text(ops * 3 + ops[:-9])
+    unique, other = ops.replace("deep/EmbeddingLookup", "Unique"), ops.replace("deep/", "wide/")
+    (run / "ops.log").write_text(unique + ops * 2 + other + unique + ops[:-9])
     with (run / "loss.log").open("a") as file:
         file.write("epoch: 3 step: 1, wide_lo")  # a line that is being written
         file.flush()
         fcntl.flock(file, fcntl.LOCK_EX)
         shown = text_of(make([run]))
     assert "status running" in shown and "steps 40" in shown
-    assert "the last 3 calls in ops.log" in shown and "EmbeddingLookup (deep) takes 100.0%" in shown
+    assert "the last 5 calls in ops.log" in shown and "10 others" not in shown
+    rows = (
+        "Unique 2 290.0 - 0.00 40.0%",
+        "EmbeddingLookup (deep) 2 290.0",
+        "EmbeddingLookup (wide) 1 290.0 - 0.00 20.0%",
+    )
+    assert all(row in shown for row in rows), shown
     assert "the pipeline's overlap is known when the run has ended" in shown
     assert "status ended without a summary" in text_of(make([run]))
 
