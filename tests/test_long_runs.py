@@ -107,5 +107,6 @@ def test_a_run_reports_bytes_and_hits_and_no_optimum(trained, small_data, tmp_pa
         "eval.log",
         "loss.log",
         "ops.log",
+        "scores.jsonl",
         "summary.json",
     ]
