@@ -118,6 +118,8 @@ class RunDir:
             labels: What `ScoreCounts.as_lists` returns.
         """
         line = {"epoch": epoch, "step": step, "split": split, "labels": labels}
+        if not self.has_logs:  # the user has removed the folder, of which the run's end tells
+            return
         with naming(self.path), (self.path / SCORES_LOG).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
