@@ -15,6 +15,7 @@ WRONG = {
         ["table", "--labl", "y", "x.csv", "--out", "d"],
         "unrecognized arguments: --labl; did you mean --label? (see hostdev preprocess --help)",
     ),
+    "report": (["nope", "--out", "x.html"], "there is no run directory nope"),
     "predict": (
         ["--checkpoint", "x", "--data", "nope", "--out", "p.parquet"],
         "--data nope: there is no such file or data set",

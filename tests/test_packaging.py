@@ -28,6 +28,7 @@ ROOMS = [
     ("serving",),
     ("predict",),
     ("train",),
+    ("report",),
     ("runtime",),
     ("frameworks",),
     ("checkpoint",),

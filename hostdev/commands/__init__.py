@@ -11,6 +11,7 @@ COMMANDS = {  # module and help text by name
         "hostdev.data.preprocess",
         "turn tables or Criteo text into a data set; check or describe one",
     ),
+    "report": ("hostdev.report", "write a page with the charts and tables of runs"),
     "predict": ("hostdev.predict", "write probabilities for the rows of a file"),
     "neighbours": ("hostdev.neighbours", "print the nearest rows of an embedding table"),
     "serve": ("hostdev.serving", "answer requests for predictions over HTTP"),
