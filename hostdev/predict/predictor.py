@@ -48,6 +48,11 @@ class Predictor:
     be deleted afterwards. Only the structure of the tables' files is checked; `python -m hostdev.checkpoint verify`
     compares checksums.
 
+    Attributes:
+        path: The checkpoint's folder.
+        step: The checkpoint's step.
+        created: When the checkpoint was written, UTC in ISO 8601.
+
     Args:
         checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. For a run with
             --early-stop, the best checkpoint is used (by AUC, or by RMSE if all labels are numbers); for other runs,
@@ -141,7 +146,7 @@ class Predictor:
             opened.data_folder,
         )
         self.checksums = [checkpoint.manifest.checksum for checkpoint in opened.chain]
-        self.step = opened.chain[-1].manifest.step
+        self.step, self.created = opened.chain[-1].manifest.step, opened.chain[-1].manifest.created
         self._bf16 = self.settings["precision"] == "bf16" and not self._in_float32
         try:
             self.model.load_state_dict(opened.dense)
@@ -194,21 +199,31 @@ class Predictor:
         """
         rows = as_mapping(rows)
         self.encoding.require(get_column_names(rows))
-        batch = None
-        if isinstance(rows, Mapping):
-            rows = as_columns(rows, self.encoding)
-            if all(type(values) is list and len(values) <= _FEW for values in rows.values()):
-                batch = self.encoding.encode_few(rows)
-        if batch is None:
-            batch = self.encoding.encode(as_batch(rows, self.encoding))
+        batch = self.encode(as_columns(rows, self.encoding) if isinstance(rows, Mapping) else rows)
         self._unknown.count(batch)
         for line in self._unknown.lines():
             warnings.warn(line, stacklevel=2)
         logits = self.logits_by_batch(batch)
-        self._require_finite(batch, logits)
-        return self._predictions(logits)
+        self.require_finite(batch, logits)
+        return self.to_predictions(logits)
 
-    def _predictions(self, outputs: Probabilities) -> Probabilities:
+    def encode(self, rows: Any) -> Batch:
+        """Return rows as a batch with the data set's ids; its labels are NaN.
+
+        Args:
+            rows: The required columns: a dict with a list or an array of one value per row for each, a pandas
+                DataFrame, or a pyarrow Table or RecordBatch.
+
+        Raises:
+            UserError: A column has a wrong type, or a value is invalid.
+        """
+        if isinstance(rows, Mapping) and all(type(some) is list and len(some) <= _FEW for some in rows.values()):
+            batch = self.encoding.encode_few(rows)
+            if batch is not None:
+                return batch
+        return self.encoding.encode(as_batch(rows, self.encoding))
+
+    def to_predictions(self, outputs: Probabilities) -> Probabilities:
         """Return probabilities for labels of 0 or 1, and the model's outputs for numeric labels."""
         schema = self.data.schema
         if not schema.targets.numeric:
@@ -218,7 +233,7 @@ class Predictor:
         each = zip(schema.labels, columns_of(outputs), strict=True)
         return np.stack([one if name in schema.targets.numeric else probabilities(one) for name, one in each], 1)
 
-    def _require_finite(self, batch: Batch, logits: Probabilities) -> None:
+    def require_finite(self, batch: Batch, logits: Probabilities) -> None:
         """Raise UserError with the likely cause unless all outputs, [n] or [n, labels], are finite."""
         if not len(wrong := np.flatnonzero(~np.logical_and.reduce(list(map(np.isfinite, columns_of(logits)))))):
             return
@@ -228,7 +243,7 @@ class Predictor:
 
     def predict(self, batch: Batch) -> Probabilities:
         """Return the same predictions as `__call__`, but for a batch that already has the data set's ids."""
-        return self._predictions(self.logits_by_batch(batch))
+        return self.to_predictions(self.logits_by_batch(batch))
 
     def logits_by_batch(self, batch: Batch) -> Probabilities:
         """Return the same as `logits` for any number of rows, computed in batches of `batch_size` rows."""
