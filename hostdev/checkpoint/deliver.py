@@ -18,7 +18,7 @@ from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.files import check_file, check_segment
 from hostdev.checkpoint.folder import Chain, Checkpoint
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest, SegmentEntry
-from hostdev.checkpoint.remote import WRITER
+from hostdev.checkpoint.remote import WRITER, remove_stored
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar
@@ -81,7 +81,7 @@ def _deliver_to_folder(chain: Chain, path: Path, keep: int) -> Delivered:
 def _copy_checkpoint(checkpoint: Checkpoint, to: Path, known: dict[Key, Path], done: Callable[[int], object]) -> int:
     """Copy a checkpoint; return the bytes that were copied. Files in `known` are linked."""
     partial_ = folder.begin(to, checkpoint.name)
-    states = _get_segment_states(checkpoint.manifest)
+    states = checkpoint.manifest.segment_states
     copied = 0
     for file in checkpoint.manifest.files:
         target, same = partial_ / file.file, known.get((file.bytes, file.sha256))
@@ -142,15 +142,13 @@ def _deliver_to_store(chain: Chain, store: Store, keep: int) -> Delivered:
     complete = _choose_kept(there, keep)
     for name in names:
         if folder.is_name(name) and name not in complete:
-            store.remove(f"{name}/{FILE_NAME}")  # first, so that no reader takes it for complete
-            for file in store.list(name):
-                store.remove(f"{name}/{file}")
+            remove_stored(store, name)
     return Delivered(len(new), copied, sum(each.manifest.nbytes for each in chain) - copied)
 
 
 def _put_checkpoint(checkpoint: Checkpoint, store: Store, known: dict[Key, str], done: Callable[[int], object]) -> int:
     """Copy a checkpoint's files to a store, all but the manifest; return the bytes that were sent."""
-    states = _get_segment_states(checkpoint.manifest)
+    states = checkpoint.manifest.segment_states
 
     def put(file: File) -> int:
         source, target = checkpoint.path / file.file, f"{checkpoint.name}/{file.file}"
@@ -210,11 +208,6 @@ def _list_files(there: Mapping[str, Manifest]) -> Iterable[tuple[str, Key]]:
     for name, found in there.items():
         for file in found.files:
             yield f"{name}/{file.file}", (file.bytes, file.sha256)
-
-
-def _get_segment_states(content: Manifest) -> dict[str, manifest.SegmentState]:
-    """Return the state of each segment's table, by the segment's name."""
-    return {file.file: table.segments for table in content.tables if table.segments for file in table.segments.files}
 
 
 def _read(path: Path) -> Manifest | None:

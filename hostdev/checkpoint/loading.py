@@ -58,18 +58,12 @@ def damaged(chains: Sequence[Chain], *, segments: bool = True) -> Iterator[tuple
         for file in checkpoint.manifest.files
         if segments or not isinstance(file, SegmentEntry)
     ]
-    states = {
-        (path, file.file): table.segments
-        for path, checkpoint in checkpoints.items()
-        for table in checkpoint.manifest.tables
-        if table.segments is not None
-        for file in table.segments.files
-    }
+    states = {path: checkpoint.manifest.segment_states for path, checkpoint in checkpoints.items()}
 
     def look(path: Path, file: File) -> BrokenCheckpointError | None:
         try:
             if isinstance(file, SegmentEntry):
-                check_segment(path / file.file, file, states[path, file.file])
+                check_segment(path / file.file, file, states[path][file.file])
             else:
                 check_file(path / file.file, file)
         except BrokenCheckpointError as error:

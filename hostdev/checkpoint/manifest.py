@@ -181,6 +181,12 @@ class Manifest:
         return next((file for file in self.others if file.file == name), None)
 
     @property
+    def segment_states(self) -> dict[str, SegmentState]:
+        """The state of its table's segments for each segment, by the segment's file."""
+        states = [table.segments for table in self.tables if table.segments is not None]
+        return {file.file: state for state in states for file in state.files}
+
+    @property
     def checksum(self) -> str:
         """The last field of checkpoint.json: the checksum of all other fields."""
         return json_checksum(self._content())

@@ -137,6 +137,13 @@ def pull(
         raise first
 
 
+def remove_stored(store: Store, name: str) -> None:
+    """Remove a checkpoint from a store; the manifest first, so that no reader takes it for complete."""
+    store.remove(f"{name}/{FILE_NAME}")
+    for file in store.list(name):
+        store.remove(f"{name}/{file}")
+
+
 def _owner(name: str) -> str | None:
     """Return the checkpoint whose manifest this file of a store is; None for other files."""
     owner, _, rest = name.partition("/")
@@ -197,7 +204,7 @@ def _fetch(store: Store, root: Path, name: str, content: Manifest) -> None:
     """Copy a checkpoint, of which only the manifest is there yet."""
     part = root / f"{_FETCHED}{name}"
     (part / IN_STORE).touch()
-    states = {file.file: table.segments for table in content.tables if table.segments for file in table.segments.files}
+    states = content.segment_states
     here: dict[tuple[int, str], Path] = {}
     for other in folder.names_in(root) if states else ():
         here |= folder.segments_of(folder.Checkpoint(root / other, manifest.read(root / other)))
@@ -216,9 +223,7 @@ def _fetch(store: Store, root: Path, name: str, content: Manifest) -> None:
                 os.link(same, path)
                 return
         store.fetch(f"{name}/{file.file}", path)
-        state = states[file.file]
-        assert state is not None
-        check_segment(path, file, state)
+        check_segment(path, file, states[file.file])
 
     try:
         calls = (partial(get, file) for file in content.files)

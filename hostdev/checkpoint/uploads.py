@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, Manifest, SegmentEntry
-from hostdev.checkpoint.remote import IN_STORE, WRITER, begin_writing
+from hostdev.checkpoint.remote import IN_STORE, WRITER, begin_writing, remove_stored
 from hostdev.core.errors import HostdevError, in_words
 from hostdev.core.progress import bar
 from hostdev.core.workers import call_all
@@ -71,7 +71,7 @@ class Uploads:
         files = self.store.list()
         for name in {each.partition("/")[0] for each in files}:
             if folder.is_name(name) and f"{name}/{FILE_NAME}" not in files:
-                self._remove(name)  # what a killed upload has left
+                remove_stored(self.store, name)  # what a killed upload has left
         if set(names) != self._there:
             self.notify()
 
@@ -144,7 +144,7 @@ class Uploads:
         names = folder.names_in(self.path)
         for name in sorted(self._there - set(names)):
             self._require_alone()
-            self._remove(name)
+            remove_stored(self.store, name)
             self._there.discard(name)
 
     def _upload(self, name: str, content: Manifest) -> None:
@@ -181,9 +181,3 @@ class Uploads:
             raise StoreError(
                 f"{self.store.shown} is in use: another process has begun to write checkpoints there; end one"
             )
-
-    def _remove(self, name: str) -> None:
-        """Remove a checkpoint from the store; the manifest first, so that no reader takes it for complete."""
-        self.store.remove(f"{name}/{FILE_NAME}")
-        for file in self.store.list(name):
-            self.store.remove(f"{name}/{file}")

@@ -4,14 +4,14 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hostdev.checkpoint.files import check_file, check_segment
-from hostdev.checkpoint.folder import FOLDER, Chain, is_checkpoint
-from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, SegmentEntry
+from hostdev.checkpoint.folder import FOLDER, is_checkpoint
+from hostdev.checkpoint.loading import verify
+from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError
 from hostdev.core.errors import UserError, in_words
 from hostdev.predict.opening import open_checkpoint
 from hostdev.stores.address import address_of, shown_place
@@ -100,7 +100,8 @@ class FollowingPredictor:
             for line in opened.found.broken:
                 self._say(f"{line}; predictions are still those of {self.current.path.name}")
             if opened.chain[-1].manifest.checksum != self.current.checksum:
-                verify(opened.chain, self.current.checksums)
+                known = self.current.checksums
+                verify([each for each in opened.chain if each.manifest.checksum not in known], segments=True)
                 self._take(self.current.successor(opened))
             self._damaged = None
         except UserError as error:
@@ -151,29 +152,3 @@ def list_checkpoints(path: Path) -> Any:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found.append((folder.stat().st_mtime_ns, sorted(each.name for each in folder.iterdir())))
     return found
-
-
-def verify(chain: Chain, known: Collection[str]) -> None:
-    """Compare the files of a chain with their checksums, but not those of checkpoints in use.
-
-    Args:
-        chain: The checkpoint with its parents.
-        known: Checksums of the manifests of the checkpoints in use.
-
-    Raises:
-        BrokenCheckpointError: A file is damaged.
-    """
-    for checkpoint in chain:
-        if checkpoint.manifest.checksum in known:
-            continue
-        states = {
-            file.file: table.segments
-            for table in checkpoint.manifest.tables
-            if table.segments is not None
-            for file in table.segments.files
-        }
-        for file in checkpoint.manifest.files:
-            if isinstance(file, SegmentEntry):
-                check_segment(checkpoint.path / file.file, file, states[file.file])
-            else:
-                check_file(checkpoint.path / file.file, file)
