@@ -98,6 +98,17 @@ def test_old_ones_are_removed(tmp_path, target):
     assert names(target) == [folder.name_of(step) for step in (2, 3)]
 
 
+def save_two(source, target):
+    """Save two checkpoints and deliver the first; return the rows of both, and the second."""
+    with make() as runtime:
+        step(runtime, 1)
+        runtime.save(source)
+        send(source, target)
+        before = rows(runtime)
+        step(runtime, 2)
+        return before, rows(runtime), runtime.save(source).wait()
+
+
 class Limit:
     """Lets functions be called a number of times together, and then ends the program."""
 
@@ -117,14 +128,7 @@ class Limit:
 def test_readers_find_whole_checkpoints_only(tmp_path, target, monkeypatch):
     """A delivery that ends at any file, as if killed, and is repeated."""
     source = tmp_path / "run"
-    with make() as runtime:
-        step(runtime, 1)
-        runtime.save(source)
-        send(source, target)
-        before = rows(runtime)
-        step(runtime, 2)
-        runtime.save(source)
-        after = rows(runtime)
+    before, after, _ = save_two(source, target)
     work = deliver._copy_file, Store.put, Store.write, folder.commit
     for number in range(20):
         limit = Limit(number)
@@ -148,13 +152,7 @@ def test_readers_find_whole_checkpoints_only(tmp_path, target, monkeypatch):
 
 def test_damage_is_not_delivered(tmp_path, target):
     source = tmp_path / "run"
-    with make() as runtime:
-        step(runtime, 1)
-        runtime.save(source)
-        send(source, target)
-        before = rows(runtime)
-        step(runtime, 2)
-        newest = runtime.save(source).wait()
+    before, _, newest = save_two(source, target)
     file = newest.path / newest.manifest.files[0].file
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
