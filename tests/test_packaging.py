@@ -27,6 +27,7 @@ ROOMS = [
     ("predict",),
     ("train",),
     ("runtime",),
+    ("tracking",),
     ("frameworks",),
     ("checkpoint",),
     ("pipeline",),

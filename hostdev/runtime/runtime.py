@@ -125,6 +125,7 @@ class Runtime(FrameworkLoaders):
         placement.require_place(self.group_specs, self.device)
         specs = placement.cache_specs(cache, self.group_specs)
         placement.require_room(self.group_specs, specs, depth, self.device)
+        self.log = log = log or OpLog()
         self.staging = Staging(self.device, log, batches=depth + 2)
         groups = placement.make_groups(self.group_specs, specs, self.device, ranks, log)
         if ranks is not None:

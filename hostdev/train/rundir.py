@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import shutil
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -19,9 +20,13 @@ from hostdev.train.quality import Point
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
 KEYS_LOG, KEYS_PICTURE = "keys.log", "keys.png"  # of tables by key
 CONFIG, SUMMARY, CURVE = "config.json", "summary.json", "curve.png"
+TENSORBOARD, MLFLOW = "tensorboard", "mlflow.json"  # of --log-to
 FILES_LOG, ASIDE_LOG, NEEDED = "files.jsonl", "set_aside.jsonl", "needed.json"  # of --follow
 _RUN = (LOSS_LOG, CONFIG, SUMMARY)  # a folder with any of these holds a run
-_NAMES = (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE, KEYS_LOG, KEYS_PICTURE, FILES_LOG, ASIDE_LOG, NEEDED)
+_NAMES = (
+    *(LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE, KEYS_LOG, KEYS_PICTURE, FILES_LOG, ASIDE_LOG, NEEDED),
+    MLFLOW,
+)
 
 
 class RunDir:
@@ -47,7 +52,7 @@ class RunDir:
                 self._require_none(_RUN)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
-            self._there = [name for name in _NAMES if self._is_there(name)]
+            self._there = [name for name in (*_NAMES, TENSORBOARD) if self._is_there(name)]
             if not again:  # another process may have used it before the lock
                 self._require_none(name for name in _RUN if name in self._there)
             self.loss = (self.path / LOSS_LOG).open("a", buffering=1)
@@ -120,6 +125,8 @@ class RunDir:
         for name in _NAMES:
             if name not in self._there:
                 (self.path / name).unlink(missing_ok=True)
+        if TENSORBOARD not in self._there:
+            shutil.rmtree(self.path / TENSORBOARD, ignore_errors=True)
         if self._made:
             with contextlib.suppress(OSError):  # it may hold other ranks' folders
                 self.path.rmdir()
