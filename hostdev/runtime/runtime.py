@@ -26,6 +26,7 @@ from hostdev.runtime.access import Access
 from hostdev.runtime.checkpointed import CheckpointedState
 from hostdev.runtime.features import FeatureTables, Table, require_seeds, resolve
 from hostdev.runtime.loaders import FrameworkLoaders
+from hostdev.runtime.logged import Logged
 from hostdev.runtime.lookup import lookup_rows
 from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.making import StepOptions, make_train_loop
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from hostdev.runtime.saving import RuntimeCheckpoints
 
 
-class Runtime(FrameworkLoaders):
+class Runtime(Logged, FrameworkLoaders):
     """Embedding tables for a training loop: prefetches each batch's rows, and applies their gradients to the tables.
 
     ::

@@ -88,7 +88,7 @@ class EndInfo:
     """The end of a run.
 
     Attributes:
-        status: "finished", "stopped early", "interrupted" (by a signal, or by a callback's error) or "failed".
+        status: "finished", "stopped early", "interrupted" (by a signal) or "failed" (also by a callback's error).
         steps: The number of steps taken.
         summary: The content of summary.json.
     """

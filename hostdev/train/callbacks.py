@@ -130,8 +130,8 @@ class RunCallbacks:
             self._close(tracker)
         for line in self._failed:
             note(line)
-        if before is None and self.error is not None and status == "failed":
-            note(f"warning: {self.error}")  # another error ends the run
+        if before is None and self.error is not None and status in ("interrupted", "failed"):
+            note(f"warning: {self.error}")  # the run ends for another reason
 
     def abandon(self, status: str) -> None:
         """Let trackers write what they can within two seconds, in a thread, before the process ends."""

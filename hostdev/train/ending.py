@@ -83,11 +83,11 @@ class Ending:
         none = "; there is no checkpoint" if run.saver is not None else ""
         return f"interrupted in the middle of a step; {self._describe_steps()}{none}"
 
-    def interrupted(self, number: signal.Signals) -> Interrupted:
+    def interrupted(self, number: signal.Signals, status: str = "interrupted") -> Interrupted:
         """Save a checkpoint if the run saves any, complete the logs, and return the exception for this signal."""
         run = self.run
         self.close_saver(save=True)
-        self.end("interrupted")
+        self.end(status)
         if run.saver is None:
             return Interrupted(number, self._describe_steps())
         if run.saver.failed is not None:
@@ -118,7 +118,7 @@ class Ending:
 
     def callback_failed(self, why: str) -> CallbackError:
         """Do what `interrupted` does after a callback's error, and return the error with what to do next."""
-        saved = self.interrupted(signal.SIGTERM)
+        saved = self.interrupted(signal.SIGTERM, "failed")
         return CallbackError(f"{why}; {saved}")
 
     def _newest(self) -> str:

@@ -23,9 +23,11 @@ from hostdev.train.rundir import (
     KEYS_LOG,
     KEYS_PICTURE,
     LOSS_LOG,
+    MLFLOW,
     NEEDED,
     OPS_LOG,
     SUMMARY,
+    TENSORBOARD,
 )
 
 _WAITED = 0.05  # share of the time that reads may hold up before the summary says so
@@ -200,6 +202,7 @@ def summary_lines(
         saved = summary.get("checkpoints", {}).get("saved", 0)
         ops = [FILES_LOG, *[ASIDE_LOG] * bool(summary["files"]["set_aside"]), *[NEEDED] * bool(saved), *ops]
     files = [LOSS_LOG, EVAL_LOG, *ops, CONFIG, SUMMARY, *pictures]
+    files += [name for name in (TENSORBOARD, MLFLOW) if (run_dir / name).exists()]
     removed = [name for name in files if not (run_dir / name).exists()]
     files = [name for name in files if name not in removed]
     best = ""
