@@ -148,11 +148,12 @@ class RunCallbacks:
         self._track(method, info)
 
     def _call_user(self, name: str, user: Any, method: str, info: Any) -> None:
-        call = getattr(user, method, None)
-        if call is None or user is self._raised:
+        if user is self._raised:
             return
         try:
-            call(info)
+            call = getattr(user, method, None)
+            if call is not None:
+                call(info)
         except Exception as error:
             if self.error is None:
                 self._raised = user

@@ -135,7 +135,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
             elif run.saver is not None:
                 assert stop.requested is not None
                 raise ending.interrupted(stop.requested)
-        except (Interrupted, CallbackError):
+        except Interrupted:
             raise
         except TableFullError as error:
             raise ending.full(error) from None
@@ -143,11 +143,12 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
             if session is not None:  # the other ranks go on until they miss this one
                 raise
             raise ending.full(error) from None
-        except BaseException:
-            ending.close_saver(save=False)
-            ending.end("failed")
-            if run.steps == 0:
-                run.discard()
+        except BaseException as error:
+            if not (isinstance(error, CallbackError) and ending.is_complete):  # `callback_failed` has done it
+                ending.close_saver(save=False)
+                ending.end("failed")
+                if run.steps == 0:
+                    run.discard()
             raise
     if stop.requested and (session is None or status == "interrupted"):
         raise ending.interrupted(stop.requested)

@@ -24,7 +24,7 @@ class Ending:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._is_complete = False
+        self.is_complete = False
         self._exchanged: dict[str, int] = {}  # bytes that all ranks have sent
 
     def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Ending:
                 # A device that waits for a dead rank would never finish.
                 run.clock.drain(wait=run.ranks is None or status != "failed")
             content = self._write_summary(status, digest)
-            self._is_complete = True
+            self.is_complete = True
         return content
 
     def end(self, status: str, digest: str | None = None) -> None:
@@ -72,7 +72,7 @@ class Ending:
         """
         run = self.run
         run.lock.acquire()  # never released, so that the main thread writes nothing more
-        if not self._is_complete:
+        if not self.is_complete:
             self._write_summary(status, None)
         if run.callbacks:
             run.callbacks.abandon(status)
