@@ -5,6 +5,7 @@ import shutil
 import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_what_is_read_back(run, small_data, tmp_path, client):
     assert params["batch_size"] == "250" and params["log_to"] == "mlflow" and "versions.torch" in params
     for name in ("config.json", "summary.json", "curve.png"):
         path = client.download_artifacts(found.info.run_id, name, str(tmp_path))
-        assert (tmp_path / "run" / name).read_bytes() == open(path, "rb").read()  # noqa: PTH123, SIM115
+        assert (tmp_path / "run" / name).read_bytes() == Path(path).read_bytes()
 
 
 def test_a_killed_run_that_is_resumed(run, small_data, tmp_path, client, monkeypatch):
