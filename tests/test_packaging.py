@@ -217,7 +217,7 @@ def load_site():
     return site
 
 
-ROOMS_OF_NAMES = ["distributed", "errors", "ops", "parallel"]
+ROOMS_OF_NAMES = ["distributed", "errors", "ops", "parallel", "tracking"]
 
 
 def test_every_public_name_and_option_is_in_the_reference(monkeypatch):

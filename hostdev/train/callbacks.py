@@ -40,6 +40,7 @@ class RunCallbacks:
 
     def __init__(self, users: Iterable[tuple[str, Any]], trackers: Iterable[Tracker], stop: GracefulStop) -> None:
         self._users, self._trackers, self._stop = list(users), list(trackers), stop
+        self._has_any = bool(self._users or self._trackers)
         self._failed: list[str] = []  # what to say about trackers that have failed
         self.error: CallbackError | None = None
         self._raised: Any = None  # the callback whose error it is
@@ -50,8 +51,8 @@ class RunCallbacks:
         self._is_started = self._has_ended = False
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to call."""
-        return bool(self._users or self._trackers)
+        """Return whether there was anything to call at the beginning; trackers may have failed since."""
+        return self._has_any
 
     def start(self, run: RunInfo, runtime: Runtime, again: StepInfo | None) -> None:
         """Call `on_start`.

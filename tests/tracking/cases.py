@@ -2,6 +2,7 @@
 
 import random
 import re
+import shutil
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hostdev
+from hostdev.checkpoint.folder import names_in
 
 FLAGS = ["--batch-size", 250, "--emb-dim", 4]
 seen = []
@@ -84,6 +86,14 @@ def read_scalars(folder):
     tags = events.Tags()
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]}
     return scalars, events
+
+
+def keep_checkpoint(run, step):
+    """Remove what a process has not that was killed after its checkpoint of this step."""
+    for name in names_in(run / "checkpoints"):
+        if name != f"step-{step:010}":
+            shutil.rmtree(run / "checkpoints" / name)
+    (run / "summary.json").unlink()
 
 
 def read_losses(run):

@@ -1,7 +1,6 @@
 """--log-to mlflow, read back by MLflow's own client from a store of files; servers that are gone or slow."""
 
 import json
-import shutil
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ from hostdev.tracking import MLflowWriter
 from hostdev.tracking import mlflow_sending as sending
 from hostdev.tracking.mlflow_tracker import STATE
 from tests.conftest import digest_of
-from tests.tracking.cases import FLAGS, read_evaluations, read_losses
+from tests.tracking.cases import FLAGS, keep_checkpoint, read_evaluations, read_losses
 
 LOG = ["--log-to", "mlflow"]
 
@@ -74,12 +73,22 @@ def test_what_is_read_back(run, small_data, tmp_path, client):
 def test_a_killed_run_that_is_resumed(run, small_data, tmp_path, client, monkeypatch):
     """The same run of MLflow goes on, and has each step once."""
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    every = ["--data", small_data, *FLAGS, "--epochs", 1, "--run-dir", "run", "--checkpoint-every", 5, *LOG]
+    every = [
+        "--data",
+        small_data,
+        *FLAGS,
+        "--epochs",
+        1,
+        "--run-dir",
+        "run",
+        "--checkpoint-every",
+        5,
+        "--keep-checkpoints",
+        99,
+        *LOG,
+    ]
     run(train, *every)
-    for one in (tmp_path / "run" / "checkpoints").iterdir():  # as if it had been killed before its end
-        if not one.name.endswith("5"):
-            shutil.rmtree(one)
-    (tmp_path / "run" / "summary.json").unlink()
+    keep_checkpoint(tmp_path / "run", 5)
     before = json.loads((tmp_path / "run" / STATE).read_text())["run_id"]
     run(train, *every, "--resume")
     found, history = read(client, "mine")

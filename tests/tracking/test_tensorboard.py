@@ -1,7 +1,6 @@
 """--log-to tensorboard, read back by TensorBoard's own reader."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hostdev.commands import train
 from hostdev.tracking.callback import EndInfo, EpochInfo, RunInfo
 from hostdev.tracking.tensorboard import TensorBoardTracker
 from tests.conftest import digest_of
-from tests.tracking.cases import FLAGS, read_evaluations, read_losses, read_scalars
+from tests.tracking.cases import FLAGS, keep_checkpoint, read_evaluations, read_losses, read_scalars
 
 LOG = ["--log-to", "tensorboard"]
 
@@ -40,7 +39,7 @@ def require_equal(run):
         ["--host-device-mix", "--cache-rows", "10%"],
         ["--host-device-mix", "--tables", "dynamic", "--admit-count", 2, "--cache-rows", 500],
         ["--host-device-mix", "--table-dtype", "bfloat16", "--table-slots", "8bit"],
-        ["--host-device-mix", "--table-dir", "disk", "--table-memory", "300KiB"],
+        ["--host-device-mix", "--table-dir", "disk", "--table-memory", "300KiB", "--emb-dim", 16],
     ],
     ids=["device", "cache", "keys", "bfloat16", "disk"],
 )
@@ -73,8 +72,7 @@ def test_what_is_read_back(run, small_data, tmp_path, more):
 def test_norms_are_those_of_the_table(run, small_data, tmp_path):
     run(train, "--data", small_data, *FLAGS, "--epochs", 1, "--checkpoint-every", 99, "--run-dir", "run", *LOG)
     _, events = read_scalars(tmp_path / "run" / "tensorboard")
-    with hostdev.open(tmp_path / "run" / "checkpoints") as saved:
-        weights = np.asarray(saved.tables["deep"].weights[:])
+    weights = np.asarray(hostdev.open(tmp_path / "run" / "checkpoints")["deep"].weights[:])
     [found] = events.Histograms("rows/deep/norm")
     norms = np.linalg.norm(weights.astype(np.float64), axis=1)
     value = found.histogram_value
@@ -86,14 +84,23 @@ def test_norms_are_those_of_the_table(run, small_data, tmp_path):
 def test_a_killed_run_that_is_resumed(run, small_data, tmp_path, every):
     """Steps after the checkpoint, and the evaluation after it, are there once."""
     steps = len(range(0, 3600, 250)) if every == "epoch" else every
-    flags = ["--data", small_data, *FLAGS, "--epochs", 2, "--run-dir", "run", *LOG, "--checkpoint-every", steps]
+    flags = [
+        "--data",
+        small_data,
+        *FLAGS,
+        "--epochs",
+        2,
+        "--run-dir",
+        "run",
+        *LOG,
+        "--keep-checkpoints",
+        99,
+        "--checkpoint-every",
+        steps,
+    ]
     run(train, *flags)
-    checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    for one in checkpoints:  # as if the run had been killed after its first checkpoint
-        if int(one.name.split("-")[1].split(".")[0]) > steps:
-            shutil.rmtree(one)
     whole = digest_of(tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
+    keep_checkpoint(tmp_path / "run", steps)
     run(train, *flags, "--resume")
     scalars, events, _ = require_equal(tmp_path / "run")
     assert [one.step for one in events.Histograms("rows/deep/norm")] == [step for step, _ in scalars["test/auc"]]
