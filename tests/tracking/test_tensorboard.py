@@ -72,7 +72,8 @@ def test_what_is_read_back(run, small_data, tmp_path, more):
 def test_norms_are_those_of_the_table(run, small_data, tmp_path):
     run(train, "--data", small_data, *FLAGS, "--epochs", 1, "--checkpoint-every", 99, "--run-dir", "run", *LOG)
     _, events = read_scalars(tmp_path / "run" / "tensorboard")
-    weights = np.asarray(hostdev.open(tmp_path / "run" / "checkpoints")["deep"].weights[:])
+    table = hostdev.open(tmp_path / "run" / "checkpoints")["deep"]
+    weights = table.lookup(np.arange(len(table)))
     [found] = events.Histograms("rows/deep/norm")
     norms = np.linalg.norm(weights.astype(np.float64), axis=1)
     value = found.histogram_value
