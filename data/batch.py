@@ -55,3 +55,23 @@ class Batch:
             weight = None if self.weight is None else self.weight[start:stop]
             label, dense, ids = self.label[start:stop], self.dense[start:stop], self.ids[start:stop]
             yield Batch(label, dense, ids, bags, self.step_rows, weight, bag_weights)
+
+
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """Return the samples of one or more batches with the same columns, in order, as one batch without weights."""
+    if len(batches) == 1:
+        return batches[0]
+    bags = {
+        name: (
+            np.concatenate([batch.bags[name][0] for batch in batches]),
+            np.concatenate([batch.bags[name][1] for batch in batches]),
+        )
+        for name in batches[0].bags
+    }
+    bag_weights = {
+        name: np.concatenate([batch.bag_weights[name] for batch in batches]) for name in batches[0].bag_weights
+    }
+    label, dense, ids = (
+        np.concatenate([getattr(batch, name) for batch in batches]) for name in ("label", "dense", "ids")
+    )
+    return Batch(label, dense, ids, bags, bag_weights=bag_weights)

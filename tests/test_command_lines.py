@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hostdev.commands import COMMANDS, console, preprocess, train
+from hostdev.commands import COMMANDS, console, preprocess, serve, train
 from tests.conftest import ROOT, environment
 
 WRONG = {
@@ -15,10 +15,13 @@ WRONG = {
         ["table", "--labl", "y", "x.csv", "--out", "d"],
         "unrecognized arguments: --labl; did you mean --label? (see hostdev preprocess --help)",
     ),
+    "report": (["nope", "--out", "x.html"], "there is no run directory nope"),
     "predict": (
         ["--checkpoint", "x", "--data", "nope", "--out", "p.parquet"],
         "--data nope: there is no such file or data set",
     ),
+    "neighbours": (["--checkpoint", "nope", "--of", "x"], "--checkpoint nope does not exist"),
+    "serve": (["--checkpoint", "nope"], "--checkpoint nope: there is no such checkpoint or folder"),
     "checkpoint": (["diff", ".", "nope"], "nope does not exist"),
     "advise": (
         ["--data", "nope"],
@@ -28,7 +31,7 @@ WRONG = {
     "warm-up": (["--jobs", 0], "--jobs must be in 1..256, not 0"),
     "launch": ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check to test connections"),
 }
-HEAVY = ("torch", "numba", "pyarrow", "matplotlib")
+HEAVY = ("torch", "numba", "pyarrow", "matplotlib", "uvicorn", "starlette")
 
 
 def run(tmp_path, *arguments, check=""):
@@ -86,11 +89,11 @@ def test_the_program_itself(tmp_path):
     assert "; the commands are train, quickstart, " in run(tmp_path, "xyz").stderr
 
 
-@pytest.mark.parametrize("page", ["training", "preparation"])
+@pytest.mark.parametrize("page", ["training", "preparation", "serving"])
 def test_the_guides_have_every_option(page):
     text = (ROOT / "docs/guides" / f"{page}.md").read_text()
     if page == "preparation":
         text += (ROOT / "docs/guides/query.md").read_text()
-    parser = (train if page == "training" else preprocess).parser()
+    parser = {"training": train, "preparation": preprocess, "serving": serve}[page].parser()
     options = set(parser._all_options()) - {"--help", "-h", "--debug"}
     assert {option for option in options if f"`{option}" not in text and f"{option} " not in text} == set()

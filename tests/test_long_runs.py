@@ -45,7 +45,10 @@ def test_ops_log_is_of_bounded_size(trained, small_data, tmp_path, capsys, monke
 
 def test_no_ops_log(trained, small_data, tmp_path, capsys):  # noqa: F811
     assert trained(*small(small_data, *MIX, "--ops-log", 0)) == 0
-    assert "files          run/: loss.log, eval.log, config.json, summary.json, curve.png\n" in capsys.readouterr().out
+    assert (
+        "files          run/: loss.log, eval.log, scores.jsonl, config.json, summary.json, curve.png\n"
+        in capsys.readouterr().out
+    )
     assert not list((tmp_path / "run").glob("ops*"))
     assert summary_of(tmp_path / "run")["ops"]["DenseForward"]["count"] == 3
 
@@ -104,5 +107,6 @@ def test_a_run_reports_bytes_and_hits_and_no_optimum(trained, small_data, tmp_pa
         "eval.log",
         "loss.log",
         "ops.log",
+        "scores.jsonl",
         "summary.json",
     ]

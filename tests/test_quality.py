@@ -92,7 +92,7 @@ def test_a_run_stops_early(trained, small_data, tmp_path, capsys, monkeypatch): 
     """After the epoch that makes it two without a better AUC; the rest is that of a run that ends."""
     aucs = iter([0.7, 0.8, 0.72, 0.8, 0.71, 0.8, 0.72, 0.8])  # of test rows and of training rows
 
-    def evaluate(self, batches, progress, folder):
+    def evaluate(self, batches, progress, folder, counted):
         return Evaluation(next(aucs), 0.5, sum(len(batch) for batch in batches))
 
     monkeypatch.setattr(run.Trainer, "evaluate", evaluate)
@@ -114,7 +114,7 @@ def test_a_run_stops_early(trained, small_data, tmp_path, capsys, monkeypatch): 
 
 
 def test_no_early_stop_where_the_last_epoch_is_over_anyway(trained, small_data, tmp_path, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.setattr(run.Trainer, "evaluate", lambda *arguments: Evaluation(0.7, 0.5, 10))
+    monkeypatch.setattr(run.Trainer, "evaluate", lambda *arguments, **options: Evaluation(0.7, 0.5, 10))
     options = ["--host-device-mix", "--batch-size", 3000, "--epochs", 3, "--early-stop", 1, "--max-steps", 3]
     assert trained(*small(small_data, *options)) == 0  # the limit comes with the second epoch
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
@@ -160,6 +160,6 @@ def test_a_picture_never_fails_a_run(trained, small_data, tmp_path, capsys, monk
     monkeypatch.setattr(curve, "draw", fail)
     assert trained(*small(small_data, "--host-device-mix", "--max-steps", 2)) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^files +run/: loss.log, eval.log, ops.log, config.json, summary.json$", out, re.M)
+    assert re.search(r"^files +run/: loss.log, eval.log, scores.jsonl, ops.log, config.json, summary.json$", out, re.M)
     assert out.endswith("no curve.png   ZeroDivisionError: no pencil\n")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"

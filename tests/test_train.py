@@ -89,6 +89,7 @@ def test_the_list_of_flags():
         "--checkpoint-minutes",
         "--keep-checkpoints",
         "--checkpoint-dir",
+        "--report",
         "--resume",
         "--micro-batches",
         "--gradients",
@@ -146,6 +147,7 @@ def test_the_run_directory(device, trained, small_data, tmp_path, capsys):
         "eval.log",
         "loss.log",
         "ops.log",
+        "scores.jsonl",
         "summary.json",
     ]
     steps = -(-manifest.read(small_data).rows("train") // 500)
@@ -190,7 +192,9 @@ def test_the_run_directory(device, trained, small_data, tmp_path, capsys):
     assert summary["state_sha256"] in out
     assert f"\nAUC {summary['auc']:.4f}" in out
     assert f"epoch 2: AUC {summary['auc']:.4f} (training {summary['training_auc']:.4f}), log loss " in out
-    assert "files          run/: loss.log, eval.log, ops.log, config.json, summary.json, curve.png\n" in out
+    assert (
+        "files          run/: loss.log, eval.log, scores.jsonl, ops.log, config.json, summary.json, curve.png\n" in out
+    )
     assert "FusedSparseLazyAdam" in out
 
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from hostdev.checkpoint import compact, diff, export, folder, reshard
+from hostdev.checkpoint import compact, deliver, diff, export, folder, reshard
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import damaged, find_newest_valid
 from hostdev.checkpoint.manifest import FILE_NAME, VERSION, BrokenCheckpointError
@@ -183,6 +183,23 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _deliver(arguments: argparse.Namespace) -> int:
+    if arguments.target == arguments.path:
+        raise UserError(
+            f"{shown_place(arguments.target)} is both where to deliver from and where to; name another folder"
+        )
+    while True:
+        chain = _newest(arguments.path, arguments.prog)
+        try:
+            found = deliver.deliver(chain, arguments.target, arguments.keep)
+        except BrokenCheckpointError:
+            if chain[-1].path.is_dir() or _newest(arguments.path, arguments.prog)[-1].path == chain[-1].path:
+                raise
+            continue  # the run has replaced the checkpoint meanwhile
+        print(deliver.describe(chain, arguments.target, found))
+        return 0
+
+
 _COMMANDS = {
     "info": _info,
     "verify": _verify,
@@ -190,6 +207,7 @@ _COMMANDS = {
     "compact": _compact,
     "merge": _merge,
     "reshard": _reshard,
+    "deliver": _deliver,
     "export": _export,
 }
 

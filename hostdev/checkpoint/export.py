@@ -22,17 +22,17 @@ from hostdev.checkpoint.export_state import write_state
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify
-from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
+from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import WEIGHTS
-from hostdev.checkpoint.state import find_file, read_values
-from hostdev.core import arrow_files, outputs
-from hostdev.core.errors import UserError, in_words, naming
+from hostdev.checkpoint.state import read_values
+from hostdev.checkpoint.vocabulary import read_vocabulary
+from hostdev.core import outputs
+from hostdev.core.errors import UserError, naming
 from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import Progress, bar
 from hostdev.stores.address import shown_place
 
-VOCABULARY = "data/vocabulary.arrow"
 IDS, DENSE = "ids.parquet", "dense.pt"
 KEY, UNKNOWN = "key", "out_of_vocabulary"
 
@@ -82,7 +82,7 @@ def _write(out: Path, layers: Layers, options: Options) -> None:
     with bar(total, "exporting", "row", unit_scale=True) as progress:
         for table in layers.manifest.tables:
             _write_table(out, layers, table, options, progress)
-    names = _read_vocabulary(layers)
+    names = read_vocabulary(layers)
     if names is not None and options.format != "parquet":
         with (out / IDS).open("wb") as file:
             pq.write_table(_add_ids(names, 0, len(names)), file)
@@ -175,7 +175,7 @@ def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str],
     table has a row for each id of the data set, the columns `column` and `value` follow `id`; they say which value of
     which column of the data set has the id. A table by key has the column `key` instead of `id`.
     """
-    names = _read_vocabulary(layers)
+    names = read_vocabulary(layers)
     named = names is not None and len(names) == table.rows and table.keys is None
     writer: pq.ParquetWriter | None = None
     with path.open("wb") as file, ExitStack() as opened:
@@ -246,20 +246,6 @@ def _write_values(file: IO[bytes], values: Any, dtype: str) -> None:
     if dtype == "bfloat16":
         values = torch.from_numpy(values.copy()).to(torch.bfloat16).view(torch.int16).numpy()
     file.write(values.data)
-
-
-def _read_vocabulary(layers: Layers) -> pa.Table | None:
-    """Return the data set's column and value of each id, in a memory-mapped table; None if the checkpoint has none."""
-    path = find_file(layers, VOCABULARY)
-    if path is None:
-        return None
-    try:
-        table = arrow_files.read_table(path)
-        if table.schema.names[:2] != ["field", "value"]:
-            raise ValueError(f"its first columns must be field and value, not {', '.join(table.schema.names[:10])}")
-    except ValueError as error:
-        raise BrokenCheckpointError(f"{path} is broken ({in_words(error)})") from None
-    return table
 
 
 def _slice_vocabulary(names: pa.Table, start: int, stop: int) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ from hashlib import sha256
 from io import FileIO
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +19,22 @@ from hostdev.kernels.disk_records import GOOD, Format
 _PIECE = 1 << 22  # bytes
 
 
+_mapped: WeakValueDictionary[tuple[int, ...], Any] = WeakValueDictionary()  # by device, inode, size and time
+
+
 def mapped(path: Path) -> Any:
-    """Return a file's memory-mapped content; raise BrokenCheckpointError if it cannot be read."""
+    """Return a file's memory-mapped content; raise BrokenCheckpointError if it cannot be read.
+
+    A file that is mapped already is not mapped again: checkpoints of a chain share files, and the pages that were read.
+    """
     try:
+        found = path.stat()
+        key = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        if (known := _mapped.get(key)) is not None:
+            return known
         with pa.memory_map(os.fsencode(path)) as file:
-            return file.read_buffer()
+            made = _mapped[key] = file.read_buffer()
+            return made
     except OSError as error:
         raise_if_transient(error)
         raise BrokenCheckpointError(f"{path} is broken ({error})") from None

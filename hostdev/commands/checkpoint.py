@@ -1,14 +1,16 @@
 """The command line of `checkpoint`."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
+from hostdev.neighbours import INDEXES, METRICS
 from hostdev.stores.address import address_of, checkpoint_path, result_path
 
 PROG = "hostdev.checkpoint"
-FORMATS = ("parquet", "npy", "safetensors")
+FORMATS = ("parquet", "npy", "safetensors", "faiss", "onnx")
 DTYPES = ("float32", "bfloat16", "bf16")  # bf16, the former name, is kept for one release
 
 
@@ -55,6 +57,22 @@ def parser(prog: str = PROG) -> cli.Parser:
             metavar="DIR",
             help="a new folder, or one without checkpoints",
         )
+    of_deliver = add(
+        "deliver", "copy the newest checkpoint to the folder that a server follows, as far as it is not there"
+    )
+    of_deliver.add_argument(
+        "target",
+        type=cli.checked(checkpoint_path),
+        metavar="TARGET",
+        help="a folder of checkpoints, or a store's address",
+    )
+    of_deliver.add_argument(
+        "--keep",
+        type=int,
+        default=2,
+        metavar="K",
+        help="keep the K newest checkpoints in TARGET and their parents, and remove others (default 2)",
+    )
     _add_export(add("export", "write tables and dense layers as files for other programs"))
     return made
 
@@ -62,9 +80,42 @@ def parser(prog: str = PROG) -> cli.Parser:
 def _add_export(to: argparse.ArgumentParser) -> None:
     """Add the options of `export`."""
     to.add_argument("--out", type=cli.checked(result_path), required=True, metavar="DIR", help="a new folder")
-    to.add_argument("--format", choices=FORMATS, default="parquet", help="format of the tables (default parquet)")
+    to.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="parquet",
+        help="format of the tables (default parquet); faiss: indexes for nearest rows; onnx: the dense layers only",
+    )
     to.add_argument("--slots", action="store_true", help="also write optimizer state, steps, settings, and `extra`")
-    to.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the tables' values (default float32)")
+    to.add_argument("--dtype", choices=DTYPES, help="type of the tables' values (default float32)")
+    options.add_rows(to, "default: all", "with faiss: ")
+    to.add_argument(
+        "--index", choices=INDEXES, help="with faiss: an exact or an approximate, faster search (default flat)"
+    )
+    options.add_model(to)
+
+
+_EFFECTS = {  # the formats with which an option has an effect
+    "slots": ("parquet", "npy", "safetensors"),
+    "dtype": ("parquet", "npy", "safetensors"),
+    "table": ("faiss",),
+    "column": ("faiss",),
+    "metric": ("faiss",),
+    "index": ("faiss",),
+    "model": ("onnx",),
+}
+
+
+def _check_export(arguments: argparse.Namespace) -> None:
+    """Set the defaults of options of `export`; raise UserError for an option without effect in the format."""
+    for name, formats in _EFFECTS.items():
+        if getattr(arguments, name) and arguments.format not in formats:
+            raise UserError(
+                f"--{name} has no effect with --format {arguments.format}, only with {', '.join(formats)}; "
+                f"leave out --{name}"
+            )
+    arguments.dtype = arguments.dtype or DTYPES[0]
+    arguments.metric, arguments.index = arguments.metric or METRICS[0], arguments.index or INDEXES[0]
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> int:
@@ -77,7 +128,21 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     for path in (arguments.path, getattr(arguments, "other", arguments.path)):
         if address_of(path) is None and not path.exists():
             raise UserError(f"{path} does not exist")
+    if arguments.command == "export":
+        _check_export(arguments)
     arguments.prog = prog
-    with cli.importing(prog):
-        from hostdev.checkpoint.command import run
+    run = _import_run(arguments, prog)
     return run(arguments)
+
+
+def _import_run(arguments: argparse.Namespace, prog: str) -> Callable[[argparse.Namespace], int]:
+    """Return the function that runs a command."""
+    form = arguments.format if arguments.command == "export" else ""
+    with cli.importing(prog):
+        if form == "faiss":
+            from hostdev.neighbours.faiss_export import run
+        elif form == "onnx":
+            from hostdev.predict.onnx_export import run
+        else:
+            from hostdev.checkpoint.command import run
+    return run

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.predict import WHICH
-from hostdev.stores.address import address_of, checkpoint_path, result_path, shown_place, source_path
+from hostdev.stores.address import address_of, result_path, shown_place, source_path
 
 PROG = "hostdev.predict"
 
@@ -16,17 +16,8 @@ def parser(prog: str = PROG) -> cli.Parser:
     made = cli.parser(
         prog, "Write the probability of a positive label, or a number, for each row of a file or a data set."
     )
-    made.add_argument(
-        "--checkpoint",
-        type=cli.checked(checkpoint_path),
-        required=True,
-        metavar="DIR",
-        help="a checkpoint, or a folder of checkpoints",
-    )
-    made.add_argument(
-        "--which", choices=WHICH, help="which checkpoint of a run (default: best with --early-stop, else newest)"
-    )
-    made.add_argument("--model", metavar="package.module:Class", help="the model's class, if it is your own")
+    options.add_checkpoint(made)
+    options.add_model(made)
     made.add_argument(
         "--data",
         type=cli.checked(source_path),

@@ -37,6 +37,7 @@ class Opened(NamedTuple):
     data: Manifest
     data_folder: Path
     encoding: Encoding
+    vocabulary: str | None  # checksum of the vocabulary's file
     why: str
 
     @property
@@ -88,7 +89,14 @@ def open_checkpoint(path: Path, which: str | None) -> Opened:
         if vocabulary is None and data.vocabulary is not None:
             raise BrokenCheckpointError(f"{newest_one.path} is broken (it has no data/{data.vocabulary})")
         encoding = Encoding(data, vocabulary)
-    return Opened(found, settings, dense, data, of_data.parent, encoding, why)
+        words = None if vocabulary is None else _checksum(found.chain, f"data/{data.vocabulary}")
+    return Opened(found, settings, dense, data, of_data.parent, encoding, words, why)
+
+
+def _checksum(chain: Chain, name: str) -> str | None:
+    """Return the checksum of a file of `Manifest.others` in the newest checkpoint that has it."""
+    found = (checkpoint.manifest.other(name) for checkpoint in reversed(chain))
+    return next((file.sha256 for file in found if file is not None), None)
 
 
 def _chosen(path: Path, which: str | None) -> tuple[Found, str]:

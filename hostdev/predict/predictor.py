@@ -2,8 +2,9 @@
 
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
+import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from hostdev.data.targets import columns_of
 from hostdev.device import backend
 from hostdev.device.ops import get_ops
 from hostdev.models import registry
-from hostdev.models.model import Model
-from hostdev.predict.opening import choose_model, open_checkpoint, reading
+from hostdev.models.model import Model, Rows
+from hostdev.predict.following import FollowingPredictor, list_checkpoints, warn
+from hostdev.predict.opening import Opened, choose_model, open_checkpoint, reading
 from hostdev.predict.rows import as_batch, as_columns, as_mapping, get_column_names
 from hostdev.predict.unknown import UnknownValues
 from hostdev.runtime.features import FeatureIds, read_ids
@@ -46,6 +48,11 @@ class Predictor:
     be deleted afterwards. Only the structure of the tables' files is checked; `python -m hostdev.checkpoint verify`
     compares checksums.
 
+    Attributes:
+        path: The checkpoint's folder.
+        step: The checkpoint's step.
+        created: When the checkpoint was written, UTC in ISO 8601.
+
     Args:
         checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. For a run with
             --early-stop, the best checkpoint is used (by AUC, or by RMSE if all labels are numbers); for other runs,
@@ -67,17 +74,80 @@ class Predictor:
         model: str | type[Any] | None = None,  # Any, as classes need not inherit from Model
         which: str | None = None,
         _encodes: bool = True,  # whether raw rows will be given, not only batches of a data set
+        _in_float32: bool = False,  # whether a model that was trained in bfloat16 computes in float32
     ) -> None:
         opened = open_checkpoint(checkpoint_path(checkpoint), which)
         for line in opened.found.notes():
             warnings.warn(line, stacklevel=2)
-        self.path, self.why, self.settings, self.data = opened.path, opened.why, opened.settings, opened.data
-        self.encoding, self.data_folder = opened.encoding, opened.data_folder
-        self._device = backend.require(device)
-        self._bf16 = self.settings["precision"] == "bf16"
-        chosen = choose_model(self.settings, model, self.path)
-        dim = self.settings["emb_dim"] or registry.default_dim(chosen)
-        self.model: Model = registry.make(chosen, self.data.schema, dim, seed=self.settings["seed"])
+        self.encoding, self.data, self._vocabulary = opened.encoding, opened.data, opened.vocabulary
+        self._device, self._in_float32 = backend.require(device), _in_float32
+        chosen = choose_model(opened.settings, model, opened.path)
+        dim = opened.settings["emb_dim"] or registry.default_dim(chosen)
+        self.model: Model = registry.make(chosen, self.data.schema, dim, seed=opened.settings["seed"])
+        self._use(opened)
+        if _encodes:
+            with reading(self.path):
+                self.encoding.prepare()
+        self._ops = get_ops(torch.device("cpu"))
+
+    @classmethod
+    def follow(
+        cls,
+        checkpoint: Path | str,
+        *,
+        seconds: float = 0.5,
+        on_change: "Callable[[Predictor], object]" = lambda predictor: None,
+        on_problem: Callable[[str], object] = warn,
+        **options: Any,
+    ) -> FollowingPredictor:
+        """Return a predictor that takes newer checkpoints of a folder while it predicts.
+
+        ::
+
+            with hostdev.Predictor.follow("run/checkpoints") as predict:
+                predict({"user": ["u1"], ...})  # from the newest checkpoint
+
+        Args:
+            checkpoint: A folder of checkpoints or a run directory, here or in a store.
+            seconds: Time between two looks at the folder.
+            on_change: Called with the new `Predictor` in the thread that looks, after each change.
+            on_problem: Called with a line about a checkpoint that cannot be used; by default, it becomes a warning.
+            options: Further arguments of `Predictor`.
+
+        Raises:
+            UserError: As for `Predictor`, or `checkpoint` is a single checkpoint.
+        """
+        path = checkpoint_path(checkpoint)
+        list_checkpoints(path)
+        return FollowingPredictor(cls(path, **options), path, options.get("which"), seconds, on_change, on_problem)
+
+    def successor(self, opened: Opened) -> "Predictor":
+        """Return a predictor of a newer checkpoint of the same run, which shares what has not changed with this one.
+
+        Raises:
+            UserError: The checkpoint is of a different model, or of other data.
+        """
+        for name in ("model", "emb_dim"):
+            if opened.settings[name] != self.settings[name]:
+                raise UserError(f"{opened.path} is of a different model: {name} is {opened.settings[name]!r}")
+        if (opened.data, opened.vocabulary) != (self.data, self._vocabulary):
+            raise UserError(f"{opened.path} was trained on other data, with other columns or ids")
+        made = copy.copy(self)
+        made.model = copy.deepcopy(self.model)
+        made._use(opened)
+        return made
+
+    def _use(self, opened: Opened) -> None:
+        """Take dense layers and tables from a checkpoint."""
+        self.path, self.why, self.settings, self.data_folder = (
+            opened.path,
+            opened.why,
+            opened.settings,
+            opened.data_folder,
+        )
+        self.checksums = [checkpoint.manifest.checksum for checkpoint in opened.chain]
+        self.step, self.created = opened.chain[-1].manifest.step, opened.chain[-1].manifest.created
+        self._bf16 = self.settings["precision"] == "bf16" and not self._in_float32
         try:
             self.model.load_state_dict(opened.dense)
         except (RuntimeError, TypeError, AttributeError) as error:
@@ -86,9 +156,11 @@ class Predictor:
         with reading(self.path):
             self.tables: dict[str, Any] = {name: open_table(opened.chain, name) for name in self.model.tables}
             self._require_tables()
-            if _encodes:
-                self.encoding.prepare()
-        self._ops = get_ops(torch.device("cpu"))
+
+    @property
+    def checksum(self) -> str:
+        """The checksum of the checkpoint's manifest."""
+        return self.checksums[-1]
 
     @cached_property
     def _unknown(self) -> UnknownValues:
@@ -127,21 +199,31 @@ class Predictor:
         """
         rows = as_mapping(rows)
         self.encoding.require(get_column_names(rows))
-        batch = None
-        if isinstance(rows, Mapping):
-            rows = as_columns(rows, self.encoding)
-            if all(type(values) is list and len(values) <= _FEW for values in rows.values()):
-                batch = self.encoding.encode_few(rows)
-        if batch is None:
-            batch = self.encoding.encode(as_batch(rows, self.encoding))
+        batch = self.encode(as_columns(rows, self.encoding) if isinstance(rows, Mapping) else rows)
         self._unknown.count(batch)
         for line in self._unknown.lines():
             warnings.warn(line, stacklevel=2)
         logits = self.logits_by_batch(batch)
-        self._require_finite(batch, logits)
-        return self._predictions(logits)
+        self.require_finite(batch, logits)
+        return self.to_predictions(logits)
 
-    def _predictions(self, outputs: Probabilities) -> Probabilities:
+    def encode(self, rows: Any) -> Batch:
+        """Return rows as a batch with the data set's ids; its labels are NaN.
+
+        Args:
+            rows: The required columns: a dict with a list or an array of one value per row for each, a pandas
+                DataFrame, or a pyarrow Table or RecordBatch.
+
+        Raises:
+            UserError: A column has a wrong type, or a value is invalid.
+        """
+        if isinstance(rows, Mapping) and all(type(some) is list and len(some) <= _FEW for some in rows.values()):
+            batch = self.encoding.encode_few(rows)
+            if batch is not None:
+                return batch
+        return self.encoding.encode(as_batch(rows, self.encoding))
+
+    def to_predictions(self, outputs: Probabilities) -> Probabilities:
         """Return probabilities for labels of 0 or 1, and the model's outputs for numeric labels."""
         schema = self.data.schema
         if not schema.targets.numeric:
@@ -151,7 +233,7 @@ class Predictor:
         each = zip(schema.labels, columns_of(outputs), strict=True)
         return np.stack([one if name in schema.targets.numeric else probabilities(one) for name, one in each], 1)
 
-    def _require_finite(self, batch: Batch, logits: Probabilities) -> None:
+    def require_finite(self, batch: Batch, logits: Probabilities) -> None:
         """Raise UserError with the likely cause unless all outputs, [n] or [n, labels], are finite."""
         if not len(wrong := np.flatnonzero(~np.logical_and.reduce(list(map(np.isfinite, columns_of(logits)))))):
             return
@@ -161,7 +243,7 @@ class Predictor:
 
     def predict(self, batch: Batch) -> Probabilities:
         """Return the same predictions as `__call__`, but for a batch that already has the data set's ids."""
-        return self._predictions(self.logits_by_batch(batch))
+        return self.to_predictions(self.logits_by_batch(batch))
 
     def logits_by_batch(self, batch: Batch) -> Probabilities:
         """Return the same as `logits` for any number of rows, computed in batches of `batch_size` rows."""
@@ -176,12 +258,16 @@ class Predictor:
         An output is a logit, or the predicted number for a numeric label.
         """
         with torch.inference_mode():
-            rows = dict(self._rows(batch))
+            rows = self.rows(batch)
             dense = torch.from_numpy(batch.dense).to(self._device)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
                 logits: Tensor = self.model(dense, rows)
         found: Probabilities = logits.float().cpu().numpy()
         return found
+
+    def rows(self, batch: Batch) -> Rows:
+        """Return the looked-up rows of each feature for a batch, as the model's `forward` gets them."""
+        return dict(self._rows(batch))
 
     def _rows(self, batch: Batch) -> Iterator[tuple[str, Any]]:
         """Yield each feature's name and its rows, equal to those that `Runtime.predict` passes to the model."""

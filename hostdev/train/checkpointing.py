@@ -27,6 +27,7 @@ from hostdev.checkpoint.remote import fetch
 from hostdev.checkpoint.writer import AsyncWriter
 from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.core.progress import note
+from hostdev.core.run_files import CONFIG, SUMMARY
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
 from hostdev.data.manifest import Manifest
@@ -38,7 +39,6 @@ from hostdev.stores.store import StoreError
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality
-from hostdev.train.rundir import CONFIG, SUMMARY
 
 KEEP = 3
 # Besides the data, results depend on these options: a resumed run must have the same values.

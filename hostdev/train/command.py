@@ -15,6 +15,7 @@ import torch
 import hostdev
 from hostdev.checkpoint.loading import verify_others
 from hostdev.core.errors import DiskFullError, TableFullError, UserError
+from hostdev.core.run_files import REPORT
 from hostdev.data import lookalike, manifest
 from hostdev.data.remote import describe_place
 from hostdev.device import backend
@@ -31,6 +32,7 @@ from hostdev.train.layouts import laid_out
 from hostdev.train.lean import without_compiler
 from hostdev.train.processes import ProcessSession, join_processes, resolve_batch
 from hostdev.train.run import Run
+from hostdev.train.summary import get_data_set
 from hostdev.train.tracking_options import require_tracking
 
 _RANKS_DEADLINE_SECONDS = 10.0
@@ -108,7 +110,13 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         ending = Ending(run)
         if session is not None:
             session.on_fault = partial(ending.abandon, "failed")
-        config = {**settings.as_json(), "data": shown_place(data), "versions": _versions(), "preprocess": found.options}
+        config = {
+            **settings.as_json(),
+            "data": shown_place(data),
+            "versions": _versions(),
+            "preprocess": found.options,
+            "data_set": get_data_set(found),
+        }
         try:
             run.files.write_config(config)
         except OSError:
@@ -156,6 +164,9 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
     has_ops_log, undrawn = run.files.ops is not None, ending.draw()
     if run.callbacks:
         run.callbacks.end(status, summary)
+    has_ops_log = run.files.ops is not None
+    if (undone := ending.report()) is not None:
+        print(f"no {REPORT}: {undone}", flush=True)
     lines = report.summary_lines(
         summary, run.epochs, run.files.path, run.trace, undrawn=undrawn, has_ops_log=has_ops_log
     )

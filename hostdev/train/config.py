@@ -19,6 +19,7 @@ from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.parallel.plan_text import parse_plan
+from hostdev.report.extra import require_extra
 from hostdev.stores.address import checkpoint_path, data_path, local_path, shown_place
 from hostdev.train import config_checks
 from hostdev.train.config_checks import option_name as _option
@@ -298,6 +299,7 @@ class TrainConfig(FollowOptions, TrackingOptions):
         kind=checked(checkpoint_path),
         metavar="CHECKPOINT",
     )
+    report: bool = _flag("at the end, write report.html in the run directory: charts and tables", default=False)
     trace: Path | None = _flag(
         "a new file for the timeline of all stages, as Chrome trace JSON (open it in Perfetto)",
         kind=checked(local_path),
@@ -305,6 +307,8 @@ class TrainConfig(FollowOptions, TrackingOptions):
     )
 
     def __post_init__(self) -> None:
+        if self.report:
+            require_extra("--report")
         for name in _DTYPES:
             if getattr(self, name) == BFLOAT16:
                 object.__setattr__(self, name, BF16)  # the name in files

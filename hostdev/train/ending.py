@@ -8,6 +8,7 @@ import numpy as np
 from hostdev.core.errors import FullError, TableFullError, naming
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.progress import counted
+from hostdev.core.run_files import REPORT
 from hostdev.device import backend
 from hostdev.device.clock import EventClock
 from hostdev.kernels.pool import host_threads
@@ -62,6 +63,19 @@ class Ending:
             if run.keys is not None:
                 run.keys.draw()
         except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def report(self) -> str | None:
+        """With --report, write the page on rank 0, and return None, or the error as text."""
+        run = self.run
+        if run.world.rank or not run.settings.report:
+            return None
+        from hostdev.report.command import write
+
+        try:
+            write([run.files.path], run.files.path / REPORT)
+        except Exception as error:  # the run itself has succeeded
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -179,6 +193,7 @@ class Ending:
             "host_device_mix": run.settings.host_device_mix,
             "host_threads": host_threads(),
             "peak_rss_bytes": peak_rss_bytes(),
+            **summary.get_memory(run.trainer, on_host=run.settings.host_device_mix),
             "pipeline": {
                 "depth": run.settings.pipeline_depth,
                 "staleness": run.settings.staleness,

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from hostdev.core import pictures
 from hostdev.core.errors import naming
+from hostdev.core.run_files import KEYS_LOG, KEYS_PICTURE
 from hostdev.host.key_table import KeyTable
-from hostdev.train.rundir import KEYS_LOG, KEYS_PICTURE
 
 _COLUMNS = ("step", "live", "waiting", "admitted", "evicted")
 _MOST_POINTS = 4000

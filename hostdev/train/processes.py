@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from hostdev.cache.options import AUTO
 from hostdev.core.errors import HostdevError, TableFullError, UserError, in_words, write_stderr
 from hostdev.core.memory import share_memory
+from hostdev.core.run_files import EVAL_LOG, LOSS_LOG, OPS_LOG
 from hostdev.data import manifest
 from hostdev.distributed.agreement import shown
 from hostdev.distributed.mesh import Mesh, parse_mesh
@@ -30,7 +31,7 @@ from hostdev.train.callbacks import CallbackError
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
 from hostdev.train.layouts import resolve_mesh
-from hostdev.train.rundir import EVAL_LOG, LOSS_LOG, OPS_LOG, RunDir
+from hostdev.train.rundir import RunDir
 
 OUTPUT = "output.log"
 _OWN = (

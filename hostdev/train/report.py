@@ -7,14 +7,7 @@ from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.memory import TableShape, format_bytes
-from hostdev.core.table_dtypes import FP32
-from hostdev.data.advice import unknown_lines
-from hostdev.host.key_table import KeyTable
-from hostdev.kernels.numa import in_words
-from hostdev.train.evaluation import Evaluation
-from hostdev.train.key_log import describe
-from hostdev.train.quality import Point, Quality
-from hostdev.train.rundir import (
+from hostdev.core.run_files import (
     ASIDE_LOG,
     CONFIG,
     CURVE,
@@ -26,9 +19,18 @@ from hostdev.train.rundir import (
     MLFLOW,
     NEEDED,
     OPS_LOG,
+    REPORT,
+    SCORES_LOG,
     SUMMARY,
     TENSORBOARD,
 )
+from hostdev.core.table_dtypes import FP32
+from hostdev.data.advice import unknown_lines
+from hostdev.host.key_table import KeyTable
+from hostdev.kernels.numa import in_words
+from hostdev.train.evaluation import Evaluation
+from hostdev.train.key_log import describe
+from hostdev.train.quality import Point, Quality
 
 _WAITED = 0.05  # share of the time that reads may hold up before the summary says so
 
@@ -201,7 +203,8 @@ def summary_lines(
     if "files" in summary:
         saved = summary.get("checkpoints", {}).get("saved", 0)
         ops = [FILES_LOG, *[ASIDE_LOG] * bool(summary["files"]["set_aside"]), *[NEEDED] * bool(saved), *ops]
-    files = [LOSS_LOG, EVAL_LOG, *ops, CONFIG, SUMMARY, *pictures]
+    scores, page = ([name] if (run_dir / name).exists() else [] for name in (SCORES_LOG, REPORT))
+    files = [LOSS_LOG, EVAL_LOG, *scores, *ops, CONFIG, SUMMARY, *pictures, *page]
     files += [name for name in (TENSORBOARD, MLFLOW) if (run_dir / name).exists()]
     removed = [name for name in files if not (run_dir / name).exists()]
     files = [name for name in files if name not in removed]

@@ -46,6 +46,7 @@ from hostdev.train.processes import ProcessSession, make_run_dir
 from hostdev.train.quality import Point, Quality
 from hostdev.train.sample import TrainingSample
 from hostdev.train.schedule import ENDLESS, Schedule
+from hostdev.train.score_counts import ScoreCounts
 from hostdev.train.trainer import Trainer
 
 _SAMPLE = 1000  # samples of the batch that is inspected before the first step
@@ -387,14 +388,18 @@ class Run:
                 self._left.step("evaluation")
                 progress.update()
 
+            scores = ScoreCounts(self.data.schema.labels, self.data.schema.targets)
             self._left.begin()
             test, training = (
                 self.trainer.evaluate(
-                    itertools.takewhile(lambda _: not self._is_stopped(stop), batches), count, self.files.path
+                    itertools.takewhile(
+                        lambda _: not self._is_stopped(stop), rows.batches(self.batch_size, part=self._part)
+                    ),
+                    count,
+                    self.files.path,
+                    counted=counted,
                 )
-                for batches in (
-                    rows.batches(self.batch_size, part=self._part) for rows in (self.watched_rows, self.sample)
-                )
+                for rows, counted in ((self.watched_rows, scores.add), (self.sample, _count_none))
             )
         if self._is_stopped(stop) or test is None:
             return
@@ -407,6 +412,8 @@ class Run:
                 return
         self.quality.add(Point(epoch, self.steps, test, training, final))
         self.files.write_evaluation(self.quality.points[-1])
+        if not self.world.rank:
+            self.files.write_scores(epoch, self.steps, self.watched, scores.as_lists())
         print(report.evaluation_line(self.quality.points[-1], self.watched, self.data.schema.labels), flush=True)
 
     def _evaluate_test_rows(self, stop: GracefulStop) -> Evaluation | None:
@@ -461,6 +468,10 @@ def _delay_by_one(
     yield from held
     if error is not None:
         raise error
+
+
+def _count_none(outputs: Any, labels: Any) -> None:
+    """Count no scores."""
 
 
 def _get_trace_path(path: Path | None, world: World) -> Path | None:

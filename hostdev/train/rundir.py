@@ -5,7 +5,7 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -14,18 +14,33 @@ from hostdev.checkpoint.folder import FOLDER, names_in
 from hostdev.core import locks
 from hostdev.core.errors import UserError, naming
 from hostdev.core.rotation import RotatedFile
+from hostdev.core.run_files import (
+    ASIDE_LOG,
+    CONFIG,
+    CURVE,
+    EVAL_LOG,
+    FILES_LOG,
+    KEYS_LOG,
+    KEYS_PICTURE,
+    LOSS_LOG,
+    MLFLOW,
+    NEEDED,
+    OPS_LOG,
+    REPORT,
+    SCORES_LOG,
+    SUMMARY,
+    TENSORBOARD,
+    eval_line,
+    loss_line,
+    read_json_lines,
+)
 from hostdev.train.evaluation import Evaluation
 from hostdev.train.quality import Point
 
-LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
-KEYS_LOG, KEYS_PICTURE = "keys.log", "keys.png"  # of tables by key
-CONFIG, SUMMARY, CURVE = "config.json", "summary.json", "curve.png"
-TENSORBOARD, MLFLOW = "tensorboard", "mlflow.json"  # of --log-to
-FILES_LOG, ASIDE_LOG, NEEDED = "files.jsonl", "set_aside.jsonl", "needed.json"  # of --follow
 _RUN = (LOSS_LOG, CONFIG, SUMMARY)  # a folder with any of these holds a run
 _NAMES = (
-    *(LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE, KEYS_LOG, KEYS_PICTURE, FILES_LOG, ASIDE_LOG, NEEDED),
-    MLFLOW,
+    *(LOSS_LOG, EVAL_LOG, SCORES_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE, REPORT, KEYS_LOG, KEYS_PICTURE),
+    *(FILES_LOG, ASIDE_LOG, NEEDED, MLFLOW),
 )
 
 
@@ -82,8 +97,8 @@ class RunDir:
         path = self.path / name
         return path.exists() and (name != LOSS_LOG or path.stat().st_size > 0 or (self.path / CONFIG).exists())
 
-    def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Iterable[Point]) -> None:
-        """Rewrite loss.log and eval.log as they were at a checkpoint.
+    def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Sequence[Point]) -> None:
+        """Make loss.log, eval.log and scores.jsonl what they were at a checkpoint.
 
         Args:
             losses: The arguments of `write_losses` for each step.
@@ -94,9 +109,31 @@ class RunDir:
                 file.truncate(0)
             if self.ops is not None:
                 self.ops.fit()
-            self.loss.write("".join(_loss_line(*each) for each in losses))
+            self.loss.write("".join(loss_line(*each) for each in losses))
         for point in points:
             self.write_evaluation(point)
+        self._keep_scores({(point.epoch, point.step) for point in points})
+
+    def write_scores(self, epoch: int, step: int, split: str, labels: Mapping[str, Any]) -> None:
+        """Append a line to scores.jsonl.
+
+        Args:
+            labels: What `ScoreCounts.as_lists` returns.
+        """
+        line = {"epoch": epoch, "step": step, "split": split, "labels": labels}
+        if not self.has_logs:  # the user has removed the folder, of which the run's end tells
+            return
+        with naming(self.path), (self.path / SCORES_LOG).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _keep_scores(self, kept: Collection[tuple[int, int]]) -> None:
+        """Remove the lines of scores.jsonl of other evaluations than these, given by epoch and step."""
+        path = self.path / SCORES_LOG
+        with naming(self.path):
+            if not path.exists():
+                return
+            lines = [line for line in read_json_lines(path) if (line.get("epoch"), line.get("step")) in kept]
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def write_config(self, content: dict[str, Any]) -> None:
         """Write config.json."""
@@ -105,16 +142,13 @@ class RunDir:
 
     def write_losses(self, epoch: int, step: int, wide: float, deep: float) -> None:
         """Append a line to loss.log; `epoch`, and `step` within the epoch, count from 1."""
-        self.loss.write(_loss_line(epoch, step, wide, deep))
+        self.loss.write(loss_line(epoch, step, wide, deep))
 
     def write_evaluation(self, point: Point) -> None:
         """Append a line to eval.log."""
-        test, training = point.test, point.training
-        line = f"epoch: {point.epoch} step: {point.step}, {_figures(test)}, rows: {test.rows}"
-        if training is not None:
-            line += f", {_figures(training, 'training ')}, training rows: {training.rows}"
+        training = None if point.training is None else _figures(point.training)
         with naming(self.path):
-            self.eval.write(f"{line}\n")
+            self.eval.write(eval_line(point.epoch, point.step, _figures(point.test), training))
 
     def discard(self) -> None:
         """Remove the files of a run that failed before its first step, so that the folder can be used again.
@@ -160,10 +194,9 @@ class RunDir:
         return (self.path / LOSS_LOG).exists()
 
 
-def _figures(found: Evaluation, prefix: str = "") -> str:
-    """Return an evaluation's metrics as text for eval.log."""
-    figures = found.figures().items()
-    return ", ".join(f"{prefix}{name.lower().replace(' ', '')} is {value:.6f}" for name, value in figures)
+def _figures(found: Evaluation) -> dict[str, float]:
+    """Return an evaluation's metrics and number of rows by the names that eval.log has."""
+    return {**{name.lower().replace(" ", ""): value for name, value in found.figures().items()}, "rows": found.rows}
 
 
 def _locked(path: Path) -> IO[str]:
@@ -178,10 +211,6 @@ def _locked(path: Path) -> IO[str]:
             raise UserError(
                 f"--run-dir {path} is in use: another process trains there; wait for that process, or end it"
             )
-
-
-def _loss_line(epoch: int, step: int, wide: float, deep: float) -> str:
-    return f"epoch: {epoch} step: {step}, wide_loss is {wide:.7f}, deep_loss is {deep:.7f}\n"
 
 
 def _new_folder(parent: Path, name: str) -> Path:

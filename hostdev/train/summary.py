@@ -1,14 +1,15 @@
-"""Parts of summary.json: the caches, the ranks, the removed lines of ops.log."""
+"""Parts of summary.json: the caches, the memory, the ranks, the removed lines of ops.log; and one of config.json."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.cache.prices import Costs
-from hostdev.core.memory import row_bytes
+from hostdev.core.memory import TableShape, row_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.rotation import RotatedFile
 from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup
+from hostdev.data.manifest import Manifest
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.two_levels import TwoLevelChannel
 from hostdev.host.disk.storage import DiskStorage
@@ -95,6 +96,48 @@ def get_ranks(ranks: Ranks | None, trainer: Trainer, mesh: str | None, sent: Map
             "exact": runtime.dense_exchange == EXCHANGES[0],
             "sent_bytes": dict(sent),
         }
+    }
+
+
+def get_memory(trainer: Trainer, *, on_host: bool) -> dict[str, Any]:
+    """Return the entry "memory" of summary.json: bytes by part, in host memory and on the device.
+
+    The parts in host memory are the upper bounds that were checked before the first step.
+
+    Args:
+        on_host: Whether the tables are in host memory.
+    """
+    network = [each for group in trainer.adam.param_groups for each in group["params"]]
+    states = (each for state in trainer.adam.state.values() for each in state.values() if hasattr(each, "numel"))
+    device = {
+        "tables": 0
+        if on_host
+        else sum(TableShape(table.dim, table.optimizer).nbytes(table.rows) for table in trainer.tables.values()),
+        "cached rows": sum(cache.nbytes for cache in trainer.caches),
+        "dense weights": _count_bytes(network),
+        "dense optimizer state": _count_bytes(states),
+    }
+    if trainer.host_budget.parts.get("cached rows"):
+        del device["cached rows"]  # of a cache whose device is the CPU
+    host = dict(trainer.host_budget.parts)
+    return {"memory": {"host": host, "device": {name: size for name, size in device.items() if size}}}
+
+
+def _count_bytes(tensors: Iterable[Any]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def get_data_set(found: Manifest) -> dict[str, Any]:
+    """Return the entry "data_set" of config.json: the data set's size, its columns, and statistics of its rows."""
+    schema, statistics = found.schema, found.statistics
+    return {
+        "rows": {split: found.rows(split) for split in found.splits},
+        "shards": sum(len(found.shards(split)) for split in found.splits),
+        "ids": found.vocabulary_size,
+        "vocabulary": found.vocabulary is not None,
+        "labels": list(schema.labels),
+        "columns": {"numbers": len(schema.dense), "ids": len(schema.ids), "bags": len(schema.bags)},
+        **{name: statistics[name] for name in ("rejected", "label_mean", "out_of_vocabulary") if name in statistics},
     }
 
 

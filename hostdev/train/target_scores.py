@@ -1,6 +1,7 @@
 """Scores of all labels: AUC and log loss of labels that are 0 or 1, RMSE and MAE of labels that are numbers."""
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -68,6 +69,7 @@ class TargetScores:
         labels: Names of all labels.
         folder: As for `Scores`.
         block: As for `Scores`.
+        counted: Called with what `add` receives.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class TargetScores:
         targets: Targets = SINGLE_LABEL,
         folder: Path | None = None,
         block: int = BLOCK,
+        counted: Callable[[Values, Values], object] = lambda outputs, labels: None,
     ) -> None:
+        self._counted = counted
         self._files = ExitStack()
         self._each: list[Scores | Errors] = [
             Errors() if name in targets.numeric else self._files.enter_context(Scores(folder, block)) for name in labels
@@ -92,6 +96,7 @@ class TargetScores:
 
     def add(self, outputs: Values, labels: Values) -> None:
         """Add samples: outputs and labels, each float32 [n], or [n, labels] if there are several labels."""
+        self._counted(outputs, labels)
         for to, each, label in zip(self._each, columns_of(outputs), columns_of(labels), strict=True):
             to.add(each, label)
 

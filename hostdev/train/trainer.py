@@ -184,6 +184,7 @@ class Trainer:
         progress: Callable[[], object] = lambda: None,
         folder: Path | None = None,
         scored: Callable[[Any, Any], object] = lambda logits, labels: None,
+        counted: Callable[[Any, Any], object] = lambda logits, labels: None,
     ) -> Evaluation | None:
         """Return the quality of the predictions for batches, or None if the batches have no samples.
 
@@ -193,13 +194,14 @@ class Trainer:
             progress: Called after each batch.
             folder: Receives scores that do not fit in memory, as for `Scores`.
             scored: Called with the outputs and the labels of each micro-batch of this rank, as for `TargetScores.add`.
+            counted: Called on rank 0 with the outputs and the labels of all ranks, in the same form.
         """
         training = self.model.training
         self.model.eval()
         try:
             with (
                 torch.no_grad(),
-                TargetScores(self._loss.labels, self._loss.targets, folder) as scores,
+                TargetScores(self._loss.labels, self._loss.targets, folder, counted=counted) as scores,
                 closing(self._network.score(self._micro_batches.divide(batches))) as results,
             ):
                 together = None if self.ranks is None else Together(self.ranks, scores, len(self._loss.labels))

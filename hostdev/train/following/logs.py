@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from hostdev.core.errors import naming
+from hostdev.core.run_files import ASIDE_LOG, FILES_LOG
 from hostdev.data.arrivals.folder import hash_of
-from hostdev.train.rundir import ASIDE_LOG, FILES_LOG
 
 
 class Expected(NamedTuple):

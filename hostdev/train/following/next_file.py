@@ -8,6 +8,7 @@ from itertools import islice
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
+from hostdev.core.run_files import FILES_LOG
 from hostdev.data.arrivals.converting import LATE, REPEATED, Again, Converted, Refused
 from hostdev.data.arrivals.folder import Folder, key_of
 from hostdev.data.arrivals.watcher import AHEAD, Look, Watcher
@@ -15,7 +16,6 @@ from hostdev.stores.address import shown_place
 from hostdev.train.follow_options import Until
 from hostdev.train.following.logs import Expected, FileLogs
 from hostdev.train.following.state import FollowState
-from hostdev.train.rundir import FILES_LOG
 
 _SECONDS = 0.1  # between two looks at the signals
 _SPARE = 1024  # names of files that are gone which are kept before they are forgotten

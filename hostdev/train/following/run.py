@@ -10,6 +10,7 @@ from typing import Any
 from hostdev.core.errors import UserError, naming
 from hostdev.core.printable import printable
 from hostdev.core.progress import bar, note
+from hostdev.core.run_files import NEEDED
 from hostdev.data.arrivals.converting import Converted
 from hostdev.data.arrivals.cutting import BatchCutter, batches_of
 from hostdev.data.arrivals.example import Example
@@ -34,7 +35,7 @@ from hostdev.train.interrupt import GracefulStop
 from hostdev.train.network import Result
 from hostdev.train.processes import ProcessSession
 from hostdev.train.run import Run
-from hostdev.train.rundir import NEEDED, write_json
+from hostdev.train.rundir import write_json
 from hostdev.train.schedule import ENDLESS, Schedule
 
 

@@ -1,0 +1,38 @@
+"""Options that several commands have with the same meaning."""
+
+import argparse
+
+from hostdev.core import cli
+from hostdev.neighbours import METRICS
+from hostdev.predict import WHICH
+from hostdev.stores.address import checkpoint_path
+
+
+def add_checkpoint(to: argparse.ArgumentParser) -> None:
+    """Add --checkpoint and --which."""
+    to.add_argument(
+        "--checkpoint",
+        type=cli.checked(checkpoint_path),
+        required=True,
+        metavar="DIR",
+        help="a checkpoint, or a folder of checkpoints",
+    )
+    to.add_argument(
+        "--which", choices=WHICH, help="which checkpoint of a run (default: best with --early-stop, else newest)"
+    )
+
+
+def add_model(to: argparse.ArgumentParser) -> None:
+    """Add --model."""
+    to.add_argument("--model", metavar="package.module:Class", help="the model's class, if it is your own")
+
+
+def add_rows(to: argparse.ArgumentParser, several: str, used: str = "") -> None:
+    """Add --table, --column and --metric; `several` says what holds without the first two, `used` with what they do."""
+    to.add_argument("--table", metavar="NAME", help=f"{used}the table of vectors ({several})")
+    to.add_argument("--column", metavar="NAME", help=f"{used}the column of the data with the values ({several})")
+    to.add_argument(
+        "--metric",
+        choices=METRICS,
+        help=f"{used}what is near: a large cosine or dot product, or a small distance (default cosine)",
+    )

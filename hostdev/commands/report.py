@@ -1,0 +1,38 @@
+"""The command line of `report`."""
+
+from collections.abc import Sequence
+
+from hostdev.core import cli
+from hostdev.report.extra import require_extra
+from hostdev.stores.address import local_path
+
+PROG = "hostdev.report"
+
+
+def parser(prog: str = PROG) -> cli.Parser:
+    """Return the parser of the command's flags."""
+    made = cli.parser(prog, "Write a page with the charts and tables of one or more runs, which needs no network.")
+    made.add_argument(
+        "runs",
+        nargs="+",
+        type=cli.checked(local_path),
+        metavar="RUN",
+        help="a run directory, also of a run that has not ended; several are compared",
+    )
+    made.add_argument(
+        "--out",
+        type=cli.checked(local_path),
+        required=True,
+        metavar="FILE",
+        help="the page, such as report.html; an earlier report is replaced, another file never",
+    )
+    return made
+
+
+def main(argv: Sequence[str], prog: str = PROG) -> None:
+    """Parse the command line and write the page."""
+    arguments = parser(prog).parse_args(argv)
+    require_extra("report")
+    with cli.importing(prog):
+        from hostdev.report.command import run
+    run(arguments)

@@ -1,0 +1,111 @@
+"""The files of a run directory: their names, and the lines of its logs, as they are written and read."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
+SCORES_LOG = "scores.jsonl"  # counts of predictions by evaluation
+TENSORBOARD, MLFLOW = "tensorboard", "mlflow.json"  # of --log-to
+KEYS_LOG, KEYS_PICTURE = "keys.log", "keys.png"  # of tables by key
+CONFIG, SUMMARY, CURVE, REPORT = "config.json", "summary.json", "curve.png", "report.html"
+FILES_LOG, ASIDE_LOG, NEEDED = "files.jsonl", "set_aside.jsonl", "needed.json"  # of --follow
+
+SCORE_BINS, SCORE_LIMIT = 240, 12.0  # bins of scores.jsonl: of equal width in log-odds from -SCORE_LIMIT to SCORE_LIMIT
+
+_LOSS = re.compile(rb"^epoch: (\d+) step: (\d+), wide_loss is (\S+), deep_loss is (\S+)$", re.MULTILINE)
+_PLACE = re.compile(r"epoch: (\d+) step: (\d+), ")
+_FIGURE = re.compile(r"(training )?(\w+) is ([^\s,]+)")
+_BLOCK = 1 << 24  # bytes of loss.log that are parsed at a time
+
+
+def loss_line(epoch: int, step: int, wide: float, deep: float) -> str:
+    """Return a line of loss.log; `epoch`, and `step` within the epoch, count from 1."""
+    return f"epoch: {epoch} step: {step}, wide_loss is {wide:.7f}, deep_loss is {deep:.7f}\n"
+
+
+def read_losses(path: Path) -> npt.NDArray[np.float64]:
+    """Return the lines of loss.log, float64 [steps, 4]: epoch, step within the epoch, wide and deep loss.
+
+    Other lines, and a last line that is not complete, are left out.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    parts = [np.empty((0, 4))]
+    with path.open("rb") as file:
+        rest = b""
+        while block := file.read(_BLOCK):
+            text, _, rest = (rest + block).rpartition(b"\n")
+            found = _LOSS.findall(text)
+            if found:
+                parts.append(np.array(found).astype(np.float64))
+    return np.concatenate(parts)
+
+
+class EvalLine(NamedTuple):
+    """A line of eval.log: metrics by name, such as "auc", on the rows of a split and on training rows."""
+
+    epoch: int
+    step: int  # since the start of training
+    test: dict[str, float]
+    training: dict[str, float]
+
+
+def eval_line(epoch: int, step: int, test: Mapping[str, float], training: Mapping[str, float] | None) -> str:
+    """Return a line of eval.log.
+
+    Args:
+        test: Metrics by name; "rows" is the number of rows.
+        training: The same for training rows, if there are any.
+    """
+    line = f"epoch: {epoch} step: {step}, {_figures(test)}"
+    if training is not None:
+        line += f", {_figures(training, 'training ')}"
+    return f"{line}\n"
+
+
+def _figures(metrics: Mapping[str, float], prefix: str = "") -> str:
+    shown = [f"{prefix}{name} is {value:.6f}" for name, value in metrics.items() if name != "rows"]
+    return ", ".join([*shown, f"{prefix}rows: {metrics['rows']}"])
+
+
+def read_evaluations(path: Path) -> Iterator[EvalLine]:
+    """Yield the lines of eval.log; other lines, and a last line that is not complete, are left out.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open(errors="replace") as file:
+        for line in file:
+            place = _PLACE.match(line)
+            if place is None or not line.endswith("\n"):
+                continue
+            found: tuple[dict[str, float], dict[str, float]] = {}, {}
+            for prefix, name, value in _FIGURE.findall(line[place.end() :]):
+                try:
+                    found[bool(prefix)][name] = float(value)
+                except ValueError:
+                    continue
+            yield EvalLine(int(place[1]), int(place[2]), *found)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file, one a line; other lines, and a last line that is not complete, are left out.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                found = json.loads(line) if line.endswith(b"\n") else None
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict):
+                yield found

@@ -1,0 +1,1 @@
+"""`hostdev report`: one page with the charts and tables of runs, made from their run directories."""

@@ -1,0 +1,256 @@
+"""The application: the ends of the server, as an ASGI application of Starlette."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hostdev import __version__
+from hostdev.core.errors import in_words
+from hostdev.serving import columns, openapi, page, protocol
+from hostdev.serving.access import Token
+from hostdev.serving.body import BINARY, JSON, BodyReader, Limits
+from hostdev.serving.gathering import Answer, ClientGoneError, Gatherer, wrong_version
+from hostdev.serving.json_input import parse_json
+from hostdev.serving.metrics import Metrics
+from hostdev.serving.model import ServedModel
+from hostdev.serving.refused import RefusedError, bad
+
+_SMALL = 1 << 14  # bytes; a body up to this size is parsed at once, and a larger one beside the event loop
+_GONE = 499  # the status in metrics of requests whose clients have gone; none is sent
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Service:
+    """Answers requests.
+
+    Args:
+        name: The model's name.
+        gatherer: Computes predictions; its attribute `model` is the served model.
+        metrics: Counts requests.
+        limits: Of requests.
+        token: That clients must show, or None.
+        note: Called with a line for an error that no request explains.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        gatherer: Gatherer,
+        metrics: Metrics,
+        limits: Limits,
+        token: Token | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self._name, self._gatherer, self._metrics, self._limits = name, gatherer, metrics, limits
+        self._bodies, self._note = BodyReader(limits), note
+        model = "/v2/models/{name}"
+        ends: list[tuple[str, str, Endpoint]] = [
+            ("GET", "/v2", self._server),
+            ("GET", "/v2/health/live", self._live),
+            ("GET", "/v2/health/ready", self._ready),
+            *(
+                (method, path + rest, end)
+                for path in (model, model + "/versions/{version}")
+                for method, rest, end in (
+                    ("GET", "", self._metadata),
+                    ("GET", "/ready", self._model_ready),
+                    ("POST", "/infer", self._infer),
+                )
+            ),
+            ("POST", "/v1/predict", self._predict),
+            ("GET", "/metrics", self._show_metrics),
+            ("GET", "/openapi.json", self._openapi),
+            ("GET", "/", self._page),
+        ]
+        routes = [Route(path, self._guarded(end), methods=[method]) for method, path, end in ends]
+        starlette = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        starlette.router.redirect_slashes = False
+        self.app: ASGIApp = _Front(starlette, metrics, token)
+
+    @property
+    def _model(self) -> ServedModel:
+        return self._gatherer.model
+
+    def _guarded(self, end: Endpoint) -> Endpoint:
+        """Return an endpoint whose errors are answers."""
+
+        async def run(request: Request) -> Response:
+            try:
+                return await end(request)
+            except RefusedError as refusal:
+                return _error(refusal)
+            except ClientGoneError:
+                request.scope["hostdev.gone"] = True
+                return Response(status_code=HTTPStatus.BAD_REQUEST)  # which nobody reads
+            except Exception as error:
+                self._note(f"error: {end.__name__.strip('_')} failed ({type(error).__name__}: {in_words(error)})")
+                return _error(RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server has failed; its log says why"))
+
+        run.__name__ = end.__name__.strip("_")
+        return run
+
+    async def _server(self, request: Request) -> Response:
+        return _json({"name": "hostdev", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+    async def _live(self, request: Request) -> Response:
+        return _json({"live": True})
+
+    async def _ready(self, request: Request) -> Response:
+        is_ready = not self._gatherer.is_closing
+        return _json({"ready": is_ready}, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _metadata(self, request: Request) -> Response:
+        self._require_model(request)
+        model = self._model
+        inputs = [
+            {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)} for one in model.inputs.values()
+        ]
+        outputs = [{"name": label, "datatype": "FP32", "shape": [-1]} for label in model.labels]
+        about = {"name": self._name, "versions": [model.version], "platform": "hostdev"}
+        return _json({**about, "inputs": inputs, "outputs": outputs})
+
+    async def _model_ready(self, request: Request) -> Response:
+        self._require_model(request)
+        is_ready = not self._gatherer.is_closing
+        content = {"name": self._name, "ready": is_ready}
+        return _json(content, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _infer(self, request: Request) -> Response:
+        version = self._require_model(request)
+        with self._bodies.holding() as body:
+            content = await body.read(request.headers, request.receive, (JSON, BINARY))
+            length = request.headers.get(protocol.HEADER_LENGTH)
+            inference, given = await _beside(len(content), partial(self._parse_infer, content, length))
+            answer = await self._compute(request, given, inference.rows, version or inference.model[1] or None)
+        model = answer.model
+        wanted = inference.outputs
+        if wanted is None:
+            wanted = dict.fromkeys(model.labels, inference.is_binary)
+        outputs = [(name, answer.values[:, model.labels.index(name)], binary) for name, binary in wanted.items()]
+        about = {"model_name": self._name, "model_version": model.version}
+        about |= {"id": inference.id} if inference.id else {}
+        made, headers = protocol.write(about, outputs)
+        return Response(made, headers=headers)
+
+    def _parse_infer(self, content: bytes, length: str | None) -> tuple[protocol.Inference, columns.Columns]:
+        model = self._model
+        inference = protocol.parse(content, length, self._limits.most_rows)
+        self._require_served(*inference.model)
+        for name in inference.outputs or ():
+            if name not in model.labels:
+                raise bad(f"the model has no output {name!r}; its outputs are {', '.join(model.labels)}")
+        return inference, columns.from_tensors(inference.inputs, model.inputs)
+
+    async def _predict(self, request: Request) -> Response:
+        with self._bodies.holding() as body:
+            content = await body.read(request.headers, request.receive, (JSON,))
+            given, rows = await _beside(
+                len(content),
+                lambda: columns.from_rows(parse_json(content), self._model.inputs, self._limits.most_rows),
+            )
+            answer = await self._compute(request, given, rows, None)
+        values = answer.values.tolist()
+        labels = answer.model.labels
+        found: Any = [row[0] for row in values]
+        if len(labels) > 1:
+            found = [dict(zip(labels, row, strict=True)) for row in values]
+        return _json({"model": self._name, "step": answer.model.step, "predictions": found})
+
+    async def _compute(self, request: Request, given: columns.Columns, rows: int, version: str | None) -> Answer:
+        return await self._gatherer.predict(given, rows, version, lambda: asyncio.ensure_future(_gone(request.receive)))
+
+    async def _show_metrics(self, request: Request) -> Response:
+        text, kind = self._metrics.text()
+        return Response(text, headers={"Content-Type": kind})
+
+    async def _openapi(self, request: Request) -> Response:
+        return _json(openapi.describe(self._name, self._model))
+
+    async def _page(self, request: Request) -> Response:
+        return HTMLResponse(page.write(openapi.describe(self._name, self._model), self._name, self._model))
+
+    def _require_model(self, request: Request) -> str | None:
+        """Return the version in the request's path, or None; raise RefusedError if it, or the model, is not served."""
+        name, version = request.path_params["name"], request.path_params.get("version")
+        self._require_served(name, version)
+        return version
+
+    def _require_served(self, name: str | None, version: str | None) -> None:
+        if name is not None and name != self._name:
+            raise RefusedError(HTTPStatus.NOT_FOUND, f"there is no model {name!r}; model {self._name!r} is served")
+        if version and version != self._model.version:
+            raise wrong_version(version, self._model)
+
+
+class _Front:
+    """Checks tokens, and counts answers, around an application."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, token: Token | None) -> None:
+        self._app, self._metrics, self._token = app, metrics, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        start = time.perf_counter()
+        status = 0
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        app: ASGIApp = self._app
+        if self._token is not None and not self._token.allows(scope["path"], _authorization(scope)):
+            app = _error(
+                RefusedError(HTTPStatus.UNAUTHORIZED, "give the header Authorization: Bearer TOKEN", closes=True)
+            )
+        await app(scope, receive, note_status)
+        end = getattr(scope.get("endpoint"), "__name__", "other")
+        self._metrics.request(end, _GONE if scope.get("hostdev.gone") else status, time.perf_counter() - start)
+
+
+def _authorization(scope: Scope) -> bytes | None:
+    return next((value for name, value in scope["headers"] if name == b"authorization"), None)
+
+
+async def _beside(size: int, parse: Callable[[], Any]) -> Any:
+    """Return the result of parsing a body of this size, beside the event loop if it takes long."""
+    return parse() if size <= _SMALL else await asyncio.to_thread(parse)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(content: Any, status: int = HTTPStatus.OK) -> Response:
+    body = json.dumps(content, separators=(",", ":")).encode()
+    return Response(body, status, headers={"Content-Type": JSON})
+
+
+def _error(refusal: RefusedError) -> Response:
+    found = _json({"error": str(refusal)}, refusal.status)
+    found.headers.update(refusal.headers)
+    return found
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Return Starlette's own errors, 404 and 405, as JSON."""
+    assert isinstance(error, HTTPException)
+    found = _json({"error": f"{request.method} {request.url.path}: {error.detail}"}, error.status_code)
+    found.headers.update(error.headers or {})
+    return found

@@ -1,0 +1,232 @@
+"""The columns that a model reads, as inputs of the protocol, and the values of requests as columns to encode.
+
+Values reach the encoder with the types that they have in a request, so that it finds the ids that `Predictor` finds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from hostdev.data.preprocess.encoding import Encoding
+from hostdev.data.preprocess.naming import listed
+from hostdev.predict.predictor import Predictor
+from hostdev.serving.json_input import parse_json
+from hostdev.serving.refused import RefusedError, bad
+from hostdev.serving.tensors import BYTES, Tensor, is_unicode, shown
+
+_FEW = 64  # rows; up to this many, the encoder is faster on lists
+_INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+
+Columns = dict[str, Any]  # by name, a list or an array with one value per row; an array [n, k] has lists
+
+
+@dataclass(frozen=True)
+class Input:
+    """A column of raw rows.
+
+    Attributes:
+        kind: "id" (one value per row), "bag" (any number of values), "number", "vector" or "weights" (of a bag).
+        datatype: The data type that the protocol's metadata shows. Others are accepted.
+        shape: The shape that the metadata shows; -1 stands for any number.
+        separator: Of a bag, a vector or weights in text: what separates the values; None if the text is a JSON list.
+    """
+
+    name: str
+    kind: str
+    datatype: str
+    shape: tuple[int, ...]
+    separator: str | None = None
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether a row has any number of values."""
+        return self.kind in ("bag", "vector", "weights")
+
+
+def describe_inputs(predictor: Predictor) -> dict[str, Input]:
+    """Return the columns that a model reads, by name, in the data set's order."""
+    encoding, schema = predictor.encoding, predictor.data.schema
+    columns = {encoding.source(column.name): column for column in schema.columns}
+    numbers: dict[str, int] = {}
+    for name in schema.dense:
+        numbers[encoding.source(name)] = numbers.get(encoding.source(name), 0) + 1
+    separators = encoding.separators
+    found = {}
+    for name in encoding.columns():
+        separator = separators.get(name)
+        if (column := columns.get(name)) is not None:
+            is_integer = column.kind == "id" and _is_integer(encoding, column.space)
+            datatype = "INT64" if is_integer else BYTES
+            found[name] = Input(name, column.kind, datatype, (-1,), separator)
+        elif name not in separators:
+            found[name] = Input(name, "number", "FP64", (-1,))
+        elif name in numbers:
+            found[name] = Input(name, "vector", "FP64", (-1, numbers[name]), separator)
+        else:
+            found[name] = Input(name, "weights", BYTES, (-1,), separator)
+    return found
+
+
+def _is_integer(encoding: Encoding, space: str) -> bool:
+    types = encoding.written(space).types
+    return bool(types) and set(types) <= _INTEGERS
+
+
+def from_tensors(tensors: Sequence[Tensor], inputs: Mapping[str, Input]) -> Columns:
+    """Return the columns of a request's tensors.
+
+    Raises:
+        RefusedError: An input is missing or unknown, or its shape does not fit the column.
+    """
+    given = {tensor.name: tensor for tensor in tensors}
+    for name in given:
+        if name not in inputs:
+            raise bad(f"the model has no input {name!r}; its inputs are {listed(list(inputs))}")
+    _require_all(given, inputs)
+    return {name: _from_tensor(given[name], about) for name, about in inputs.items()}
+
+
+def _from_tensor(tensor: Tensor, about: Input) -> Any:
+    values, name, is_flat = tensor.values, tensor.name, len(tensor.shape) == 1
+    if not is_flat and tensor.shape[1] == 1 and (tensor.datatype == BYTES or not about.has_lists):
+        values, is_flat = [row[0] for row in values] if isinstance(values, list) else values[:, 0], True
+    if not is_flat and not about.has_lists:
+        raise bad(f"input {name!r} has {tensor.shape[1]} values per row; it needs [rows] or [rows, 1]")
+    if is_flat and about.has_lists:
+        if tensor.datatype != BYTES:
+            raise bad(f"input {name!r}: {tensor.datatype} needs the shape [rows, values of a row]; BYTES may be [rows]")
+        assert isinstance(values, list)
+        if about.separator is None:
+            return [_parse_list(text, row, name) for row, text in enumerate(values)]
+    if not isinstance(values, list) and len(values) <= _FEW:
+        return values.tolist()
+    return values.astype("float32") if not isinstance(values, list) and values.dtype == "float16" else values
+
+
+def _parse_list(text: str | None, row: int, name: str) -> list[Any] | None:
+    if text is None or text == "":
+        return None
+    where = f"row {row + 1}, column {name!r}"
+    found = parse_json(text, where)
+    if not isinstance(found, list):
+        raise bad(f"{where}: {shown(found)} is not a list; write the row's values as a JSON list")
+    return found
+
+
+def from_rows(content: Any, inputs: Mapping[str, Input], most_rows: int) -> tuple[Columns, int]:
+    """Return the columns of a JSON document, and its number of rows.
+
+    Args:
+        content: {"rows": [{NAME: VALUE, ...}, ...]} or {"columns": {NAME: [VALUE, ...], ...}}. Other columns, such as
+            the label, are ignored.
+        inputs: The columns that the model reads.
+        most_rows: The largest number of rows that is accepted.
+
+    Raises:
+        RefusedError: The document has another form, or a value is missing or of a wrong type.
+    """
+    if not isinstance(content, dict) or len(content) != 1 or not content.keys() <= {"rows", "columns"}:
+        raise bad('the body must be {"rows": [{NAME: VALUE, ...}, ...]} or {"columns": {NAME: [VALUE, ...], ...}}')
+    given = content.get("rows")
+    if "rows" in content:
+        if not isinstance(given, list):
+            raise bad("`rows` must be a list of objects")
+        _require_few(len(given), most_rows)
+        columns = _transpose(given, inputs)
+        count = len(given)
+    else:
+        given = content["columns"]
+        if not isinstance(given, dict):
+            raise bad("`columns` must be an object with a list for each column")
+        _require_all(given, inputs)
+        columns = {name: given[name] for name in inputs}
+        for name, values in columns.items():
+            if not isinstance(values, list):
+                raise bad(f"column {name!r} must be a list with one value per row")
+        count = len(next(iter(columns.values()), []))
+        _require_few(count, most_rows)
+        for name, values in columns.items():
+            if len(values) != count:
+                first = next(iter(columns))
+                raise bad(f"column {name!r} has {len(values):,} values, but column {first!r} has {count:,}")
+    return {name: require_alike(values, about) for (name, values), about in _both(columns, inputs)}, count
+
+
+def _both(columns: Columns, inputs: Mapping[str, Input]) -> Any:
+    return zip(columns.items(), inputs.values(), strict=True)
+
+
+def _transpose(rows: list[Any], inputs: Mapping[str, Input]) -> Columns:
+    try:
+        return {name: [row[name] for row in rows] for name in inputs}
+    except (KeyError, TypeError, IndexError):
+        pass
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise bad(f"row {number} is {shown(row)}; it must be an object with a value for each column")
+        for name in inputs:
+            if name not in row:
+                raise bad(f"row {number} has no column {name!r}; give null for a missing value")
+    raise AssertionError("all rows have all columns")
+
+
+def require_alike(values: list[Any], about: Input) -> list[Any]:
+    """Return a column's values if all are of one kind that JSON has; null is a missing value.
+
+    Raises:
+        RefusedError: A value is an object, or a list where the column has none, or values are of several kinds.
+    """
+    kinds = {type(value) for value in values} - {type(None)}
+    if _is_plain(values, kinds, about):
+        return values
+    first = None
+    for row, value in enumerate(values):
+        if value is None:
+            continue
+        where = f"row {row + 1}, column {about.name!r}"
+        if type(value) is dict or (type(value) is list and not about.has_lists):
+            raise bad(f"{where}: {shown(value)} is not accepted; give one value")
+        if about.has_lists and type(value) is not list and (type(value) is not str or about.separator is None):
+            raise bad(f"{where}: {shown(value)} is not a list of values")
+        kind = _KINDS[type(value)]
+        first = first or kind
+        if kind != first:
+            raise bad(f"{where}: {shown(value)} is {kind}, but values above it are {first}; give values of one type")
+        for one in value if type(value) is list else (value,):
+            _require_plain(one, where)
+    return values
+
+
+def _is_plain(values: list[Any], kinds: set[type], about: Input) -> bool:
+    """Return whether a column's values need no closer look, which takes much longer than this."""
+    some = [value for value in values if value is not None]
+    if kinds <= {str}:
+        return (not about.has_lists or about.separator is not None) and is_unicode(some)
+    if kinds <= {int, float}:
+        return not about.has_lists and min(some) >= -(1 << 63) and max(some) < 1 << 64
+    return False
+
+
+def _require_plain(value: Any, where: str) -> None:
+    if isinstance(value, list | dict):
+        raise bad(f"{where}: a list has {shown(value)}; give single values")
+    if type(value) is int and abs(value) >= 1 << 64:
+        raise bad(f"{where}: {shown(value)} has more than 64 bits; give it as text")
+    if type(value) is str and not is_unicode([value]):
+        raise bad(f"{where}: the text has half of a surrogate pair")
+
+
+def _require_all(given: Mapping[str, Any], inputs: Mapping[str, Input]) -> None:
+    for name in inputs:
+        if name not in given:
+            raise bad(f"the request has no column {name!r}; the model reads {listed(list(inputs))}")
+
+
+def _require_few(rows: int, most_rows: int) -> None:
+    if rows > most_rows:
+        raise RefusedError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the request has {rows:,} rows, more than {most_rows:,}; send them in several requests",
+        )

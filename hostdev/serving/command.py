@@ -1,0 +1,62 @@
+"""The command `serve`, after its flags are parsed."""
+
+import ipaddress
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from hostdev.core.progress import note
+from hostdev.serving.server import Ending, Serving, address_of, listen
+from hostdev.serving.settings import Settings
+from hostdev.stores.address import shown_place
+
+
+def run(settings: Settings, host: str, port: int) -> None:
+    """Serve until a signal; raise KeyboardInterrupt after Ctrl-C."""
+    listener = listen(host, port)
+    with listener:
+        number = _run_workers(settings, listener) if settings.workers > 1 else _run_alone(settings, listener)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def _run_alone(settings: Settings, listener: socket.socket) -> int | None:
+    serving = Serving(settings)
+    predictor = serving.gatherer.model.predictor
+    about = {"model": predictor.settings["model"], "path": predictor.path, "why": predictor.why}
+    about |= {"name": serving.name, "step": predictor.step}
+    ending = Ending()
+    with ending.on_signals():
+        serving.run(listener, lambda: _started(settings, listener, about), ending)
+    return ending.number
+
+
+def _run_workers(settings: Settings, listener: socket.socket) -> int:
+    from hostdev.serving.processes import Workers
+
+    return Workers(
+        settings,
+        listener,
+        lambda line: note(f"{settings.prog}: {line}"),
+        lambda about: _started(settings, listener, about),
+    ).run()
+
+
+def _started(settings: Settings, listener: socket.socket, about: dict[str, Any]) -> None:
+    """Print what is served and where, and warn of what others on the network may do."""
+    chosen = f" ({about['why']})" if about["why"] else ""
+    print(f"model    {about['model']} of {shown_place(Path(about['path']))}{chosen}")
+    workers = f", {settings.workers} processes" if settings.workers > 1 else ""
+    print(
+        f"serving  {about['name']!r}, version {about['step']}, at {address_of(listener, settings)}{workers}; "
+        "Ctrl-C ends it",
+        flush=True,
+    )
+    host = listener.getsockname()[0]
+    if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        return
+    if settings.token_file is None:
+        note(f"{settings.prog}: warning: anyone who reaches {host} gets predictions; --token-file demands a token")
+    elif settings.tls_cert is None:
+        note(f"{settings.prog}: warning: the token is readable on the network; --tls-cert and --tls-key encrypt it")

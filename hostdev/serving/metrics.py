@@ -1,0 +1,95 @@
+"""Prometheus metrics of one process, or of all worker processes of a server."""
+
+import os
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # if it is set, the processes of a server add their metrics up
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+
+
+class Metrics:
+    """What a server counts."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        mine = self._registry
+        self._requests = Counter(
+            "hostdev_requests", "Answered requests by end and status.", ["end", "status"], registry=mine
+        )
+        self._seconds = Histogram(
+            "hostdev_request_seconds",
+            "Time from a request's head to its answer.",
+            ["end"],
+            buckets=_SECONDS,
+            registry=mine,
+        )
+        self._rows = Counter("hostdev_rows", "Rows with predictions, or with errors.", registry=mine)
+        self._batch_rows = Histogram("hostdev_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=mine)
+        self._batch_requests = Histogram("hostdev_batch_requests", "Requests of a batch.", buckets=_ROWS, registry=mine)
+        self._compute = Histogram(
+            "hostdev_batch_seconds", "Time to encode and compute a batch.", buckets=_SECONDS, registry=mine
+        )
+        waiting = "Rows that wait for a batch."
+        self._waiting = Gauge("hostdev_queue_rows", waiting, multiprocess_mode="livesum", registry=mine)
+        step = "Step of the checkpoint that is served; of several processes, the lowest."
+        self._step = Gauge("hostdev_model_step", step, multiprocess_mode="livemin", registry=mine)
+        written = "When the served checkpoint was written, in seconds since 1970; of several processes, the earliest."
+        self._written = Gauge(
+            "hostdev_model_written_timestamp_seconds", written, multiprocess_mode="livemin", registry=mine
+        )
+
+    def request(self, end: str, status: int, seconds: float) -> None:
+        """Count an answered request."""
+        self._requests.labels(end, str(status)).inc()
+        self._seconds.labels(end).observe(seconds)
+
+    def batch(self, requests: int, rows: int, seconds: float) -> None:
+        """Count a computed batch."""
+        self._rows.inc(rows)
+        self._batch_rows.observe(rows)
+        self._batch_requests.observe(requests)
+        self._compute.observe(seconds)
+
+    def waiting(self, rows: int) -> None:
+        """Set the number of rows that wait."""
+        self._waiting.set(rows)
+
+    def model(self, step: int, written: float) -> None:
+        """Set the served checkpoint's step, and when it was written."""
+        self._step.set(step)
+        self._written.set(written)
+
+    def text(self) -> tuple[bytes, str]:
+        """Return all metrics in Prometheus's text format, and its content type."""
+        shown = CollectorRegistry()
+        shown.register(_WithAge(self._registry))
+        return generate_latest(shown), CONTENT_TYPE_LATEST
+
+
+class _WithAge:
+    """The metrics of this process, or of all, and the model's age, which changes while nobody sets it."""
+
+    def __init__(self, own: CollectorRegistry) -> None:
+        self._own = own
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        source: CollectorRegistry | MultiProcessCollector = self._own
+        if FOLDER_VARIABLE in os.environ:
+            source = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]
+        for metric in source.collect():
+            yield metric
+            if metric.name == "hostdev_model_written_timestamp_seconds" and metric.samples:
+                age = GaugeMetricFamily("hostdev_model_age_seconds", "Seconds since the served checkpoint was written.")
+                age.add_metric([], max(0.0, time.time() - metric.samples[0].value))
+                yield age

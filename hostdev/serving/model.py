@@ -1,0 +1,111 @@
+"""`ServedModel`: a predictor with what requests need of it."""
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.errors import UserError
+from hostdev.data.batch import Batch, concatenate
+from hostdev.data.preprocess.encoding import rows_of
+from hostdev.data.targets import columns_of
+from hostdev.predict.predictor import Predictor
+from hostdev.predict.unknown import UnknownValues
+from hostdev.serving.columns import Columns, describe_inputs
+
+Values = npt.NDArray[np.float32]
+_WARM_UP_ROWS = (1, 600)  # few and many rows take different ways through the kernels
+
+
+class ServedModel:
+    """One checkpoint's model. Its methods are called by one thread at a time, except that attributes are read by all.
+
+    Attributes:
+        version: The checkpoint's step, as text.
+        written: When the checkpoint was written, seconds since 1970.
+        inputs: The columns that it reads, by name.
+        labels: The names of its outputs.
+
+    Args:
+        predictor: The predictor.
+        note: Called with a line about columns whose values are mostly unknown, unlike in training.
+    """
+
+    def __init__(self, predictor: Predictor, note: Callable[[str], None]) -> None:
+        self.predictor, self._note = predictor, note
+        self.step, self.version = predictor.step, str(predictor.step)
+        self.written = datetime.fromisoformat(predictor.created).timestamp()
+        self.inputs = describe_inputs(predictor)
+        self.labels = predictor.data.schema.labels
+        self._unknown = UnknownValues(predictor.encoding)
+        self._lock = threading.Lock()
+
+    @property
+    def default_name(self) -> str:
+        """The model's name where the user gives none."""
+        name = str(self.predictor.settings["model"]).rpartition(":")[2]
+        return re.sub(r"[^A-Za-z0-9._-]", "-", name) or "model"
+
+    def encode(self, columns: Columns) -> Batch:
+        """Return a request's columns as a batch, as `Predictor` does; raise UserError for an invalid value."""
+        batch = self.predictor.encode(columns)
+        self._unknown.count(batch)
+        for line in self._unknown.lines():
+            self._note(f"warning: {line}")
+        return batch
+
+    def predict(
+        self, batches: Sequence[Batch], most: int, go_on: Callable[[], bool] = lambda: True
+    ) -> "list[Values | UserError] | None":
+        """Return each batch's predictions, float32 [n, labels], or the error that says which row has none.
+
+        All rows are computed together, in pieces of `most` rows, or of `Predictor.batch_size` where that is less.
+
+        Args:
+            batches: The requests' rows.
+            most: The largest number of rows in a piece.
+            go_on: Called before each piece; if it returns false, nothing more is computed and the result is None.
+        """
+        whole = concatenate(batches)
+        size = min(most, self.predictor.batch_size)
+        pieces = []
+        for start in range(0, len(whole), size):
+            if not go_on():
+                return None
+            pieces.append(self.predictor.logits(rows_of(whole, start, start + size)))
+        labels = len(self.labels)
+        logits = np.concatenate(pieces) if pieces else np.empty((0, labels) if labels > 1 else 0, np.float32)
+        values = np.stack(list(columns_of(self.predictor.to_predictions(logits))), 1)
+        found: list[Values | UserError] = []
+        start = 0
+        for batch in batches:
+            stop = start + len(batch)
+            try:
+                self.predictor.require_finite(batch, logits[start:stop])
+                found.append(values[start:stop])
+            except UserError as error:
+                found.append(error)
+            start = stop
+        return found
+
+    def warm_up(self) -> None:
+        """Run the kernels once, on unknown values, so that the first request does not wait for their compilation."""
+        schema = self.predictor.data.schema
+        spaces = {space.name: space.oov for space in schema.spaces}
+        oov = [spaces[column.space] for column in schema.columns if column.kind == "id"]
+        dtype = self.predictor.data.id_type
+        for n in _WARM_UP_ROWS:
+            label = np.full((n, len(self.labels)) if schema.targets.more else n, np.nan, np.float32)
+            dense = np.zeros((n, len(schema.dense)), np.float32)
+            ids = np.tile(np.array(oov, dtype), (n, 1)).reshape(n, len(oov))
+            bags: dict[str, Any] = {
+                column.name: (np.full(n, spaces[column.space], dtype), np.ones(n, np.int32))
+                for column in schema.columns
+                if column.kind == "bag"
+            }
+            weights = {name: np.ones(n, np.float32) for name in schema.weighted_bags}
+            self.predictor.logits(Batch(label, dense, ids, bags, bag_weights=weights))

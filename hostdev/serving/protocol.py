@@ -1,0 +1,200 @@
+"""The Open Inference Protocol v2, over bytes: requests and answers of `infer`, in JSON and with binary tensors.
+
+A body with binary tensors is JSON, of the length that the header Inference-Header-Content-Length says, and then the
+tensors' bytes, in the order of the tensors that have the parameter `binary_data_size`.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.serving.json_input import parse_json
+from hostdev.serving.refused import RefusedError, bad
+from hostdev.serving.tensors import DATATYPES, Tensor, from_binary, from_json
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+BINARY_SIZE = "binary_data_size"
+_LONGEST_ID = 1024  # characters
+_HINTS = {"content_type"}  # parameters that say how a client's library shows a tensor; they change no value
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A request of `infer`.
+
+    Attributes:
+        id: The request's id, which the answer repeats; "" for none.
+        model: The model's name and version in the body, which kserve's client repeats there; None for each that is not.
+        rows: The number of rows, n.
+        outputs: By name of the outputs that are wanted, whether in binary; None for all outputs.
+        is_binary: Whether all outputs are wanted in binary, if `outputs` is None.
+    """
+
+    id: str
+    model: tuple[str | None, str | None]
+    inputs: list[Tensor]
+    rows: int
+    outputs: dict[str, bool] | None
+    is_binary: bool
+
+
+def parse(body: bytes, header_length: str | None, most_rows: int) -> Inference:
+    """Parse the body of a request of `infer`.
+
+    Args:
+        body: The body.
+        header_length: The header Inference-Header-Content-Length, or None.
+        most_rows: The largest number of rows that is accepted.
+
+    Raises:
+        RefusedError: The body does not follow the protocol, or asks for what this server does not have.
+    """
+    split = len(body)
+    if header_length is not None:
+        if not (header_length.isascii() and header_length.isdigit() and len(header_length) < 20):
+            raise bad(f"{HEADER_LENGTH} must be a number of bytes")
+        split = int(header_length)
+        if split > len(body):
+            raise bad(f"{HEADER_LENGTH} is {split:,}, but the body has {len(body):,} bytes")
+    found = parse_json(body[:split])
+    if not isinstance(found, dict):
+        raise bad("the body must be a JSON object with `inputs`")
+    _require_known(found, {"id", "model_name", "model_version", "parameters", "inputs", "outputs"}, "the request")
+    model, version = found.get("model_name"), found.get("model_version")
+    if not all(one is None or isinstance(one, str) for one in (model, version)):
+        raise bad("`model_name` and `model_version` must be text")
+    name = found.get("id")
+    name = "" if name is None else name
+    if not isinstance(name, str) or len(name) > _LONGEST_ID:
+        raise bad(f"`id` must be text of at most {_LONGEST_ID:,} characters")
+    parameters = _parameters(found, {"binary_data_output"}, "the request")
+    inputs = _inputs(found.get("inputs"), body[split:], most_rows)
+    rows = {tensor.shape[0] for tensor in inputs}
+    if len(rows) > 1:
+        first, other = inputs[0], next(one for one in inputs if one.shape[0] != inputs[0].shape[0])
+        raise bad(
+            f"input {other.name!r} has {other.shape[0]:,} rows, but input {first.name!r} has {first.shape[0]:,}; give "
+            "one value for each row"
+        )
+    is_binary = _flag(parameters, "binary_data_output", "the request", default=False)
+    outputs = _outputs(found.get("outputs"), is_binary)
+    return Inference(name, (model, version), inputs, rows.pop(), outputs, is_binary)
+
+
+def _inputs(found: Any, binary: bytes, most_rows: int) -> list[Tensor]:
+    if not isinstance(found, list) or not found:
+        raise bad("the request needs `inputs`, a list of tensors")
+    tensors: dict[str, Tensor] = {}
+    at = 0
+    for content in found:
+        name = content.get("name") if isinstance(content, dict) else None
+        if not isinstance(name, str):
+            raise bad("each of `inputs` must be an object with `name`, `shape`, `datatype` and data")
+        what = f"input {name!r}"
+        _require_known(content, {"name", "shape", "datatype", "parameters", "data"}, what)
+        if name in tensors:
+            raise bad(f"{what} is given twice")
+        datatype = content.get("datatype")
+        if not isinstance(datatype, str) or datatype not in DATATYPES:
+            raise bad(f"{what}: `datatype` must be one of {', '.join(DATATYPES)}")
+        shape = _shape(content.get("shape"), what, most_rows)
+        parameters = _parameters(content, {BINARY_SIZE}, what)
+        if BINARY_SIZE in parameters:
+            size = parameters[BINARY_SIZE]
+            if type(size) is not int or size < 0:
+                raise bad(f"{what}: {BINARY_SIZE} must be a number of bytes")
+            if "data" in content:
+                raise bad(f"{what} has both `data` and {BINARY_SIZE}; give one")
+            if at + size > len(binary):
+                raise bad(f"{what} has {size:,} bytes, but the body has {len(binary) - at:,} left for it")
+            values = from_binary(name, datatype, shape, binary[at : at + size])
+            at += size
+        else:
+            values = from_json(name, datatype, shape, content.get("data"))
+        tensors[name] = Tensor(name, datatype, shape, values)
+    if at != len(binary):
+        raise bad(f"the body has {len(binary) - at:,} bytes after its last tensor")
+    return list(tensors.values())
+
+
+def _shape(found: Any, what: str, most_rows: int) -> tuple[int, ...]:
+    if not isinstance(found, list) or len(found) not in (1, 2) or not all(type(n) is int and n >= 0 for n in found):
+        raise bad(f"{what}: `shape` must be [rows], or [rows, values of a row]")
+    if found[0] > most_rows:
+        raise RefusedError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"{what} has more than {most_rows:,} rows; send them in several requests",
+        )
+    if math.prod(found) > 1 << 40:
+        raise bad(f"{what}: `shape` has more values than a body can hold")
+    return tuple(found)
+
+
+def _outputs(found: Any, is_binary: bool) -> dict[str, bool] | None:
+    if found is None or found == []:
+        return None
+    if not isinstance(found, list):
+        raise bad("`outputs` must be a list of objects with `name`")
+    outputs: dict[str, bool] = {}
+    for content in found:
+        name = content.get("name") if isinstance(content, dict) else None
+        if not isinstance(name, str):
+            raise bad("each of `outputs` must be an object with `name`")
+        what = f"output {name!r}"
+        _require_known(content, {"name", "parameters"}, what)
+        if name in outputs:
+            raise bad(f"{what} is asked for twice")
+        outputs[name] = _flag(_parameters(content, {"binary_data"}, what), "binary_data", what, default=is_binary)
+    return outputs
+
+
+def _parameters(content: Mapping[str, Any], known: set[str], what: str) -> dict[str, Any]:
+    found = content.get("parameters")
+    found = {} if found is None else found
+    if not isinstance(found, dict):
+        raise bad(f"`parameters` of {what} must be an object")
+    if unknown := set(found) - known - _HINTS:
+        raise bad(f"{what}: this server has no parameter {min(unknown)!r}")
+    return found
+
+
+def _flag(parameters: Mapping[str, Any], name: str, what: str, *, default: bool) -> bool:
+    found = parameters.get(name, default)
+    if type(found) is not bool:
+        raise bad(f"{what}: {name} must be true or false")
+    return found
+
+
+def _require_known(content: Mapping[str, Any], known: set[str], what: str) -> None:
+    if unknown := set(content) - known:
+        raise bad(f"{what} has an unknown entry {min(unknown)!r}")
+
+
+def write(
+    about: Mapping[str, Any], outputs: Sequence[tuple[str, npt.NDArray[np.float32], bool]]
+) -> tuple[bytes, dict[str, str]]:
+    """Return the body of an answer and its headers.
+
+    Args:
+        about: The entries beside `outputs`: the model's name and version, and the request's id.
+        outputs: Name, values, float32 [n], and whether in binary, of each output.
+    """
+    described, binary = [], []
+    for name, values, is_binary in outputs:
+        entry: dict[str, Any] = {"name": name, "shape": list(values.shape), "datatype": "FP32"}
+        if is_binary:
+            binary.append(values.astype("<f4", copy=False).tobytes())
+            entry["parameters"] = {BINARY_SIZE: len(binary[-1])}
+        else:
+            entry["data"] = values.tolist()
+        described.append(entry)
+    head = json.dumps({**about, "outputs": described}, separators=(",", ":")).encode()
+    if not binary:
+        return head, {"Content-Type": "application/json"}
+    return b"".join([head, *binary]), {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head))}

@@ -1,0 +1,46 @@
+"""The settings of a server, which its command passes to worker processes."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+_PATHS = ("checkpoint", "token_file", "tls_cert", "tls_key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `hostdev serve` was told; see its flags."""
+
+    prog: str
+    checkpoint: Path
+    which: str | None = None
+    model: str | None = None
+    device: str = "cpu"
+    model_name: str | None = None
+    max_batch: int | None = None
+    max_wait_ms: float = 0.0
+    max_queue: int = 65_536
+    max_rows: int = 65_536
+    max_request_bytes: int = 16 << 20
+    workers: int = 1
+    token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    def as_json(self) -> str:
+        """Return the settings as text."""
+        return json.dumps(asdict(self), default=str)
+
+    def pinned(self, checkpoint: str, model_name: str) -> "Settings":
+        """Return the settings with one checkpoint instead of a folder of them, and with the model's name."""
+        return replace(self, checkpoint=Path(checkpoint), which=None, model_name=model_name)
+
+
+def from_json(text: str) -> Settings:
+    """Return the settings of `Settings.as_json`."""
+    found: dict[str, Any] = json.loads(text)
+    for name in _PATHS:
+        if found[name] is not None:
+            found[name] = Path(found[name])
+    return Settings(**found)

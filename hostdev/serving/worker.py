@@ -1,0 +1,47 @@
+"""python -m hostdev.serving.worker: one of several processes of a server; `hostdev.serving.processes` starts it."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+
+from hostdev.core import cli
+from hostdev.serving.settings import from_json
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve until the parent closes its end of a pipe.
+
+    Args:
+        argv: The settings as JSON, and file descriptors: of the bound socket, of the pipe from the parent, and of the
+            pipe to the parent, which gets one line of JSON when the worker listens.
+    """
+    text, listener, from_parent, to_parent = argv[0], *map(int, argv[1:4])
+    settings = from_json(text)
+    with cli.importing(settings.prog):
+        from hostdev.serving.server import Ending, Serving
+    ending = Ending()
+    signal.signal(signal.SIGTERM, ending.handle)
+
+    def watch() -> None:
+        os.read(from_parent, 1)  # returns when the parent has closed the pipe, or is gone
+        ending.set()
+
+    threading.Thread(target=watch, name="hostdev-parent", daemon=True).start()
+    serving = Serving(settings)
+    model = serving.gatherer.model
+    predictor = model.predictor
+    ready = {"path": str(predictor.path), "name": serving.name, "why": predictor.why, "step": model.step}
+    ready["model"] = predictor.settings["model"]
+
+    def started() -> None:
+        os.write(to_parent, (json.dumps(ready) + "\n").encode())
+
+    serving.run(socket.socket(fileno=listener), started, ending)
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(from_json(sys.argv[1]).prog, main, sys.argv[1:]))
