@@ -98,7 +98,7 @@ class Predictor:
         seconds: float = 0.5,
         on_change: "Callable[[Predictor], object]" = lambda predictor: None,
         on_problem: Callable[[str], object] = warn,
-        **options: Any,
+        **options: Any,  # Any, as they are arguments of Predictor
     ) -> FollowingPredictor:
         """Return a predictor that takes newer checkpoints of a folder while it predicts.
 
@@ -207,7 +207,7 @@ class Predictor:
         self.require_finite(batch, logits)
         return self.to_predictions(logits)
 
-    def encode(self, rows: Any) -> Batch:
+    def encode(self, rows: Any) -> Batch:  # Any, as pandas may not be installed
         """Return rows as a batch with the data set's ids; its labels are NaN.
 
         Args:
