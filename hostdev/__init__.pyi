@@ -3,6 +3,7 @@ from . import distributed as distributed
 from . import errors as errors
 from . import ops as ops
 from . import parallel as parallel
+from . import tracking as tracking
 from .cache.cache import EmbeddingCache as EmbeddingCache
 from .checkpoint.saved import open as open
 from .core.admission import MinCount as MinCount
@@ -37,5 +38,6 @@ from .runtime.spec import Bag as Bag
 from .runtime.spec import CacheSpec as CacheSpec
 from .runtime.spec import Feature as Feature
 from .runtime.spec import TableSpec as TableSpec
+from .tracking.callback import Callback as Callback
 
 __version__: str

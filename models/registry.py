@@ -2,10 +2,10 @@
 
 import inspect
 import math
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hostdev.core.errors import UserError
+from hostdev.core.named_classes import load_class
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.data.schema import Schema
 from hostdev.runtime.spec import Feature, TableSpec
@@ -35,7 +35,7 @@ def find(name: "str | type[Any]") -> "type[Model]":
 
     from hostdev.models.model import Model
 
-    found = _load(name) if isinstance(name, str) else name
+    found = load_class(NAMES.get(name, name), "model", name, NAMES) if isinstance(name, str) else name
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise UserError(f"model {name!r} must be a subclass of torch.nn.Module, not {found!r}")
     try:
@@ -101,34 +101,3 @@ def make(
             f"not {lr!r}"
         )
     return model
-
-
-def _load(name: str) -> Any:
-    """Import the model class that `name` stands for."""
-    module, _, attribute = NAMES.get(name, name).partition(":")
-    if not (module and attribute) or module.startswith("."):
-        raise UserError(
-            f"there is no model {name!r}; choose one of {', '.join(NAMES)}, or name a class as package.module:Class"
-        )
-    try:
-        imported = import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"model {name!r}: there is no module {error.name!r}; modules must be in the current folder, on "
-                "PYTHONPATH, or installed"
-            ) from None
-        raise UserError(
-            f"model {name!r}: module {module!r} needs {error.name!r}, which is not installed; install it"
-        ) from error
-    except ImportError as error:
-        raise UserError(f"model {name!r}: module {module!r} cannot be imported: {error}") from error
-    if not hasattr(imported, attribute):
-        classes = [
-            key
-            for key, value in vars(imported).items()
-            if getattr(value, "__module__", None) == module and isinstance(value, type)
-        ]
-        there = f"; its classes are {', '.join(classes)}" if classes else ", and it defines no class"
-        raise UserError(f"model {name!r}: module {module!r} has no {attribute!r}{there}")
-    return getattr(imported, attribute)

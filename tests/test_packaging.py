@@ -30,6 +30,7 @@ ROOMS = [
     ("train",),
     ("report",),
     ("runtime",),
+    ("tracking",),
     ("frameworks",),
     ("checkpoint",),
     ("pipeline",),
@@ -219,7 +220,7 @@ def load_site():
     return site
 
 
-ROOMS_OF_NAMES = ["distributed", "errors", "ops", "parallel"]
+ROOMS_OF_NAMES = ["distributed", "errors", "ops", "parallel", "tracking"]
 
 
 def test_every_public_name_and_option_is_in_the_reference(monkeypatch):

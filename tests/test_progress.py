@@ -8,6 +8,9 @@ import struct
 import subprocess
 import sys
 import termios
+import types
+import typing
+from importlib.util import find_spec
 
 import pytest
 
@@ -224,3 +227,33 @@ with interrupt.GracefulStop(lambda: "interrupted in the middle of a step"), bar(
 @pytest.mark.parametrize(("n", "text"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (1234, "1,234 files")])
 def test_a_number_of_things(n, text):
     assert progress.counted(n, "file") == text
+
+
+def test_a_notebook_shows_its_own_bar(monkeypatch, tmp_path, capsys):
+    """In a kernel with ipywidgets; a shell without windows, and a kernel without ipywidgets, get lines."""
+
+    class Widget(progress.tqdm):
+        pass
+
+    class Shell:
+        config: typing.ClassVar = {"IPKernelApp": {}}
+
+    module = types.ModuleType("tqdm.notebook")
+    module.tqdm = Widget
+    monkeypatch.setitem(sys.modules, "tqdm.notebook", module)
+    monkeypatch.delitem(sys.modules, "hostdev.core.notebook_bar", raising=False)
+    kernel = types.ModuleType("IPython")
+    kernel.get_ipython = Shell
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    assert find_spec("ipywidgets") is None, "ipywidgets is not a dependency of the tests"
+    assert not isinstance(bar(9, "x", "step"), Widget)
+    (tmp_path / "ipywidgets").mkdir()
+    (tmp_path / "ipywidgets" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with bar(9, "epoch 1/2", "step") as shown:
+        shown.update(3)
+        assert isinstance(shown, Widget)
+        assert "epoch 1/2 (" in str(shown) and "3/9" in str(shown) and "steps/s" in str(shown)
+    kernel.get_ipython = lambda: None
+    assert not isinstance(bar(9, "x", "step"), Widget)
+    capsys.readouterr()

@@ -109,6 +109,7 @@ def test_the_list_of_flags():
         "--unknown-ids",
         "--evict-unused",
         *(f"--table-{name}" for name in ("dir", "memory", "window")),
+        *("--log-to", "--callback"),
         "--follow",
         *(f"--follow-{name}" for name in ("until", "mark", "poll", "window")),
     }

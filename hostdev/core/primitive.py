@@ -58,6 +58,7 @@ class OpTimes:
         self.scope = scope
         self.name = name
         self.bytes = 0
+        self.total = 0  # nanoseconds
         self._durations = Durations()
         self._adding = threading.Lock()
 
@@ -70,6 +71,7 @@ class OpTimes:
         """Add one call's duration."""
         with self._adding:
             self._durations.add(nanoseconds)
+            self.total += nanoseconds
         self._log.append(self._line, nanoseconds)
 
     def durations(self) -> Durations:
@@ -173,6 +175,13 @@ class OpLog:
             self._wake.set()
             if self._thread is not None:
                 self._thread.join()
+
+    def totals(self) -> dict[str, int]:
+        """Return the total duration of each op name in nanoseconds."""
+        found: dict[str, int] = {}
+        for op in list(self._ops):
+            found[op.name] = found.get(op.name, 0) + op.total
+        return found
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Return the bytes and duration statistics (in microseconds) of each op name, and of its scopes if several."""

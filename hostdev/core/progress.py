@@ -1,8 +1,9 @@
-"""Progress display: a live bar on a terminal, occasional lines in a log, nothing for quick work."""
+"""Progress display: a live bar on a terminal or in a notebook, occasional lines in a log, nothing for quick work."""
 
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -37,8 +38,9 @@ def bar(
     begin: int = 0,
     left: Callable[[], float | None] | None = None,
 ) -> Progress:
-    """Return a progress display: a bar on standard error if it is a terminal, else lines on standard output.
+    """Return a progress display: a bar in a notebook, or on standard error if it is a terminal; else lines on output.
 
+    A notebook's bar needs ipywidgets; without it, a notebook gets lines on standard output, too.
     A bar always disappears at the end. The first line is written after ten seconds; quicker work writes no line.
 
     Args:
@@ -48,9 +50,14 @@ def bar(
         left: If the work is part of a larger task, a function that returns the seconds left for the whole task, or None
             if they are unknown.
     """
-    if not sys.stderr.isatty():
+    kind: type[Any] = _Bar
+    if _is_in_notebook():
+        from hostdev.core.notebook_bar import NotebookBar  # imports ipywidgets
+
+        kind = NotebookBar
+    elif not sys.stderr.isatty():
         return _Lines(total, description, unit, unit_scale, begin, left)
-    made = _Bar(
+    made = kind(
         total=total,
         initial=begin,
         desc=description,
@@ -70,14 +77,23 @@ def note(text: str) -> None:
     tqdm.write("\n".join(printable(line) for line in text.splitlines()), file=sys.stderr)
 
 
-class _Bar(tqdm):  # type: ignore[misc]
-    """A bar such as "epoch 1/2 (00:18 left):  32%|███      | 29/91, 7.6 steps/s, loss 0.5"."""
+def _is_in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook that can show bars."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = None if get_shell is None else get_shell()
+    return "IPKernelApp" in getattr(shell, "config", ()) and find_spec("ipywidgets") is not None
 
+
+class BarFormat:
+    """The texts of a bar such as "epoch 1/2 (00:18 left):  32%|███      | 29/91, 7.6 steps/s, loss 0.5"."""
+
+    desc: str
     left: Callable[[], float | None] | None = None
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = super().format_dict
+        """The values of the texts, for tqdm."""
+        found: dict[str, Any] = super().format_dict  # type: ignore[misc]  # of tqdm
         n, total, unit, scale = (found[name] for name in ("n", "total", "unit", "unit_scale"))
         rate = found["rate"] or (n / found["elapsed"] if found["elapsed"] else 0.0)
         left = self.left() if self.left is not None else (total - n) / rate if rate else None
@@ -87,6 +103,10 @@ class _Bar(tqdm):  # type: ignore[misc]
             "amounts": "/".join(_amount(number, unit, scale, named=False) for number in (n, total)),
             "speed": _speed(rate, unit, scale),
         }
+
+
+class _Bar(BarFormat, tqdm):  # type: ignore[misc]
+    """A bar on a terminal."""
 
 
 class _Lines:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
 SCORES_LOG = "scores.jsonl"  # counts of predictions by evaluation
+TENSORBOARD, MLFLOW = "tensorboard", "mlflow.json"  # of --log-to
 KEYS_LOG, KEYS_PICTURE = "keys.log", "keys.png"  # of tables by key
 CONFIG, SUMMARY, CURVE, REPORT = "config.json", "summary.json", "curve.png", "report.html"
 FILES_LOG, ASIDE_LOG, NEEDED = "files.jsonl", "set_aside.jsonl", "needed.json"  # of --follow

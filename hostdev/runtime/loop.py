@@ -283,6 +283,7 @@ class TrainLoop(Loop[Item]):
                 runtime.settings.exchange_rates(later)
             if cursor is not None:
                 runtime.loops.cursor = cursor
+        runtime.loops.count_step(runtime, flight.request.rows)
 
     def _has_reported(self) -> bool:
         """Return whether the error of a failed step was already raised in the body; then it is not raised again."""

@@ -11,6 +11,7 @@ from hostdev.runtime.access import Access
 from hostdev.runtime.carried import CarriedGradients
 from hostdev.runtime.features import GroupSpec, Table
 from hostdev.runtime.loaders import PredictLoader, RowsLoader, close_loaders
+from hostdev.runtime.logged import RuntimeLog
 from hostdev.runtime.loop import AnyPredictLoop, AnyTrainLoop, trained, trained_by
 from hostdev.runtime.random_streams import Place
 from hostdev.runtime.read_ahead import Iterators
@@ -50,6 +51,7 @@ class Loops:
         self._predict_loops: WeakSet[AnyPredictLoop] = WeakSet()  # open loops, and some that are over
         self._open: ReferenceType[AnyTrainLoop] | None = None  # weak, so that a loop ends when nothing refers to it
         self._late: BaseException | None = None  # the error of a deleted loop
+        self._logs: list[RuntimeLog] = []
 
     @property
     def training(self) -> AnyTrainLoop | None:
@@ -106,10 +108,23 @@ class Loops:
         if self.is_predicting():
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
         self._open = ref(loop)
+        for log in self._logs:
+            log.begin(self._pipeline.steps)
         self.carried.is_training = True
         for table in self._tables.values():
             trained[table] = self._open
             table.add_owner(self._access)
+
+    def add_log(self, log: RuntimeLog) -> None:
+        """Write the figures of later steps to this log, too."""
+        log.begin(self._pipeline.steps)
+        self._logs.append(log)
+
+    def count_step(self, runtime: Any, samples: int) -> None:
+        """Count a step of the tables for the logs."""
+        for log in list(self._logs):
+            if not log.step(runtime, samples):
+                self._logs.remove(log)
 
     def end_training(self) -> None:
         """Unregister the loop over `train`."""

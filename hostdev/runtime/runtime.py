@@ -26,6 +26,7 @@ from hostdev.runtime.access import Access
 from hostdev.runtime.checkpointed import CheckpointedState
 from hostdev.runtime.features import FeatureTables, Table, require_seeds, resolve
 from hostdev.runtime.loaders import FrameworkLoaders
+from hostdev.runtime.logged import Logged
 from hostdev.runtime.lookup import lookup_rows
 from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.making import StepOptions, make_train_loop
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from hostdev.runtime.saving import RuntimeCheckpoints
 
 
-class Runtime(FrameworkLoaders):
+class Runtime(Logged, FrameworkLoaders):
     """Embedding tables for a training loop: prefetches each batch's rows, and applies their gradients to the tables.
 
     ::
@@ -125,6 +126,7 @@ class Runtime(FrameworkLoaders):
         placement.require_place(self.group_specs, self.device)
         specs = placement.cache_specs(cache, self.group_specs)
         placement.require_room(self.group_specs, specs, depth, self.device)
+        self.log = log = log or OpLog()
         self.staging = Staging(self.device, log, batches=depth + 2)
         groups = placement.make_groups(self.group_specs, specs, self.device, ranks, log)
         if ranks is not None:

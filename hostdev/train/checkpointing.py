@@ -42,13 +42,8 @@ from hostdev.train.quality import Quality
 
 KEEP = 3
 # Besides the data, results depend on these options: a resumed run must have the same values.
-IN_EFFECT = (
-    "emb_dim",
-    "table_optimizer",
-    "table_lr",
-    "table_weight_decay",
-    "lr",
-)  # compared by their effect on the model
+# Compared by their effect on the model:
+IN_EFFECT = ("emb_dim", "table_optimizer", "table_lr", "table_weight_decay", "lr")
 FIXED = (
     "model",
     "emb_dim",
@@ -347,6 +342,8 @@ class CheckpointSchedule:
         ranks: The processes that save together. All of them must make the same calls.
     """
 
+    on_saved: Callable[[int, Path, float], object] | None = None  # step, path and seconds of a complete checkpoint
+
     def __init__(
         self,
         settings: TrainConfig,
@@ -455,6 +452,8 @@ class CheckpointSchedule:
             note(f"the checkpoint of step {self._step:,} was saved")
         self._failing, self.saved_step = None, self._step
         self._count += 1
+        if self.on_saved is not None and self.newest is not None:
+            self.on_saved(self._step, self.newest, time.monotonic() - self._last_began)
 
     def _record_upload(self) -> None:
         why = None if self.manager.uploads is None else self.manager.uploads.failure

@@ -24,6 +24,7 @@ from hostdev.stores.address import shown_place
 from hostdev.train import checkpointing, report, starting
 from hostdev.train.build import require_layout
 from hostdev.train.cache_advice.auto import choose_cache
+from hostdev.train.callbacks import CallbackError, make_run_callbacks
 from hostdev.train.config import TrainConfig
 from hostdev.train.ending import Ending
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
@@ -32,6 +33,7 @@ from hostdev.train.lean import without_compiler
 from hostdev.train.processes import ProcessSession, join_processes, resolve_batch
 from hostdev.train.run import Run
 from hostdev.train.summary import get_data_set
+from hostdev.train.tracking_options import require_tracking
 
 _RANKS_DEADLINE_SECONDS = 10.0
 
@@ -50,7 +52,8 @@ def train(settings: TrainConfig) -> dict[str, Any]:
 
 
 def _require(settings: TrainConfig) -> None:
-    """Raise UserError for wrong layout options before the rendezvous, if the data set exists already."""
+    """Raise UserError for wrong options before the rendezvous; those of the layout if the data set exists already."""
+    require_tracking(settings)
     data = settings.data or lookalike.there()
     if data is not None:
         require_layout(settings, data)
@@ -59,6 +62,8 @@ def _require(settings: TrainConfig) -> None:
 def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, Any]:
     if session is not None:
         settings = resolve_batch(session.settings, session.ranks.mesh.data)
+    else:
+        require_tracking(settings)
     data = settings.data
     if data is None:
         if session is not None and session.ranks.rank:
@@ -93,6 +98,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
             else:
                 start, line = checkpointing.find_together(settings, found, session.ranks)
             print(line, flush=True)
+        callbacks = make_run_callbacks(settings, stop, first=session is None or session.ranks.rank == 0)
         origin = None
         if settings.start_from is not None and start is None:
             if session is None:
@@ -124,7 +130,10 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         trained = settings.as_json(), describe_place(data), rows, trainer.tables, device, trainer.caches
         print(report.start_lines(*trained, memory, checkpoints, trainer.cut, found.statistics), flush=True)
         try:
+            run.start_callbacks(callbacks, config)
             status = run.train(stop)
+            if status == "interrupted" and (failed := _get_callback_error(run, settings)) is not None:
+                raise ending.callback_failed(failed)
             if (result := report.result_line(run.quality)) is not None and status != "interrupted":
                 print(result, flush=True)
             if status != "interrupted":
@@ -142,25 +151,40 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
             if session is not None:  # the other ranks go on until they miss this one
                 raise
             raise ending.full(error) from None
-        except BaseException:
-            ending.close_saver(save=False)
-            ending.finish("failed")
-            if run.steps == 0:
-                run.discard()
+        except BaseException as error:
+            if not (isinstance(error, CallbackError) and ending.is_complete):  # `callback_failed` has done it
+                ending.close_saver(save=False)
+                ending.end("failed")
+                if run.steps == 0:
+                    run.discard()
             raise
     if stop.requested and (session is None or status == "interrupted"):
         raise ending.interrupted(stop.requested)
     summary = ending.finish(status, digest)
+    has_ops_log, undrawn = run.files.ops is not None, ending.draw()
+    if run.callbacks:
+        run.callbacks.end(status, summary)
     has_ops_log = run.files.ops is not None
     if (undone := ending.report()) is not None:
         print(f"no {REPORT}: {undone}", flush=True)
     lines = report.summary_lines(
-        summary, run.epochs, run.files.path, run.trace, undrawn=ending.draw(), has_ops_log=has_ops_log
+        summary, run.epochs, run.files.path, run.trace, undrawn=undrawn, has_ops_log=has_ops_log
     )
     print(lines)
     if run.saver is not None and run.saver.failed is not None:
         raise ending.make_checkpoint_error()
+    if run.callbacks and run.callbacks.error is not None:
+        raise run.callbacks.error
     return summary
+
+
+def _get_callback_error(run: Run, settings: TrainConfig) -> str | None:
+    """Return the error of rank 0's callback, or None; all ranks must call this."""
+    if settings.callback is None:
+        return None
+    error = run.callbacks.error if run.callbacks else None
+    found: str | None = run.world.control.share(None if error is None else str(error))[0]
+    return found
 
 
 def _run_class(settings: TrainConfig) -> type[Run]:

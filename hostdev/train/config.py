@@ -25,6 +25,7 @@ from hostdev.train import config_checks
 from hostdev.train.config_checks import option_name as _option
 from hostdev.train.follow_options import FollowOptions, check_follow
 from hostdev.train.option_fields import flag as _flag
+from hostdev.train.tracking_options import TrackingOptions, check_tracking
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # reading further ahead does not help
@@ -38,7 +39,7 @@ _AT_LEAST_1 = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(FollowOptions):
+class TrainConfig(FollowOptions, TrackingOptions):
     """The options of `hostdev train`. `resolved` fills in the defaults that depend on other options."""
 
     data: Path | None = _flag(
@@ -376,6 +377,7 @@ class TrainConfig(FollowOptions):
         config_checks.check_keys(self)
         config_checks.check_disk(self)
         check_follow(self)
+        check_tracking(self)
 
     def _check_checkpoints(self) -> None:
         minutes = self.checkpoint_minutes

@@ -14,6 +14,7 @@ from hostdev.device.clock import EventClock
 from hostdev.kernels.pool import host_threads
 from hostdev.stores.address import shown_place
 from hostdev.train import summary
+from hostdev.train.callbacks import CallbackError
 from hostdev.train.checkpointing import CheckpointError
 from hostdev.train.interrupt import Interrupted
 from hostdev.train.run import Run
@@ -24,7 +25,7 @@ class Ending:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._is_complete = False
+        self.is_complete = False
         self._exchanged: dict[str, int] = {}  # bytes that all ranks have sent
 
     def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
@@ -35,8 +36,14 @@ class Ending:
                 # A device that waits for a dead rank would never finish.
                 run.clock.drain(wait=run.ranks is None or status != "failed")
             content = self._write_summary(status, digest)
-            self._is_complete = True
+            self.is_complete = True
         return content
+
+    def end(self, status: str, digest: str | None = None) -> None:
+        """Complete the logs, and call the callbacks' `on_end`."""
+        content = self.finish(status, digest)
+        if self.run.callbacks:
+            self.run.callbacks.end(status, content)
 
     def count_exchanged(self) -> None:
         """Add up the bytes that all ranks have sent, for summary.json. All ranks must call this."""
@@ -79,8 +86,10 @@ class Ending:
         """
         run = self.run
         run.lock.acquire()  # never released, so that the main thread writes nothing more
-        if not self._is_complete:
+        if not self.is_complete:
             self._write_summary(status, None)
+        if run.callbacks:
+            run.callbacks.abandon(status)
         newest = run.loaded_from if run.saver is None else run.saver.newest or run.loaded_from
         if newest is not None and newest.is_dir():
             how = f"continue with --resume {shown_place(newest)}"
@@ -88,11 +97,11 @@ class Ending:
         none = "; there is no checkpoint" if run.saver is not None else ""
         return f"interrupted in the middle of a step; {self._describe_steps()}{none}"
 
-    def interrupted(self, number: signal.Signals) -> Interrupted:
+    def interrupted(self, number: signal.Signals, status: str = "interrupted") -> Interrupted:
         """Save a checkpoint if the run saves any, complete the logs, and return the exception for this signal."""
         run = self.run
         self.close_saver(save=True)
-        self.finish("interrupted")
+        self.end(status)
         if run.saver is None:
             return Interrupted(number, self._describe_steps())
         if run.saver.failed is not None:
@@ -109,17 +118,22 @@ class Ending:
             later = "a larger --capacity, --admit-count or --evict-unused"
         if run.steps == 0:
             self.close_saver(save=False)
-            self.finish("failed")
+            self.end("failed")
             run.discard()
             return type(error)(error.fact, f"give {at_once}")
         self.close_saver(save=True)
-        self.finish("failed")
+        self.end("failed")
         if run.saver is None:
             return type(error)(error.fact, f"{self._describe_steps()}; give {later}")
         if run.saver.failed is not None:
             raise self.make_checkpoint_error()
         saved = f"{_count_steps(run.steps)} saved; continue with --resume {self._newest()} and {resumed}"
         return type(error)(error.fact, saved)
+
+    def callback_failed(self, why: str) -> CallbackError:
+        """Do what `interrupted` does after a callback's error, and return the error with what to do next."""
+        saved = self.interrupted(signal.SIGTERM, "failed")
+        return CallbackError(f"{why}; {saved}")
 
     def _newest(self) -> str:
         newest = None if self.run.saver is None else self.run.saver.newest

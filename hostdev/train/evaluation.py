@@ -51,6 +51,14 @@ class Evaluation(NamedTuple):
         both = {"AUC": self.auc, "log loss": self.logloss} if self.has_binary else {}
         return both | ({} if math.isnan(self.rmse) else {"RMSE": self.rmse, "MAE": self.mae})
 
+    def metrics(self, labels: tuple[str, ...]) -> dict[str, float]:
+        """Return values by name, such as "auc", "rows" or, if there are several labels, "LABEL/auc"."""
+        found = {name.lower().replace(" ", ""): value for name, value in self.figures().items()} | {"rows": self.rows}
+        for label, one in zip(labels, self.labels, strict=False):
+            names = ("auc", "logloss") if math.isnan(one.rmse) else ("rmse", "mae")
+            found |= {f"{label}/{name}": getattr(one, name) for name in names}
+        return found
+
     @property
     def has_binary(self) -> bool:
         """Whether at least one label is binary (0 or 1) and not numeric."""

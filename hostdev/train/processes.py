@@ -27,6 +27,7 @@ from hostdev.distributed.session import leave_together, take_host_share
 from hostdev.distributed.start import start_processes, wait_for
 from hostdev.models import registry
 from hostdev.stores.address import shown_place
+from hostdev.train.callbacks import CallbackError
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
 from hostdev.train.layouts import resolve_mesh
@@ -227,7 +228,7 @@ def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], objec
     except BaseException:
         share_memory(1)
         raise
-    with leave_together(session.ranks, alike=(Interrupted, TableFullError)), session.printing():
+    with leave_together(session.ranks, alike=(Interrupted, TableFullError, CallbackError)), session.printing():
         yield session
 
 

@@ -16,6 +16,13 @@ class Point(NamedTuple):
     training: Evaluation | None  # on a subset of the training samples
     final: Evaluation | None = None  # on the test rows, if `test` is on validation rows and this may be the result
 
+    def metrics(self, split: str, labels: tuple[str, ...]) -> dict[str, dict[str, float]]:
+        """Return the metrics by split and name; `split` names the split of `test`, "test" or "validation"."""
+        splits = {split: self.test, "training": self.training, "test": self.final}
+        if split == "test":
+            splits["test"] = self.test
+        return {name: found.metrics(labels) for name, found in splits.items() if found is not None}
+
 
 class Quality:
     """The evaluations of a run. The best one is the first with the highest AUC (the lowest RMSE if no label is binary).

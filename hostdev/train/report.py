@@ -16,11 +16,13 @@ from hostdev.core.run_files import (
     KEYS_LOG,
     KEYS_PICTURE,
     LOSS_LOG,
+    MLFLOW,
     NEEDED,
     OPS_LOG,
     REPORT,
     SCORES_LOG,
     SUMMARY,
+    TENSORBOARD,
 )
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.advice import unknown_lines
@@ -203,6 +205,7 @@ def summary_lines(
         ops = [FILES_LOG, *[ASIDE_LOG] * bool(summary["files"]["set_aside"]), *[NEEDED] * bool(saved), *ops]
     scores, page = ([name] if (run_dir / name).exists() else [] for name in (SCORES_LOG, REPORT))
     files = [LOSS_LOG, EVAL_LOG, *scores, *ops, CONFIG, SUMMARY, *pictures, *page]
+    files += [name for name in (TENSORBOARD, MLFLOW) if (run_dir / name).exists()]
     removed = [name for name in files if not (run_dir / name).exists()]
     files = [name for name in files if name not in removed]
     best = ""

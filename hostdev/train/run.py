@@ -31,8 +31,10 @@ from hostdev.distributed.process_group import STOP
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import set_host_threads
 from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.tracking.callback import EpochInfo, RunInfo, StepInfo
 from hostdev.train import checkpointing, curve, report, starting
 from hostdev.train.build import estimate_uses, get_layout, make_cache_specs, model_of, seed_torch, warm_up_kernels
+from hostdev.train.callbacks import RunCallbacks
 from hostdev.train.checkpointing import CheckpointSchedule, Progress
 from hostdev.train.config import TrainConfig
 from hostdev.train.evaluation import Evaluation
@@ -43,7 +45,7 @@ from hostdev.train.network import Result
 from hostdev.train.processes import ProcessSession, make_run_dir
 from hostdev.train.quality import Point, Quality
 from hostdev.train.sample import TrainingSample
-from hostdev.train.schedule import Schedule
+from hostdev.train.schedule import ENDLESS, Schedule
 from hostdev.train.score_counts import ScoreCounts
 from hostdev.train.trainer import Trainer
 
@@ -175,6 +177,7 @@ class Run:
         self._due = 0  # a checkpoint is saved after this step
         evaluations = (self.schedule.evaluations - len(self.quality.points)) * self.schedule.evaluation_steps
         self._left = TimeLeft(training=self.schedule.steps - self.steps, evaluation=evaluations)
+        self.callbacks: RunCallbacks | None = None
         self.lock = threading.Lock()  # guards counters and logs, which the signal watcher may complete
 
     def _make_schedule(self, data: Path) -> Schedule:
@@ -247,14 +250,21 @@ class Run:
         """Train and evaluate until the last step, --early-stop or a signal; return the status for summary.json."""
         begin, within = self.schedule.find(self.steps)
         for epoch in range(begin, self.epochs + 1):
+            first = self.steps
             with self.timeline.span("epoch", epoch):
                 self._train_epoch(epoch, within, stop)
             within = 0
+            if self.callbacks:
+                self.callbacks.end_training()
             evaluated = not self.watched_rows.rows or any(point.step >= self.steps for point in self.quality.points)
             if not evaluated and not self._is_stopped(stop):
                 with self.timeline.span("evaluation", epoch):
                     self._evaluate(epoch, stop)
                 self._keep_best()
+            if self.callbacks and not self._is_stopped(stop) and (not evaluated or self.steps > first):
+                labels, last = self.data.schema.labels, self.quality.points[-1:]
+                metrics = last[0].metrics(self.watched, labels) if self.watched_rows.rows else {}
+                self.callbacks.epoch(EpochInfo(epoch=epoch, step=self.steps, metrics=metrics))
             if self._is_stopped(stop):
                 return "interrupted"
             if self.steps == self.schedule.steps:
@@ -335,9 +345,35 @@ class Run:
         if self.files.ops is not None and self.files.ops.dropped_bytes and not self._has_noted_ops:
             note(f"the oldest lines of ops.log are removed from now on (--ops-log {self.settings.ops_log})")
             self._has_noted_ops = True
+        if self.callbacks:
+            self.callbacks.step(self._describe_step(losses.wide, losses.deep, result.rows, epoch))
         self._left.step("training")
         progress.set_postfix_str(f"loss {losses.wide:.4f}", refresh=False)
         progress.update()
+
+    def _describe_step(self, wide: float, deep: float, samples: int, epoch: int) -> StepInfo:
+        return StepInfo(step=self.steps, epoch=epoch, losses={"wide_loss": wide, "deep_loss": deep}, samples=samples)
+
+    def start_callbacks(self, callbacks: RunCallbacks, config: dict[str, Any]) -> None:
+        """Call `on_start`, and from now on the other methods."""
+        if not callbacks:
+            return
+        self.callbacks, data, most = callbacks, self.data, self.schedule.steps
+        info = RunInfo(
+            run_dir=self.files.path,
+            config=config,
+            rows={split: data.rows(split) for split in data.splits},
+            steps=most if most < ENDLESS else None,
+            first_step=self.steps,
+            processes=self.world.size,
+        )
+        epoch, within = self.schedule.find(self.steps)
+        again = within == self.schedule.epoch_steps and self.watched_rows.rows > 0
+        again &= not any(point.step >= self.steps for point in self.quality.points)
+        last = self._describe_step(self.progress.wide[-1], self.progress.deep[-1], 0, epoch) if again else None
+        callbacks.start(info, self.trainer.runtime, last)
+        if self.saver is not None:
+            self.saver.on_saved = callbacks.checkpoint
 
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
         """Evaluate the validation samples (or else the test samples) and about as many training samples.

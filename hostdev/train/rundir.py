@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,11 +23,13 @@ from hostdev.core.run_files import (
     KEYS_LOG,
     KEYS_PICTURE,
     LOSS_LOG,
+    MLFLOW,
     NEEDED,
     OPS_LOG,
     REPORT,
     SCORES_LOG,
     SUMMARY,
+    TENSORBOARD,
     eval_line,
     loss_line,
     read_json_lines,
@@ -37,7 +40,7 @@ from hostdev.train.quality import Point
 _RUN = (LOSS_LOG, CONFIG, SUMMARY)  # a folder with any of these holds a run
 _NAMES = (
     *(LOSS_LOG, EVAL_LOG, SCORES_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE, REPORT, KEYS_LOG, KEYS_PICTURE),
-    *(FILES_LOG, ASIDE_LOG, NEEDED),
+    *(FILES_LOG, ASIDE_LOG, NEEDED, MLFLOW),
 )
 
 
@@ -64,7 +67,7 @@ class RunDir:
                 self._require_none(_RUN)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
-            self._there = [name for name in _NAMES if self._is_there(name)]
+            self._there = [name for name in (*_NAMES, TENSORBOARD) if self._is_there(name)]
             if not again:  # another process may have used it before the lock
                 self._require_none(name for name in _RUN if name in self._there)
             self.loss = (self.path / LOSS_LOG).open("a", buffering=1)
@@ -156,6 +159,8 @@ class RunDir:
         for name in _NAMES:
             if name not in self._there:
                 (self.path / name).unlink(missing_ok=True)
+        if TENSORBOARD not in self._there:
+            shutil.rmtree(self.path / TENSORBOARD, ignore_errors=True)
         if self._made:
             with contextlib.suppress(OSError):  # it may hold other ranks' folders
                 self.path.rmdir()

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+ENDLESS = 1 << 62  # steps of an epoch whose end nobody knows
+
 
 class Schedule(NamedTuple):
     """The steps of a run.

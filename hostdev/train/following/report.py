@@ -71,6 +71,13 @@ def _figures(found: Evaluation, scored: Scored, labels: tuple[str, ...]) -> dict
     return made
 
 
+def get_metrics(labels: tuple[str, ...], found: dict[str, tuple[Evaluation, Scored]]) -> dict[str, dict[str, float]]:
+    """Return metrics, with the calibration of the first label, by what they are about and by name."""
+    return {
+        name: {**one.metrics(labels), "calibration": scored.calibration()[0]} for name, (one, scored) in found.items()
+    }
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 

@@ -19,6 +19,7 @@ from hostdev.data.arrivals.watcher import Watcher
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
 from hostdev.stores.address import shown_place
+from hostdev.tracking.callback import EpochInfo
 from hostdev.train import checkpointing, starting
 from hostdev.train.checkpointing import Progress
 from hostdev.train.config import TrainConfig
@@ -35,9 +36,7 @@ from hostdev.train.network import Result
 from hostdev.train.processes import ProcessSession
 from hostdev.train.run import Run
 from hostdev.train.rundir import write_json
-from hostdev.train.schedule import Schedule
-
-_ENDLESS = 1 << 62  # steps
+from hostdev.train.schedule import ENDLESS, Schedule
 
 
 class FollowRun(Run):
@@ -77,7 +76,7 @@ class FollowRun(Run):
                 self.keys.restore(self._key_counts)
 
     def _make_schedule(self, data: Path) -> Schedule:
-        return Schedule(1, _ENDLESS, self.settings.max_steps, 0)
+        return Schedule(1, ENDLESS, self.settings.max_steps, 0)
 
     def _make_progress(self, values: Mapping[str, Any] | None) -> Progress:
         return RecentProgress() if values is None else RecentProgress.of(values)
@@ -200,7 +199,10 @@ class FollowRun(Run):
         print(report.describe(line, found, over), flush=True)
         if file.rejected:
             note(f"{file.name}: {file.rejected:,} rows cannot be read and are left out; the first is {file.first}")
-        return True
+        if self.callbacks:
+            metrics = report.get_metrics(schema.labels, {"file": (found, scored), "window": (over, window.total())})
+            self.callbacks.epoch(EpochInfo(epoch=taken, step=self.steps, metrics=metrics, file=file.name))
+        return not self._is_stopped(stop)
 
     def _train_file(self, file: Converted, first: int, stop: GracefulStop) -> bool:
         """Train on a file's rows from row `first` on; return False at a signal or --max-steps."""
@@ -209,6 +211,8 @@ class FollowRun(Run):
         if planned < self._cutter.steps(file.rows - first):
             batches = itertools.islice(batches, planned)
         self._train_on(batches, planned, printable(file.name), stop)
+        if self.callbacks:
+            self.callbacks.end_training()
         if self.keys is not None:
             self.keys.write(end=True)
         return not self._is_stopped(stop) and self.steps < self.schedule.steps

@@ -1,0 +1,8 @@
+"""What a training run reports while it trains: callbacks of one's own, TensorBoard, MLflow.
+
+`__init__.pyi` lists the public names. A name is imported at its first use.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,153 @@
+"""Sends values to MLflow from a thread of its own, so that a slow or missing server does not hold training up."""
+
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from hostdev.core.errors import in_words
+from hostdev.core.printable import printable
+
+MOST_WAITING = 100_000  # values that wait to be sent; more are dropped
+_BATCH = 1000  # values in a request: MLflow's limit
+_SECONDS = 2.0  # between two requests with fewer values
+_USER = re.compile(r"//[^/@\s]*@")
+_OTHERS = re.compile(r"[^\w\-. /:]")  # characters that MLflow allows in no name
+
+
+class Value(NamedTuple):
+    """A value to send."""
+
+    name: str
+    value: float
+    step: int
+    milliseconds: int  # when it was logged, since 1970
+
+
+class Sender:
+    """Gathers values, and sends them from a thread.
+
+    Args:
+        begin: Called first, in the thread; returns a function that sends at most 1,000 values.
+
+    Attributes:
+        dropped: The number of values that were dropped because too many waited.
+    """
+
+    def __init__(self, begin: Callable[[], Callable[[list[Value]], object]]) -> None:
+        self._begin = begin
+        self._waiting: deque[Value] = deque()
+        self._wake = threading.Condition()
+        self._is_flushing = self._is_closing = False
+        self._end: Callable[[], object] | None = None
+        self._failure: Exception | None = None
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._work, name="hostdev-mlflow", daemon=True)
+        self._thread.start()
+
+    def add(self, name: str, value: float, step: int) -> None:
+        """Queue a value; it is dropped if 100,000 already wait."""
+        with self._wake:
+            if len(self._waiting) >= MOST_WAITING:
+                self.dropped += 1
+                return
+            self._waiting.append(Value(clean_name(name), float(value), step, int(time.time() * 1000)))
+            if len(self._waiting) >= _BATCH:
+                self._wake.notify_all()
+
+    def check(self) -> None:
+        """Raise the error that ended the thread, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def flush(self, seconds: float) -> bool:
+        """Send the values that wait; return whether that was done within this time."""
+        with self._wake:
+            self._is_flushing = True
+            self._wake.notify_all()
+            done = self._wake.wait_for(lambda: not self._is_flushing or self._failure is not None, seconds)
+        self.check()
+        return done
+
+    def close(self, end: Callable[[], object] | None, seconds: float) -> bool:
+        """Send the values that wait, call `end` in the thread, and end it; return whether that was done in time."""
+        with self._wake:
+            self._end, self._is_closing = end, True
+            self._wake.notify_all()
+        self._thread.join(seconds)
+        self.check()
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        try:
+            send = self._begin()
+            while True:
+                with self._wake:
+                    self._wake.wait_for(self._is_due, _SECONDS)
+                    is_flushing, is_closing = self._is_flushing, self._is_closing
+                while some := self._take():
+                    send(some)
+                if is_flushing:
+                    self._report_flushed()
+                if is_closing:
+                    if self._end is not None:
+                        self._end()
+                    return
+        except Exception as error:
+            self._failure = error
+            with self._wake:
+                self._wake.notify_all()
+
+    def _is_due(self) -> bool:
+        return self._is_flushing or self._is_closing or len(self._waiting) >= _BATCH
+
+    def _take(self) -> list[Value]:
+        with self._wake:
+            return [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+
+    def _report_flushed(self) -> None:
+        with self._wake:
+            self._is_flushing = False
+            self._wake.notify_all()
+
+
+def clean_name(name: str) -> str:
+    """Return a name with an underscore for each character that MLflow does not take; at most 250 characters."""
+    return _OTHERS.sub("_", name.encode(errors="replace").decode())[:250]
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error as one line without the user names, passwords and tokens with which MLflow may be reached."""
+    text = _USER.sub("//", in_words(error))
+    uri = urlsplit(os.environ.get("MLFLOW_TRACKING_URI", ""))
+    secrets = [uri.password, uri.query, os.environ.get("MLFLOW_TRACKING_TOKEN")]
+    secrets.append(os.environ.get("MLFLOW_TRACKING_PASSWORD"))
+    for secret in secrets:
+        for form in {secret or "", unquote(secret or "")} - {""}:
+            text = text.replace(form, "***")
+    return printable(text)
+
+
+def connect() -> Any:
+    """Import MLflow, which takes seconds, and return its client."""
+    # MLflow prints the address of a run that ends, and tries for four minutes to reach a server.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient()
+
+
+def make_send(client: Any, run_id: str) -> Callable[[list[Value]], object]:
+    """Return a function that sends values to a run."""
+    from mlflow.entities import Metric
+
+    def send(values: list[Value]) -> None:
+        metrics = [Metric(one.name, one.value, one.milliseconds, one.step) for one in values]
+        client.log_batch(run_id, metrics=metrics)
+
+    return send

@@ -1,0 +1,93 @@
+"""The options of `hostdev train` that say where a run reports to, and what they name."""
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from hostdev.core.errors import UserError
+from hostdev.core.named_classes import load_class
+from hostdev.tracking.callback import METHODS
+from hostdev.train.option_fields import flag
+
+TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny"}  # by name, the package to install
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingOptions:
+    """The options of `hostdev train` about trackers and callbacks; `TrainConfig` has all options."""
+
+    log_to: str | None = flag(
+        "also write losses, metrics, speed and histograms to tensorboard (RUN/tensorboard), mlflow "
+        "(MLFLOW_TRACKING_URI), or both, separated by a comma",
+        kind=str,
+        metavar="NAMES",
+    )
+    callback: str | None = flag(
+        "your class, as package.module:Class, that receives steps, epochs, checkpoints and the end (hostdev.Callback); "
+        "separate several by commas",
+        kind=str,
+        metavar="CLASS",
+    )
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names in --log-to."""
+        return () if self.log_to is None else tuple(self.log_to.split(","))
+
+    @property
+    def callback_classes(self) -> tuple[str, ...]:
+        """The classes in --callback."""
+        return () if self.callback is None else tuple(self.callback.split(","))
+
+
+def check_tracking(settings: TrackingOptions) -> None:
+    """Raise UserError if --log-to names something else than trackers, or a name is given twice."""
+    for option, names in (("--log-to", settings.trackers), ("--callback", settings.callback_classes)):
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"{option} names {name!r} twice; name it once")
+    for name in settings.trackers:
+        if name not in TRACKERS:
+            raise UserError(f"--log-to has no {name!r}; choose one or both of {','.join(TRACKERS)}")
+
+
+def require_tracking(settings: TrackingOptions) -> None:
+    """Raise UserError if a package of --log-to is missing, or a class of --callback cannot be used."""
+    for name in settings.trackers:
+        if find_spec(name) is None:
+            raise UserError(f"--log-to {name} needs a package; run pip install {TRACKERS[name]}")
+    if "mlflow" in settings.trackers and "MLFLOW_TRACKING_URI" not in os.environ and find_spec("sqlalchemy") is None:
+        raise UserError(
+            "--log-to mlflow: set MLFLOW_TRACKING_URI to a server, such as http://HOST:5000; a database file needs the "
+            "full package: pip install mlflow"
+        )
+    for name in settings.callback_classes:
+        _load(name)
+
+
+def make_callbacks(settings: TrackingOptions) -> list[tuple[str, Any]]:
+    """Return an object of each class in --callback, with its name; raise UserError as `require_tracking`."""
+    made = []
+    for name in settings.callback_classes:
+        try:
+            made.append((name, _load(name)()))
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"callback {name!r} cannot be created without arguments: {type(error).__name__}: {error}"
+            ) from error
+    return made
+
+
+def _load(name: str) -> Any:
+    found = load_class(name, "callback")
+    if not isinstance(found, type):
+        raise UserError(f"callback {name!r} must be a class, not {found!r}")
+    given = [method for method in dir(found) if method.startswith("on_")]
+    wrong = [method for method in given if method not in METHODS or not callable(getattr(found, method))]
+    if wrong or not given:
+        what = f"a method {wrong[0]!r} that is never called" if wrong else "no method that is called"
+        raise UserError(f"callback {name!r} has {what}; the methods are {', '.join(METHODS)}")
+    return found
