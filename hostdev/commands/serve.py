@@ -28,6 +28,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         help="a checkpoint, or a folder of checkpoints",
     )
     add("--which", choices=WHICH, help="which checkpoint of a run (default: best with --early-stop, else newest)")
+    add("--follow", action="store_true", help="take newer checkpoints of the folder while serving")
     add("--model", metavar="package.module:Class", help="the model's class, if it is your own")
     add("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="the address to listen on (default 127.0.0.1)")

@@ -69,10 +69,14 @@ class FollowingPredictor:
         with self._changed:
             return self._changed.wait_for(lambda: self.step >= step, timeout)
 
-    def close(self) -> None:
-        """Stop looking for checkpoints; predictions go on from the current one."""
+    def close(self, timeout: float | None = None) -> None:
+        """Stop looking for checkpoints; predictions go on from the current one.
+
+        Args:
+            timeout: The largest number of seconds to wait for a look that has begun; None means without a limit.
+        """
         self._stop.set()
-        self._thread.join()
+        self._thread.join(timeout)
 
     def __enter__(self) -> "FollowingPredictor":
         return self

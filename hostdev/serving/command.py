@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core.progress import note
-from hostdev.serving.server import Ending, Serving, address_of, listen
+from hostdev.serving.server import Ending, Serving, address_of, listen, show_change
 from hostdev.serving.settings import Settings
 from hostdev.stores.address import shown_place
 
@@ -40,6 +40,7 @@ def _run_workers(settings: Settings, listener: socket.socket) -> int:
         listener,
         lambda line: note(f"{settings.prog}: {line}"),
         lambda about: _started(settings, listener, about),
+        show_change,
     ).run()
 
 

@@ -46,6 +46,13 @@ class Metrics:
             "hostdev_model_written_timestamp_seconds", written, multiprocess_mode="livemin", registry=mine
         )
 
+        self._changes = Counter(
+            "hostdev_model_changes", "Newer checkpoints that were taken, by all processes.", registry=mine
+        )
+        self._problems = Counter(
+            "hostdev_model_problems", "Checkpoints that could not be used, by all processes.", registry=mine
+        )
+
     def request(self, end: str, status: int, seconds: float) -> None:
         """Count an answered request."""
         self._requests.labels(end, str(status)).inc()
@@ -66,6 +73,15 @@ class Metrics:
         """Set the served checkpoint's step, and when it was written."""
         self._step.set(step)
         self._written.set(written)
+
+    def change(self, step: int, written: float) -> None:
+        """Count a newer checkpoint that is served now."""
+        self._changes.inc()
+        self.model(step, written)
+
+    def problem(self) -> None:
+        """Count a newer checkpoint that cannot be used."""
+        self._problems.inc()
 
     def text(self) -> tuple[bytes, str]:
         """Return all metrics in Prometheus's text format, and its content type."""

@@ -1,7 +1,7 @@
 """`ServedModel`: a predictor with what requests need of it."""
 
+import copy
 import re
-import threading
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
@@ -36,13 +36,22 @@ class ServedModel:
     """
 
     def __init__(self, predictor: Predictor, note: Callable[[str], None]) -> None:
-        self.predictor, self._note = predictor, note
-        self.step, self.version = predictor.step, str(predictor.step)
-        self.written = datetime.fromisoformat(predictor.created).timestamp()
+        self._note = note
+        self._use(predictor)
         self.inputs = describe_inputs(predictor)
         self.labels = predictor.data.schema.labels
         self._unknown = UnknownValues(predictor.encoding)
-        self._lock = threading.Lock()
+
+    def _use(self, predictor: Predictor) -> None:
+        self.predictor = predictor
+        self.step, self.version = predictor.step, str(predictor.step)
+        self.written = datetime.fromisoformat(predictor.created).timestamp()
+
+    def successor(self, predictor: Predictor) -> "ServedModel":
+        """Return the model of a newer checkpoint, whose predictor is a successor of this one's."""
+        made = copy.copy(self)
+        made._use(predictor)
+        return made
 
     @property
     def default_name(self) -> str:

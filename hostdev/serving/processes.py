@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ class _Worker:
 
     def __init__(self, settings: Settings, listener: socket.socket, metrics: Path) -> None:
         read_end, self._write_end = os.pipe()
-        self.ready_end, ready_write = os.pipe()
-        inherited = listener.fileno(), read_end, ready_write
+        self._messages, messages_write = os.pipe()
+        inherited = listener.fileno(), read_end, messages_write
         command = [sys.executable, "-m", "hostdev.serving.worker", settings.as_json(), *map(str, inherited)]
         environment = {**os.environ, FOLDER_VARIABLE: str(metrics)}
         try:
@@ -45,16 +45,28 @@ class _Worker:
             )
         finally:
             os.close(read_end)
-            os.close(ready_write)
+            os.close(messages_write)
         self._received = b""
+        self.is_at_end = False  # whether the pipe has nothing more
         self.ready: dict[str, Any] | None = None
+        self.step, self.written = -1, 0.0  # of its checkpoint
 
-    def read(self) -> None:
-        """Read from the worker: `ready` is set when its whole line is there."""
-        part = os.read(self.ready_end, 1 << 16)
-        self._received += part
-        if self._received.endswith(b"\n"):
-            self.ready = json.loads(self._received)
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Read what the worker has sent; yield its messages, and keep what they say of it."""
+        part = os.read(self._messages, 1 << 16)
+        self.is_at_end = not part
+        *lines, self._received = (self._received + part).split(b"\n")
+        for message in map(json.loads, lines):
+            if "ready" in message:
+                self.ready = message["ready"]
+                self.step, self.written = self.ready["step"], self.ready["written"]
+            elif "change" in message:
+                self.step, self.written = message["change"]
+            yield message
+
+    def fileno(self) -> int:
+        """Return the pipe's descriptor, for a selector."""
+        return self._messages
 
     def end(self) -> None:
         """Ask the worker to end."""
@@ -65,7 +77,7 @@ class _Worker:
     def close(self) -> None:
         """Release what belongs to a process that has ended."""
         self.end()
-        os.close(self.ready_end)
+        os.close(self._messages)
 
 
 class Workers:
@@ -76,6 +88,7 @@ class Workers:
         listener: The bound socket, which all workers accept connections from.
         note: Called with lines for people.
         started: Called once, with what the first worker has reported, when all workers listen.
+        changed: Called with the step of a newer checkpoint, and when it was written, once all workers serve it.
     """
 
     def __init__(
@@ -84,8 +97,12 @@ class Workers:
         listener: socket.socket,
         note: Callable[[str], None],
         started: Callable[[dict[str, Any]], None],
+        changed: Callable[[int, float], None],
     ) -> None:
-        self._settings, self._listener, self._note, self._started = settings, listener, note, started
+        self._settings, self._listener, self._note = settings, listener, note
+        self._started, self._changed = started, changed
+        self._step = -1  # of the checkpoint that all workers serve
+        self._problem = ""  # that was reported last
         self._pinned: Settings | None = None
         self._signal: int | None = None
         self._signals = 0
@@ -127,6 +144,7 @@ class Workers:
         self._wait_until_ready()
         if self._signal is None:
             self._started(first)
+            self._step = first["step"]
 
     def _wait_until_ready(self) -> None:
         while self._signal is None and any(worker.ready is None for worker in self._workers):
@@ -161,16 +179,23 @@ class Workers:
         return self._pinned if self._pinned.checkpoint.exists() else self._settings
 
     def _read_lines(self) -> None:
-        """Wait a moment for lines of workers that start."""
-        starting = [worker for worker in self._workers if worker.ready is None]
-        if not starting:
+        """Wait a moment for messages of workers."""
+        sources = [worker for worker in self._workers if not worker.is_at_end]
+        if not sources:
             time.sleep(_POLL_SECONDS)
             return
         with selectors.DefaultSelector() as selector:
-            for worker in starting:
-                selector.register(worker.ready_end, selectors.EVENT_READ, worker)
+            for worker in sources:
+                selector.register(worker, selectors.EVENT_READ, worker)
             for key, _ in selector.select(_POLL_SECONDS):
-                key.data.read()
+                worker = key.data
+                for message in worker.read():
+                    if (problem := message.get("problem")) not in (None, self._problem):
+                        self._problem = problem  # each worker reports it
+                        self._note(f"warning: {problem}")
+                if worker.step != self._step >= 0 and all(each.step == worker.step for each in self._workers):
+                    self._step, self._problem = worker.step, ""
+                    self._changed(worker.step, worker.written)
 
     def _end_all(self) -> None:
         """End all workers: let them answer what they have accepted, unless a second signal arrives."""

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import ssl
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import note
 from hostdev.device import backend
 from hostdev.kernels.pool import set_host_threads
+from hostdev.predict.following import FollowingPredictor, list_checkpoints
 from hostdev.predict.predictor import Predictor
 from hostdev.serving.access import read_token
 from hostdev.serving.app import Service
@@ -35,8 +37,14 @@ from hostdev.serving.settings import Settings
 
 END_SECONDS = 30.0  # for accepted requests to be answered after a signal
 _KEEP_ALIVE_SECONDS = 75
+_LOOK_SECONDS = 0.5  # between two looks for newer checkpoints
 _BACKLOG = 1024  # connections that the kernel holds until they are accepted
 _ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+def show_change(step: int, written: float) -> None:
+    """Print that a newer checkpoint is served."""
+    print(f"serving  version {step}, written {max(0.0, time.time() - written):.0f} s ago", flush=True)
 
 
 class Serving:
@@ -44,6 +52,9 @@ class Serving:
 
     Args:
         settings: The server's settings.
+        changed: With --follow, called with the step of each newer checkpoint that is served now, and when it was
+            written, in the thread that looks.
+        refused: With --follow, called with a line about a checkpoint that cannot be used, in the same thread.
         body_seconds: For a request's body to arrive.
 
     Attributes:
@@ -55,8 +66,18 @@ class Serving:
         UserError: The checkpoint cannot be served, or a file that the settings name is wrong.
     """
 
-    def __init__(self, settings: Settings, body_seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        changed: Callable[[int, float], None] = show_change,
+        refused: Callable[[str], None] | None = None,
+        body_seconds: float = 30.0,
+    ) -> None:
         self._settings, self._prog = settings, settings.prog
+        self._changed = changed
+        self._refused = refused or (lambda line: self._note(f"warning: {line}"))
+        if settings.follow:
+            list_checkpoints(settings.checkpoint)  # a single checkpoint is an error
         token = None if settings.token_file is None else read_token(settings.token_file)
         self._tls = _tls_context(settings.tls_cert, settings.tls_key)
         if settings.workers > 1:  # else the threads, and with them all bits, are those of `Predictor`
@@ -73,7 +94,7 @@ class Serving:
         model = ServedModel(predictor, self._note)
         model.warm_up()
         self.name = settings.model_name or model.default_name
-        metrics = Metrics()
+        self._metrics = metrics = Metrics()
         metrics.model(model.step, model.written)
         self.gatherer = Gatherer(
             model,
@@ -88,6 +109,36 @@ class Serving:
 
     def _note(self, line: str) -> None:
         note(f"{self._prog}: {line}")
+
+    def _take(self, predictor: Predictor) -> None:
+        """Serve a newer checkpoint, from the next batch on."""
+        model = self.gatherer.model.successor(predictor)
+        self.gatherer.model = model
+        self._metrics.change(model.step, model.written)
+        self._changed(model.step, model.written)
+
+    def _refuse(self, line: str) -> None:
+        self._metrics.problem()
+        self._refused(line)
+
+    @contextlib.contextmanager
+    def _follows(self) -> Iterator[None]:
+        """Take newer checkpoints within the block, if the settings say so."""
+        if not self._settings.follow:
+            yield
+            return
+        following = FollowingPredictor(
+            self.gatherer.model.predictor,
+            self._settings.checkpoint,
+            self._settings.which,
+            _LOOK_SECONDS,
+            self._take,
+            self._refuse,
+        )
+        try:
+            yield
+        finally:
+            following.close(_LOOK_SECONDS)  # the process ends even if a large checkpoint is being read
 
     def run(self, listener: socket.socket, started: Callable[[], None], ending: "Ending") -> None:
         """Serve until `ending` is set; then answer the accepted requests, within `END_SECONDS`.
@@ -117,7 +168,8 @@ class Serving:
         config.ssl = self._tls
         server = _Server(config, started)
         try:
-            asyncio.run(self._serve(server, listener, ending))
+            with self._follows():
+                asyncio.run(self._serve(server, listener, ending))
         finally:
             if not self.gatherer.close(END_SECONDS):
                 self._note(f"error: a batch was not computed within {END_SECONDS:g} seconds")

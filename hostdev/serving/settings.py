@@ -15,6 +15,7 @@ class Settings:
     prog: str
     checkpoint: Path
     which: str | None = None
+    follow: bool = False
     model: str | None = None
     device: str = "cpu"
     model_name: str | None = None
@@ -33,7 +34,9 @@ class Settings:
         return json.dumps(asdict(self), default=str)
 
     def pinned(self, checkpoint: str, model_name: str) -> "Settings":
-        """Return the settings with one checkpoint instead of a folder of them, and with the model's name."""
+        """Return the settings with the model's name and, unless `follow` is set, with one checkpoint of the folder."""
+        if self.follow:
+            return replace(self, model_name=model_name)
         return replace(self, checkpoint=Path(checkpoint), which=None, model_name=model_name)
 
 

@@ -7,6 +7,8 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 from hostdev.core import cli
 from hostdev.serving.settings import from_json
@@ -17,7 +19,8 @@ def main(argv: Sequence[str]) -> None:
 
     Args:
         argv: The settings as JSON, and file descriptors: of the bound socket, of the pipe from the parent, and of the
-            pipe to the parent, which gets one line of JSON when the worker listens.
+            pipe to the parent, which gets lines of JSON: "ready" when the worker listens, and, with --follow, "change"
+            with the step and the time of a newer checkpoint, and "problem" with a line for people.
     """
     text, listener, from_parent, to_parent = argv[0], *map(int, argv[1:4])
     settings = from_json(text)
@@ -31,16 +34,21 @@ def main(argv: Sequence[str]) -> None:
         ending.set()
 
     threading.Thread(target=watch, name="hostdev-parent", daemon=True).start()
-    serving = Serving(settings)
+
+    def tell(**content: Any) -> None:
+        with suppress(BrokenPipeError):  # the parent is gone; `watch` ends this process
+            os.write(to_parent, (json.dumps(content) + "\n").encode())
+
+    serving = Serving(
+        settings,
+        changed=lambda step, written: tell(change=(step, written)),
+        refused=lambda line: tell(problem=line),
+    )
     model = serving.gatherer.model
     predictor = model.predictor
     ready = {"path": str(predictor.path), "name": serving.name, "why": predictor.why, "step": model.step}
-    ready["model"] = predictor.settings["model"]
-
-    def started() -> None:
-        os.write(to_parent, (json.dumps(ready) + "\n").encode())
-
-    serving.run(socket.socket(fileno=listener), started, ending)
+    ready |= {"model": predictor.settings["model"], "written": model.written}
+    serving.run(socket.socket(fileno=listener), lambda: tell(ready=ready), ending)
 
 
 if __name__ == "__main__":

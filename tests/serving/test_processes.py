@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 import hostdev
+from hostdev.checkpoint import folder
+from hostdev.checkpoint.deliver import deliver
 from hostdev.commands import serve
 from tests.conftest import environment
 from tests.serving.helpers import FILMS, bits
@@ -65,9 +67,11 @@ def test_ctrl_c(film_run, tmp_path):
 
 
 def test_workers(film_run, tmp_path):
-    """One is killed and replaced; metrics cover all; the end leaves nothing behind."""
-    work = tmp_path / "work"
-    with started(film_run, work, "--workers", 2) as (process, address):
+    """One is killed and replaced; all take a newer checkpoint; metrics cover all; the end leaves nothing behind."""
+    work, place = tmp_path / "work", tmp_path / "served"
+    first, second, *_ = folder.names_in(film_run)
+    deliver(folder.read_chain(film_run / first), place, 2)
+    with started(place, work, "--workers", 2, "--follow") as (process, address):
         children = {child.pid for child in psutil.Process(process.pid).children()}
         assert len(children) == 2
         for _ in range(6):
@@ -85,7 +89,13 @@ def test_workers(film_run, tmp_path):
         text = ask(address, "/metrics")
         assert 'hostdev_requests_total{end="live",status="200"} 6.0' in text
         assert "hostdev_model_age_seconds" in text and "hostdev_queue_rows 0.0" in text
-        [folder] = {
+        deliver(folder.read_chain(film_run / second), place, 2)
+        newer = hostdev.Predictor(film_run / second)
+        assert process.stdout.readline().startswith(f"serving  version {newer.step}, written ")
+        for _ in range(6):
+            assert ask(address, "/v1/predict", {"columns": FILMS})["step"] == newer.step
+        assert f"hostdev_model_step {newer.step:.1f}\n" in ask(address, "/metrics")
+        [metrics] = {
             variable.partition("=")[2]
             for pid in now
             for variable in (f"{k}={v}" for k, v in psutil.Process(pid).environ().items())
@@ -93,7 +103,7 @@ def test_workers(film_run, tmp_path):
         }
         process.terminate()
         assert process.wait(90) == 0
-    assert not any(map(psutil.pid_exists, now)) and not os.path.exists(folder)  # noqa: PTH110
+    assert not any(map(psutil.pid_exists, now)) and not os.path.exists(metrics)  # noqa: PTH110
     [line] = errors(work).splitlines()
     assert line == f"hostdev.serving: warning: worker {min(children)} ended (signal SIGKILL); another one starts"
 
