@@ -71,6 +71,13 @@ BENCHES = {
     "unbounded": Bench("bench_unbounded", trial=("--sizes", "20000", "--rounds", "1", "--large", "30000")),
     "stores": Bench("bench_stores", trial=("--rows", "20000", "--batch-size", "500", "--rounds", "1")),
     "follow": Bench("bench_follow", trial=("--files", "8", "--rows", "2000", "--seconds", "1", "--poll", "0.2")),
+    "serve": Bench(
+        "bench_serve",
+        trial=(
+            *("--table-rows", "20000", "--batch-size", "256"),
+            *("--seconds", "0.2", "--rounds", "1", "--clients", "1", "4"),
+        ),
+    ),
     "dlrm": Bench("bench_dlrm"),
     "ctr": Bench("bench_ctr"),
     "parallel": Bench("bench_parallel"),
