@@ -18,13 +18,17 @@ COLOURS = 8  # CSS variables --run0, --run1, ...
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
 _HEIGHT = 240
 _BAR = 18  # pixels of a bar
-_GAP = 10
+_GAP = 12
 _SPACE = 1.75  # length of the axis for the longest bar, which leaves space for its value
 _BAR_TOOLTIP = (("run", "run"), ("part", "part"), ("text", "value"))
 _MOST_TICKS = 10  # of a horizontal axis of whole numbers, each of which has a tick
 _MOST_POINTS = 60  # that are drawn on lines
 _MOST_LINES = 30  # vertical lines for the ends of epochs
 _TICKS = (0.0001, 0.001, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.999)  # probabilities on an axis of log-odds
+_TWO_LINES = (  # a long name with something in brackets, such as an op of a table
+    "length(datum.value) > 18 && indexof(datum.value, ' (') > 0 ? [slice(datum.value, 0, indexof(datum.value, ' (')), "
+    "slice(datum.value, indexof(datum.value, ' (') + 1)] : datum.value"
+)
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 _CONFIG: Spec = {
     "background": None,
@@ -257,14 +261,22 @@ def bars(names: Sequence[str], rows: Rows, title: str, *, order: Iterable[str], 
     present = [name for name in names if any(row["run"] == name for row in rows)]
     several = len(present) > 1
     step = max(9, _BAR - 3 * len(present)) if several else _BAR
+    no_more = {"labelExpr": "datum.value > 1 ? '' : datum.label"} if form.endswith("%") else {}
     encoding: Spec = {
-        "x": _axis("value", title, axis={"format": form, "tickCount": 3}, scale={"zero": True}),
+        "x": _axis("value", title, axis={"format": form, "tickCount": 3, **no_more}, scale={"zero": True}),
         "y": {
             "field": "part",
             "type": "nominal",
             "sort": parts,
             "title": None,
-            "axis": {"domain": False, "ticks": False, "labelPadding": 6, "labelLimit": 145},
+            "axis": {
+                "domain": False,
+                "ticks": False,
+                "labelPadding": 6,
+                "labelLimit": 165,
+                "labelLineHeight": 12,
+                "labelExpr": _TWO_LINES,
+            },
             "scale": {"paddingInner": 0.3, "paddingOuter": 0.1},
         },
         "color": _run_colour(names),
