@@ -49,6 +49,8 @@ def head(run: RunData) -> list[Fact]:
     planned = number(run.config, "epochs")
     done = number(run.summary, "epochs")
     epochs = "" if planned is None or done is None else f"{count(done)} of {count(planned)} epochs"
+    if run.files:  # with --follow
+        epochs = f"over {count(len(run.files))} file{'s' if len(run.files) > 1 else ''}"
     speed = number(run.summary, "samples_per_second")
     made += [
         Fact("samples/s", count(speed), "in training steps" if speed is not None else "known at the end"),

@@ -7,6 +7,7 @@ import pytest
 from hostdev.checkpoint.folder import names_in, remove
 from hostdev.commands import report, train
 from hostdev.data import manifest
+from tests.conftest import digest_of
 
 OPTIONS = ["--host-device-mix", "--device", "cpu", "--model", "deepfm", "--emb-dim", 4, "--batch-size", 500]
 
@@ -36,6 +37,8 @@ def test_train_report(run, small_data, tmp_path):
     )
     assert config["data_set"]["rows"] == {"train": found.rows("train"), "test": found.rows("test")}
     run(report, "run", "--out", "again.html")
+    run(train, "--data", small_data, *OPTIONS, "--epochs", 2, "--run-dir", "plain")
+    assert digest_of(tmp_path / "plain") == summary["state_sha256"]
 
 
 def test_a_resumed_run_has_each_evaluation_once(run, small_data, tmp_path):
