@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ class Manifest:
         states = [table.segments for table in self.tables if table.segments is not None]
         return {file.file: state for state in states for file in state.files}
 
-    @property
+    @cached_property
     def checksum(self) -> str:
         """The last field of checkpoint.json: the checksum of all other fields."""
         return json_checksum(self._content())
