@@ -128,22 +128,60 @@ def test_a_loop_on_two_processes_has_the_bits_of_one(example, capsys):
     assert silent == ""
 
 
+class Logged:
+    """A writer that keeps the steps of each tag."""
+
+    def __init__(self):
+        self.steps = {}
+
+    def add_scalar(self, tag, value, step):
+        self.steps.setdefault(tag, []).append(step)
+
+    add_histogram = add_scalar
+
+
+def log_in(main):
+    """Let the runtimes that an example makes from now on write to a writer, and return it."""
+    names, writer = main.__globals__, Logged()
+    make = names["make_runtime"]
+
+    def make_logged(*arguments):
+        runtime = make(*arguments)
+        runtime.log_to(writer, every=2)
+        return runtime
+
+    names["make_runtime"] = make_logged
+    return writer
+
+
+def require_logged(writer):
+    assert {"speed/samples_per_second", "ops/EmbeddingLookup_ms", "rows/user/norm"} <= set(writer.steps)
+    steps = writer.steps["speed/samples_per_second"]
+    distances = np.diff(steps)
+    back = distances[distances != 2]  # a resumed run takes the steps after its checkpoint again
+    assert steps[0] == 2 and len(back) <= 1 and (back > -steps[-1] + 2).all() and steps[-1] == max(steps) > 10
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*LeafSpec.*", "ignore:Checkpoint directory")
 def test_lightning_learns_and_goes_on(example, tmp_path, capsys):
     main = example("lightning")["main"]
     straight = main(str(tmp_path / "straight"), 3, **SMALL)
+    logged = log_in(main)
     main(str(tmp_path / "parts"), 2, **SMALL)
     then = main(str(tmp_path / "parts"), 3, resume=str(tmp_path / "parts" / "last.ckpt"), **SMALL)
     assert then.auc == straight.auc > 0.55
+    require_logged(logged)
     assert "after epoch 3" in capsys.readouterr().out
 
 
 def test_accelerate_learns_and_goes_on(example, tmp_path, capsys):
     made = example("accelerate")
     straight = made["main"](str(tmp_path / "straight"), 3, **SMALL)
+    logged = log_in(made["main"])
     first = made["main"](str(tmp_path / "parts"), 2, **SMALL)
     then = made["main"](str(tmp_path / "parts"), 1, resume=str(tmp_path / "parts"), **SMALL)
     assert first + then == straight
+    require_logged(logged)
     assert np.mean(straight[-10:]) < np.mean(straight[:10]) - 0.01
 
 
