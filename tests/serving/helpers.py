@@ -36,7 +36,7 @@ class Served:
         self.predictor = hostdev.Predictor(self.settings.checkpoint)
         self.ending, started = Ending(), threading.Event()
         if self._listens:
-            listener = listen("127.0.0.1", 0)
+            self.listener = listener = listen("127.0.0.1", 0)
             self.port = listener.getsockname()[1]
             self.url = f"127.0.0.1:{self.port}"
             self._thread = threading.Thread(target=self.serving.run, args=(listener, started.set, self.ending))

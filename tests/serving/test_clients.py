@@ -144,6 +144,33 @@ def test_bodies(film_run):
             assert receive_all(waiting).startswith(b"HTTP/1.1 413")
 
 
+def test_a_client_that_does_not_read(film_run, monkeypatch):
+    """It loses its connection; one that reads slowly does not."""
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.5)
+    with Served(film_run) as served:
+        served.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # of its connections, too
+        body = json.dumps({"columns": repeated(FILMS, 60_000)}).encode()
+        asked = f"{HEAD}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+        def ask(client):
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+            client.connect(("127.0.0.1", served.port))
+            client.settimeout(30)
+            client.sendall(asked)
+            client.recv(1, socket.MSG_PEEK)  # the answer has begun
+
+        with socket.socket() as slow, socket.socket() as silent:
+            ask(silent)
+            ask(slow)
+            parts = []
+            for _ in range(20):
+                time.sleep(0.1)
+                parts.append(slow.recv(1 << 14))
+            assert json.loads((b"".join(parts) + receive_all(slow)).partition(b"\r\n\r\n")[2])["model"] == "deepfm"
+            received = receive_all(silent)
+        assert len(received) < 200_000  # what the kernel's buffers held
+
+
 def test_memory_of_bodies(film_run):
     """Bodies in progress together have a limit; those beyond it are refused, and it counts what has ended."""
     with Served(film_run, max_request_bytes=10_000) as served:
