@@ -8,6 +8,7 @@ from typing import Any
 
 from hostdev.core.errors import HostdevError
 from hostdev.core.printable import printable
+from hostdev.core.run_files import CONFIG, CURVE, REPORT, SUMMARY
 from hostdev.tracking.callback import EndInfo, RunInfo
 from hostdev.tracking.mlflow_sending import Sender, Value, clean_name, connect, describe_error, make_send
 from hostdev.tracking.mlflow_writer import add_quantiles
@@ -19,7 +20,7 @@ END_SECONDS, INTERRUPTED_SECONDS = 30.0, 5.0  # that the end of training waits a
 _ABANDON_SECONDS = 1.0
 _PARAMS = 100  # in a request: MLflow's limit
 _PARAM_CHARACTERS = 500  # MLflow takes 6,000 today, and took 500
-_FILES = ("config.json", "summary.json", "curve.png")
+_FILES = (CONFIG, SUMMARY, CURVE, REPORT)
 _STATUS = {"finished": "FINISHED", "stopped early": "FINISHED", "interrupted": "KILLED"}
 
 

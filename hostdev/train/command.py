@@ -162,11 +162,10 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
         raise ending.interrupted(stop.requested)
     summary = ending.finish(status, digest)
     has_ops_log, undrawn = run.files.ops is not None, ending.draw()
-    if run.callbacks:
-        run.callbacks.end(status, summary)
-    has_ops_log = run.files.ops is not None
     if (undone := ending.report()) is not None:
         print(f"no {REPORT}: {undone}", flush=True)
+    if run.callbacks:
+        run.callbacks.end(status, summary)
     lines = report.summary_lines(
         summary, run.epochs, run.files.path, run.trace, undrawn=undrawn, has_ops_log=has_ops_log
     )

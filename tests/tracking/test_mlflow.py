@@ -59,13 +59,13 @@ def require_equal(client, run):
 def test_what_is_read_back(run, small_data, tmp_path, client):
     every = ["--data", small_data, *FLAGS, "--epochs", 2, "--host-device-mix", "--cache-rows", "10%"]
     run(train, *every, "--run-dir", "plain")
-    run(train, *every, "--run-dir", "run", *LOG)
+    run(train, *every, "--run-dir", "run", *LOG, "--report")
     found, summary = require_equal(client, tmp_path / "run")
     assert summary["state_sha256"] == digest_of(tmp_path / "plain")
     assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
     params = found.data.params
     assert params["batch_size"] == "250" and params["log_to"] == "mlflow" and "versions.torch" in params
-    for name in ("config.json", "summary.json", "curve.png"):
+    for name in ("config.json", "summary.json", "curve.png", "report.html"):
         path = client.download_artifacts(found.info.run_id, name, str(tmp_path))
         assert (tmp_path / "run" / name).read_bytes() == Path(path).read_bytes()
 
