@@ -21,6 +21,7 @@ from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.models.wide_deep.network import WideDeep
 from tests.data import movies
 
+TORCH_THREADS = torch.get_num_threads()
 SMALL = (32, 16)  # hidden layers of Wide & Deep
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,9 +40,12 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def _restore_threads():
-    threads = host_threads()
+    """Some commands and fixtures set them for the process; the last bits of sums depend on torch's."""
+    host = host_threads()
+    torch.set_num_threads(TORCH_THREADS)
     yield
-    set_host_threads(threads)
+    set_host_threads(host)
+    torch.set_num_threads(TORCH_THREADS)
 
 
 def devices():

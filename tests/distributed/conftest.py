@@ -34,9 +34,7 @@ def flags_of(data, run_dir, *more, M=6):
 
 @pytest.fixture(autouse=True)
 def _restore_torch():
-    threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
 
 
