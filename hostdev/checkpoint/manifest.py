@@ -272,6 +272,8 @@ def _check(found: Manifest) -> None:
         _require(_SHA256.fullmatch(file.sha256) is not None, f"{file.file} has no valid SHA-256")
     for table in found.tables:
         _check_table(table)
+        later = table.keys is not None or table.segments is not None
+        _require(found.version > 1 or not later, f"table {table.name[:80]!r} is of a later format than version 1")
     names = found.state.get("digest", [])
     right = isinstance(names, list) and all(
         isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in names

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
+import hostdev
 from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.loading import load_tables
 from hostdev.checkpoint.lookup import MappedTable
@@ -220,3 +221,12 @@ def test_state_without_its_tensors(saved, tmp_path, capsys, where):
     assert "is broken (its state: tensor 'gone' is missing)" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_table_by_key_in_version_1(tmp_path, capsys):
+    keys = HostTable(None, 2, SGD(lr=0.1), name="k", capacity=10)
+    hostdev.Runtime({"k": keys}, device="cpu").save(tmp_path / "c")
+    [name] = folder.names_in(tmp_path / "c")
+    change(tmp_path / "c", name, lambda content: content.update(version=1))
+    assert run("verify", tmp_path / "c") != 0
+    assert "table 'k' is of a later format than version 1" in capsys.readouterr().err
