@@ -49,7 +49,7 @@ class _Worker:
         self._received = b""
         self.is_at_end = False  # whether the pipe has nothing more
         self.ready: dict[str, Any] | None = None
-        self.step, self.written = -1, 0.0  # of its checkpoint
+        self.step, self.written, self.checksum = -1, 0.0, ""  # of its checkpoint
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Read what the worker has sent; yield its messages, and keep what they say of it."""
@@ -59,9 +59,9 @@ class _Worker:
         for message in map(json.loads, lines):
             if "ready" in message:
                 self.ready = message["ready"]
-                self.step, self.written = self.ready["step"], self.ready["written"]
+                self.step, self.written, self.checksum = (self.ready[name] for name in ("step", "written", "checksum"))
             elif "change" in message:
-                self.step, self.written = message["change"]
+                self.step, self.written, self.checksum = message["change"]
             yield message
 
     def fileno(self) -> int:
@@ -101,7 +101,7 @@ class Workers:
     ) -> None:
         self._settings, self._listener, self._note = settings, listener, note
         self._started, self._changed = started, changed
-        self._step = -1  # of the checkpoint that all workers serve
+        self._checksum = ""  # of the checkpoint that all workers serve; two may have the same step
         self._problem = ""  # that was reported last
         self._pinned: Settings | None = None
         self._signal: int | None = None
@@ -144,7 +144,7 @@ class Workers:
         self._wait_until_ready()
         if self._signal is None:
             self._started(first)
-            self._step = first["step"]
+            self._checksum = first["checksum"]
 
     def _wait_until_ready(self) -> None:
         while self._signal is None and any(worker.ready is None for worker in self._workers):
@@ -193,8 +193,9 @@ class Workers:
                     if (problem := message.get("problem")) not in (None, self._problem):
                         self._problem = problem  # each worker reports it
                         self._note(f"warning: {problem}")
-                if worker.step != self._step >= 0 and all(each.step == worker.step for each in self._workers):
-                    self._step, self._problem = worker.step, ""
+                are_equal = all(each.checksum == worker.checksum for each in self._workers)
+                if self._checksum and worker.checksum != self._checksum and are_equal:
+                    self._checksum, self._problem = worker.checksum, ""
                     self._changed(worker.step, worker.written)
 
     def _end_all(self) -> None:

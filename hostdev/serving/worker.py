@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> None:
     Args:
         argv: The settings as JSON, and file descriptors: of the bound socket, of the pipe from the parent, and of the
             pipe to the parent, which gets lines of JSON: "ready" when the worker listens, and, with --follow, "change"
-            with the step and the time of a newer checkpoint, and "problem" with a line for people.
+            with the step, the time and the checksum of a newer checkpoint, and "problem" with a line for people.
     """
     text, listener, from_parent, to_parent = argv[0], *map(int, argv[1:4])
     settings = from_json(text)
@@ -41,13 +41,13 @@ def main(argv: Sequence[str]) -> None:
 
     serving = Serving(
         settings,
-        changed=lambda step, written: tell(change=(step, written)),
+        changed=lambda step, written: tell(change=(step, written, serving.gatherer.model.predictor.checksum)),
         refused=lambda line: tell(problem=line),
     )
     model = serving.gatherer.model
     predictor = model.predictor
     ready = {"path": str(predictor.path), "name": serving.name, "why": predictor.why, "step": model.step}
-    ready |= {"model": predictor.settings["model"], "written": model.written}
+    ready |= {"model": predictor.settings["model"], "written": model.written, "checksum": predictor.checksum}
     serving.run(socket.socket(fileno=listener), lambda: tell(ready=ready), ending)
 
 
