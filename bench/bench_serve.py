@@ -23,11 +23,11 @@ import numpy as np
 import hostdev
 from bench.record import get_versions, make_parser, record
 from bench.serving_load import write_requests
-from bench.serving_rows import make_rows
+from bench.serving_rows import ROWS, make_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUESTS = 256  # that differ
-CLIENTS, ROWS = (1, 8, 64), (1, 64)
+CLIENTS = 1, 8, 64
 
 
 def main() -> None:
@@ -87,16 +87,8 @@ def measure(folder: Path, options: Any) -> dict[str, Any]:
 
 def _make(folder: Path, options: Any) -> None:
     """Prepare data, train a few steps, and export the dense layers."""
-    make = [
-        "synthetic",
-        "--rows",
-        4 * options.batch_size,
-        "--hash-buckets",
-        options.table_rows,
-        "--out",
-        folder / "data",
-    ]
-    _call(None, "hostdev.data.preprocess", *make)
+    make = ["--rows", 4 * options.batch_size, "--hash-buckets", options.table_rows, "--out", folder / "data"]
+    _call(None, "hostdev.data.preprocess", "synthetic", *make)
     flags = ["--host-device-mix", "--device", "cpu", "--batch-size", options.batch_size, "--emb-dim", options.dim]
     flags += ["--epochs", 1, "--checkpoint-every", 100, "--run-dir", folder / "run"]
     _call(None, "hostdev.train", "--data", folder / "data", *flags)
@@ -164,12 +156,12 @@ def _show(cases: Sequence[dict[str, Any]], direct: dict[str, Any], options: Any)
     most, batch = max(options.clients), direct["predictor"][str(options.batch_size)]["rows_per_s"]
     ratios = {}
     for form in ("columns", "binary"):
-        one = by_case["hostdev", form, 1, min(options.clients)]
+        one = by_case["hostdev", form, ROWS[0], min(options.clients)]
         ratios[f"{form}: p99 of one row at one client / Predictor's"] = (
             one["p99_ms"] / direct["predictor"]["1"]["p99_ms"]
         )
-        rate = 64 * by_case["hostdev", form, 64, most]["per_s"]
-        ratios[f"{form}: rows/s at {most} clients of 64 rows / Predictor's in batches"] = rate / batch
+        rate = ROWS[-1] * by_case["hostdev", form, ROWS[-1], most]["per_s"]
+        ratios[f"{form}: rows/s at {most} clients of {ROWS[-1]} rows / Predictor's in batches"] = rate / batch
     for rows in ROWS:
         for clients in options.clients:
             pair = [by_case[name, "columns", rows, clients]["per_s"] for name in ("hostdev", "torch")]

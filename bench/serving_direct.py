@@ -14,12 +14,11 @@ import onnxruntime
 import torch
 
 import hostdev
-from bench.serving_rows import make_rows
+from bench.serving_rows import ROWS, make_rows
 from hostdev.kernels.pool import set_host_threads
-from hostdev.predict.onnx_export import get_inputs
+from hostdev.predict.onnx_export import get_inputs, get_values
 
 SECONDS = 3.0
-ROWS = 64
 
 
 def measure(call: Callable[[int], Any], seconds: float = SECONDS) -> list[float]:
@@ -38,9 +37,9 @@ def main(checkpoint: str, network: str, threads: int, batch: int) -> dict[str, A
     torch.set_num_threads(threads)
     set_host_threads(threads)
     predictor = hostdev.Predictor(checkpoint)
-    columns = make_rows(predictor, 256 * ROWS)
+    columns = make_rows(predictor, 256 * max(ROWS))
     found: dict[str, Any] = {}
-    for rows in (1, ROWS, batch):
+    for rows in (*ROWS, batch):
         parts = [_part(columns, start, rows) for start in range(0, len(columns["I1"]) - rows + 1, rows)][:256]
         times = measure(lambda number: predictor(parts[number % len(parts)]))  # noqa: B023
         p50, p99 = np.percentile(times, (50, 99)) * 1e3
@@ -61,17 +60,10 @@ def _dense(
     session = onnxruntime.InferenceSession(network, options, providers=["CPUExecutionProvider"])
     inputs = get_inputs(predictor.model, len(predictor.data.schema.dense))
     found = {}
-    for n in (1, ROWS, batch):
+    for n in (*ROWS, batch):
         encoded = predictor.encode(_part(columns, 0, n))
         rows, dense = predictor.rows(encoded), torch.from_numpy(encoded.dense)
-        given = {}
-        for one in inputs:
-            if one.feature is None:
-                given[one.name] = encoded.dense
-            else:
-                feature, value = predictor.model.features[one.feature], rows[one.feature]
-                part = value if feature.is_single else value[feature.tables.index(str(one.table))]
-                given[one.name] = part.numpy()
+        given = {name: values.numpy() for name, values in get_values(predictor, inputs, encoded).items()}
         with torch.inference_mode():
             by_torch = np.median(measure(lambda _: predictor.model(dense, rows), 1.0)) * 1e3  # noqa: B023
         by_onnx = np.median(measure(lambda _: session.run(None, given), 1.0)) * 1e3  # noqa: B023

@@ -6,6 +6,8 @@ import numpy as np
 
 import hostdev
 
+ROWS = (1, 64)  # of a request
+
 
 def make_rows(predictor: hostdev.Predictor, n: int) -> dict[str, list[Any]]:
     """Return n random rows: numbers in I1 to I13, and text of eight digits in C1 to C26."""

@@ -47,9 +47,8 @@ def main(checkpoint: str, threads: int) -> None:
         return JSONResponse({"predictions": predictor.to_predictions(predictor.logits(batch)).tolist()})
 
     app = Starlette(routes=[Route("/v1/predict", predict, methods=["POST"])])
-    listener = socket.socket(
-        socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # for which asyncio sets TCP_NODELAY
+    # asyncio sets TCP_NODELAY only where the protocol is named.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     config = uvicorn.Config(app, http="httptools", loop="asyncio", lifespan="off", log_config=None, access_log=False)

@@ -4,11 +4,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.memory import parse_bytes
-from hostdev.predict import WHICH
-from hostdev.stores.address import address_of, checkpoint_path
+from hostdev.stores.address import address_of
 
 PROG = "hostdev.serving"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -20,16 +20,9 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Answer requests for predictions over HTTP (Open Inference Protocol v2, and JSON rows).")
     add = made.add_argument
-    add(
-        "--checkpoint",
-        type=cli.checked(checkpoint_path),
-        required=True,
-        metavar="DIR",
-        help="a checkpoint, or a folder of checkpoints",
-    )
-    add("--which", choices=WHICH, help="which checkpoint of a run (default: best with --early-stop, else newest)")
+    options.add_checkpoint(made)
     add("--follow", action="store_true", help="take newer checkpoints of the folder while serving")
-    add("--model", metavar="package.module:Class", help="the model's class, if it is your own")
+    options.add_model(made)
     add("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="the address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=8000, metavar="N", help="the port (default 8000; 0 chooses a free one)")

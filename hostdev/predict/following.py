@@ -20,6 +20,7 @@ from hostdev.stores.store import Store
 if TYPE_CHECKING:
     from hostdev.predict.predictor import Predictor
 
+SECONDS = 0.5  # between two looks at a folder
 _SETTLE_NS = 2_000_000_000  # a damaged file that has changed since this time is read again
 
 

@@ -66,14 +66,14 @@ def _write(model: str | None, chain: Chain, out: Path) -> list[str]:
     batch = _sample(predictor, chain)
     inputs = get_inputs(predictor.model, len(predictor.data.schema.dense))
     outputs = [name for name, _ in names_of(predictor.data.schema)]
-    values = _get_values(predictor, inputs, batch)
+    values = get_values(predictor, inputs, batch)
     about = _describe(predictor, inputs, values, outputs, batch)
     about["step"] = chain[-1].manifest.step
     content = _convert(predictor, inputs, values, outputs, json.dumps(about))
     (out / FILE).write_bytes(content)
     (out / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
     for some in (batch, rows_of(batch, 0, 1)):
-        found = _compute(content, _get_values(predictor, inputs, some))
+        found = _compute(content, get_values(predictor, inputs, some))
         _require_equal(found, predictor.predict(some))
     lines = [
         f"{FILE}: {predictor.settings['model']} of step {chain[-1].manifest.step:,}, opset {OPSET}, inputs "
@@ -124,7 +124,7 @@ def _sample(predictor: Predictor, chain: Chain) -> Batch:
     )
 
 
-def _get_values(predictor: Predictor, inputs: Sequence[Input], batch: Batch) -> dict[str, Tensor]:
+def get_values(predictor: Predictor, inputs: Sequence[Input], batch: Batch) -> dict[str, Tensor]:
     """Return the values of the network's inputs for a batch, float32 [n, ...], by name."""
     rows = predictor.rows(batch)
     found = {}

@@ -23,7 +23,7 @@ from hostdev.device import backend
 from hostdev.device.ops import get_ops
 from hostdev.models import registry
 from hostdev.models.model import Model, Rows
-from hostdev.predict.following import FollowingPredictor, list_checkpoints, warn
+from hostdev.predict.following import SECONDS, FollowingPredictor, list_checkpoints, warn
 from hostdev.predict.opening import Opened, choose_model, open_checkpoint, reading
 from hostdev.predict.rows import as_batch, as_columns, as_mapping, get_column_names
 from hostdev.predict.unknown import UnknownValues
@@ -95,7 +95,7 @@ class Predictor:
         cls,
         checkpoint: Path | str,
         *,
-        seconds: float = 0.5,
+        seconds: float = SECONDS,
         on_change: "Callable[[Predictor], object]" = lambda predictor: None,
         on_problem: Callable[[str], object] = warn,
         **options: Any,  # Any, as they are arguments of Predictor

@@ -23,9 +23,7 @@ def run(settings: Settings, host: str, port: int) -> None:
 
 def _run_alone(settings: Settings, listener: socket.socket) -> int | None:
     serving = Serving(settings)
-    predictor = serving.gatherer.model.predictor
-    about = {"model": predictor.settings["model"], "path": predictor.path, "why": predictor.why}
-    about |= {"name": serving.name, "step": predictor.step}
+    about = serving.about()
     ending = Ending()
     with ending.on_signals():
         serving.run(listener, lambda: _started(settings, listener, about), ending)

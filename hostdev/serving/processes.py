@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.multiprocess import mark_process_dead
 
@@ -24,6 +24,14 @@ from hostdev.serving.settings import Settings
 _POLL_SECONDS = 0.2
 _END_SECONDS = 40.0  # longer than a worker's own limit
 _MOST_PAUSE = 30.0  # seconds before another attempt to replace a worker
+
+
+class Served(NamedTuple):
+    """A checkpoint that is served; two may have the same step."""
+
+    step: int
+    written: float  # seconds since 1970
+    checksum: str
 
 
 class WorkerError(HostdevError):
@@ -49,7 +57,7 @@ class _Worker:
         self._received = b""
         self.is_at_end = False  # whether the pipe has nothing more
         self.ready: dict[str, Any] | None = None
-        self.step, self.written, self.checksum = -1, 0.0, ""  # of its checkpoint
+        self.serves: Served | None = None
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Read what the worker has sent; yield its messages, and keep what they say of it."""
@@ -59,9 +67,8 @@ class _Worker:
         for message in map(json.loads, lines):
             if "ready" in message:
                 self.ready = message["ready"]
-                self.step, self.written, self.checksum = (self.ready[name] for name in ("step", "written", "checksum"))
-            elif "change" in message:
-                self.step, self.written, self.checksum = message["change"]
+            if "serves" in message:
+                self.serves = Served(*message["serves"])
             yield message
 
     def fileno(self) -> int:
@@ -101,7 +108,7 @@ class Workers:
     ) -> None:
         self._settings, self._listener, self._note = settings, listener, note
         self._started, self._changed = started, changed
-        self._checksum = ""  # of the checkpoint that all workers serve; two may have the same step
+        self._serves: Served | None = None  # what all workers serve
         self._problem = ""  # that was reported last
         self._pinned: Settings | None = None
         self._signal: int | None = None
@@ -138,13 +145,14 @@ class Workers:
         first = self._workers[0].ready
         if first is None:  # a signal
             return
+        serves = self._workers[0].serves
         self._pinned = self._settings.pinned(first["path"], first["name"])
         for _ in range(self._settings.workers - 1):
             self._workers.append(_Worker(self._pinned, self._listener, folder))
         self._wait_until_ready()
         if self._signal is None:
             self._started(first)
-            self._checksum = first["checksum"]
+            self._serves = serves
 
     def _wait_until_ready(self) -> None:
         while self._signal is None and any(worker.ready is None for worker in self._workers):
@@ -158,6 +166,7 @@ class Workers:
         pause, earliest, missing = 1.0, 0.0, 0
         while self._signal is None:
             self._read_lines()
+            self._report_change()
             for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
                 how = _how(worker.process.returncode)
                 self._workers.remove(worker)
@@ -172,6 +181,14 @@ class Workers:
             if missing and time.monotonic() >= earliest:
                 self._workers.append(_Worker(self._replacement(), self._listener, folder))
                 missing -= 1
+
+    def _report_change(self) -> None:
+        """Report a newer checkpoint once all workers serve it."""
+        found = {worker.serves for worker in self._workers}
+        served = found.pop() if len(found) == 1 else None
+        if served is not None and served != self._serves:
+            self._serves, self._problem = served, ""
+            self._changed(served.step, served.written)
 
     def _replacement(self) -> Settings:
         """Return the settings of a replacement: the same checkpoint, unless it has been removed since."""
@@ -193,10 +210,6 @@ class Workers:
                     if (problem := message.get("problem")) not in (None, self._problem):
                         self._problem = problem  # each worker reports it
                         self._note(f"warning: {problem}")
-                are_equal = all(each.checksum == worker.checksum for each in self._workers)
-                if self._checksum and worker.checksum != self._checksum and are_equal:
-                    self._checksum, self._problem = worker.checksum, ""
-                    self._changed(worker.step, worker.written)
 
     def _end_all(self) -> None:
         """End all workers: let them answer what they have accepted, unless a second signal arrives."""

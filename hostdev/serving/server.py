@@ -24,7 +24,7 @@ from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import note
 from hostdev.device import backend
 from hostdev.kernels.pool import set_host_threads
-from hostdev.predict.following import FollowingPredictor, list_checkpoints
+from hostdev.predict.following import SECONDS, FollowingPredictor, list_checkpoints
 from hostdev.predict.predictor import Predictor
 from hostdev.serving.access import read_token
 from hostdev.serving.app import Service
@@ -37,7 +37,6 @@ from hostdev.serving.settings import Settings
 
 END_SECONDS = 30.0  # for accepted requests to be answered after a signal
 _KEEP_ALIVE_SECONDS = 75
-_LOOK_SECONDS = 0.5  # between two looks for newer checkpoints
 _BACKLOG = 1024  # connections that the kernel holds until they are accepted
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -52,8 +51,7 @@ class Serving:
 
     Args:
         settings: The server's settings.
-        changed: With --follow, called with the step of each newer checkpoint that is served now, and when it was
-            written, in the thread that looks.
+        changed: With --follow, called with the new model after each change, in the thread that looks.
         refused: With --follow, called with a line about a checkpoint that cannot be used, in the same thread.
         body_seconds: For a request's body to arrive.
 
@@ -69,7 +67,7 @@ class Serving:
     def __init__(
         self,
         settings: Settings,
-        changed: Callable[[int, float], None] = show_change,
+        changed: Callable[[ServedModel], None] = lambda model: show_change(model.step, model.written),
         refused: Callable[[str], None] | None = None,
         body_seconds: float = 30.0,
     ) -> None:
@@ -110,12 +108,18 @@ class Serving:
     def _note(self, line: str) -> None:
         note(f"{self._prog}: {line}")
 
+    def about(self) -> dict[str, Any]:
+        """Return what people are told of the model when the server starts."""
+        predictor = self.gatherer.model.predictor
+        about = {"model": predictor.settings["model"], "path": str(predictor.path), "why": predictor.why}
+        return {**about, "name": self.name, "step": predictor.step}
+
     def _take(self, predictor: Predictor) -> None:
         """Serve a newer checkpoint, from the next batch on."""
         model = self.gatherer.model.successor(predictor)
         self.gatherer.model = model
         self._metrics.change(model.step, model.written)
-        self._changed(model.step, model.written)
+        self._changed(model)
 
     def _refuse(self, line: str) -> None:
         self._metrics.problem()
@@ -131,14 +135,14 @@ class Serving:
             self.gatherer.model.predictor,
             self._settings.checkpoint,
             self._settings.which,
-            _LOOK_SECONDS,
+            SECONDS,
             self._take,
             self._refuse,
         )
         try:
             yield
         finally:
-            following.close(_LOOK_SECONDS)  # the process ends even if a large checkpoint is being read
+            following.close(SECONDS)  # the process ends even if a large checkpoint is being read
 
     def run(self, listener: socket.socket, started: Callable[[], None], ending: "Ending") -> None:
         """Serve until `ending` is set; then answer the accepted requests, within `END_SECONDS`.

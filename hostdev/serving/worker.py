@@ -8,10 +8,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hostdev.core import cli
 from hostdev.serving.settings import from_json
+
+if TYPE_CHECKING:
+    from hostdev.serving.model import ServedModel
 
 
 def main(argv: Sequence[str]) -> None:
@@ -19,8 +22,8 @@ def main(argv: Sequence[str]) -> None:
 
     Args:
         argv: The settings as JSON, and file descriptors: of the bound socket, of the pipe from the parent, and of the
-            pipe to the parent, which gets lines of JSON: "ready" when the worker listens, and, with --follow, "change"
-            with the step, the time and the checksum of a newer checkpoint, and "problem" with a line for people.
+            pipe to the parent, which gets lines of JSON: "ready" when the worker listens, "serves" then and at each
+            newer checkpoint, with its step, time and checksum, and "problem" with a line for people.
     """
     text, listener, from_parent, to_parent = argv[0], *map(int, argv[1:4])
     settings = from_json(text)
@@ -40,15 +43,14 @@ def main(argv: Sequence[str]) -> None:
             os.write(to_parent, (json.dumps(content) + "\n").encode())
 
     serving = Serving(
-        settings,
-        changed=lambda step, written: tell(change=(step, written, serving.gatherer.model.predictor.checksum)),
-        refused=lambda line: tell(problem=line),
+        settings, changed=lambda model: tell(serves=_mark(model)), refused=lambda line: tell(problem=line)
     )
-    model = serving.gatherer.model
-    predictor = model.predictor
-    ready = {"path": str(predictor.path), "name": serving.name, "why": predictor.why, "step": model.step}
-    ready |= {"model": predictor.settings["model"], "written": model.written, "checksum": predictor.checksum}
-    serving.run(socket.socket(fileno=listener), lambda: tell(ready=ready), ending)
+    first = {"ready": serving.about(), "serves": _mark(serving.gatherer.model)}
+    serving.run(socket.socket(fileno=listener), lambda: tell(**first), ending)
+
+
+def _mark(model: "ServedModel") -> tuple[int, float, str]:
+    return model.step, model.written, model.predictor.checksum
 
 
 if __name__ == "__main__":

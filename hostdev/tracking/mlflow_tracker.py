@@ -8,13 +8,12 @@ from typing import Any
 
 from hostdev.core.errors import HostdevError
 from hostdev.core.printable import printable
-from hostdev.core.run_files import CONFIG, CURVE, REPORT, SUMMARY
+from hostdev.core.run_files import CONFIG, CURVE, MLFLOW, REPORT, SUMMARY
 from hostdev.tracking.callback import EndInfo, RunInfo
 from hostdev.tracking.mlflow_sending import Sender, Value, clean_name, connect, describe_error, make_send
 from hostdev.tracking.mlflow_writer import add_quantiles
 from hostdev.tracking.tracker import Norms, Tracker, clean, files_of, final_figures, flatten
 
-STATE = "mlflow.json"  # in the run directory: the run of MLflow, and the last step of each metric that was sent
 EXPERIMENT = "hostdev"
 END_SECONDS, INTERRUPTED_SECONDS = 30.0, 5.0  # that the end of training waits at most
 _ABANDON_SECONDS = 1.0
@@ -29,7 +28,10 @@ class MLflowError(HostdevError):
 
 
 class MLflowTracker(Tracker):
-    """Writes a run to MLflow, from a thread: training never waits for it, and its end waits at most 30 seconds."""
+    """Writes a run to MLflow, from a thread: training never waits for it, and its end waits at most 30 seconds.
+
+    mlflow.json in the run directory has the run of MLflow, and the last step of each metric that was sent.
+    """
 
     name = "mlflow"
 
@@ -83,14 +85,14 @@ class MLflowTracker(Tracker):
 
     def _read_state(self) -> Any:
         try:
-            found = json.loads((self._run.run_dir / STATE).read_text())
+            found = json.loads((self._run.run_dir / MLFLOW).read_text())
             return found if isinstance(found["run_id"], str) and isinstance(found["steps"], dict) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def _write_state(self) -> None:
-        path = self._run.run_dir / STATE
-        partial = path.with_name(f".{STATE}.partial")
+        path = self._run.run_dir / MLFLOW
+        partial = path.with_name(f".{MLFLOW}.partial")
         partial.write_text(json.dumps({"run_id": self._run_id, "steps": self._sent}) + "\n")
         partial.replace(path)
 

@@ -7,10 +7,10 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from hostdev.core.printable import printable
+from hostdev.core.run_files import TENSORBOARD
 from hostdev.tracking.callback import EndInfo, RunInfo, StepInfo
 from hostdev.tracking.tracker import Norms, Tracker, clean, final_figures, flatten
 
-FOLDER = "tensorboard"
 _FLUSH_SECONDS = 10
 _QUEUE = 1000  # events
 
@@ -35,7 +35,7 @@ class TensorBoardTracker(Tracker):
         first = run.first_step
         purge = None if not first else first if self._again is not None else first + 1
         self._hook, threading.excepthook = threading.excepthook, _without_traceback(threading.excepthook)
-        folder = str(run.run_dir / FOLDER)
+        folder = str(run.run_dir / TENSORBOARD)
         self._writer = SummaryWriter(folder, purge_step=purge, max_queue=_QUEUE, flush_secs=_FLUSH_SECONDS)
         self._config = run.config
         if self._again is not None:
