@@ -20,6 +20,7 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
 from hostdev.stores.address import checkpoint_path
+from tests.distributed.processes import wait_until
 
 SECONDS, PATIENCE = 0.02, 60
 
@@ -80,13 +81,6 @@ def here(made, tmp_path):
     return there
 
 
-def wait_for(condition):
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_each_checkpoint_is_taken(made, served):
     _, batch, predicted = made
     copied = []
@@ -144,8 +138,8 @@ def test_damaged_rows_are_refused(made, here):
     with here.follow() as predict:
         first = predict.step
         found = place_damaged(here, 1, lambda path: flip(min(path.glob("tables/*/*"))))
-        wait_for(lambda: here.problems)
-        time.sleep(10 * SECONDS)
+        wait_until(lambda: here.problems)
+        time.sleep(10 * SECONDS)  # in which a second line, or the damaged model, could come
         [said] = here.problems
         assert "checksum is wrong" in said and f"still those of {here.names[0]}" in said
         assert predict.step == first
@@ -159,7 +153,7 @@ def test_damaged_rows_are_refused(made, here):
 def test_other_damage_is_refused(made, here, name):
     with here.follow() as predict:
         place_damaged(here, 1, lambda path: flip(path / name))
-        wait_for(lambda: here.problems)
+        wait_until(lambda: here.problems)
         assert predict.step == here.step(0)
         here.deliver(2)
         assert predict.wait(here.step(2), PATIENCE)
@@ -170,7 +164,7 @@ def test_another_model_is_refused(made, here, tmp_path):
     with here.follow() as predict:
         shutil.copytree(run / folder.names_in(run)[-1], Path(here.place) / ".partial-new")
         shutil.move(Path(here.place) / ".partial-new", Path(here.place) / folder.names_in(run)[-1])
-        wait_for(lambda: here.problems)
+        wait_until(lambda: here.problems)
         assert "of a different model: model is 'deepfm'" in here.problems[0]
         assert predict.step == here.step(0)
 
@@ -204,7 +198,7 @@ def test_folders_that_cannot_be_followed(made, here):
 def test_a_folder_that_goes_away(made, here):
     with here.follow() as predict:
         Path(here.place).rename(f"{here.place}.away")
-        wait_for(lambda: here.problems)
+        wait_until(lambda: here.problems)
         Path(f"{here.place}.away").rename(here.place)
         here.deliver(1)
         assert predict.wait(here.step(1), PATIENCE)

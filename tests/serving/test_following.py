@@ -19,6 +19,7 @@ import hostdev
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.deliver import deliver
 from tests.conftest import environment
+from tests.distributed.processes import wait_until
 from tests.serving.conftest import trained
 from tests.serving.helpers import FILMS, Served, as_rows, bits
 from tests.serving.test_processes import errors, started
@@ -31,13 +32,6 @@ LIVES = {"train": 12, "deliver": 4, "serve": 9}  # seconds within which a proces
 
 def deliver_one(checkpoint, place):
     return deliver(folder.read_chain(checkpoint), place, KEEP)
-
-
-def wait_for(condition):
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def answers_of(checkpoints):
@@ -67,11 +61,11 @@ def test_a_newer_checkpoint_and_a_damaged_one(film_run, tmp_path, capsys):
         (damaged / "dense.safetensors").write_bytes(b"x")
         damaged.rename(place / second)
         told = []
-        wait_for(lambda: told.append(capsys.readouterr().err) or "serve: warning: " in "".join(told))
+        wait_until(lambda: told.append(capsys.readouterr().err) or "serve: warning: " in "".join(told))
         assert version() == before.step and served.ask("GET", "/v2/health/ready").json == {"ready": True}
         shutil.rmtree(place / second)
         deliver_one(film_run / second, place)
-        wait_for(lambda: version() == after.step)
+        wait_until(lambda: version() == after.step)
         assert bits(served.raw_json({"columns": FILMS})["predictions"]) == bits(after(FILMS))
         assert served.ask("GET", f"/v2/models/{served.name}").json["versions"] == [str(after.step)]
         old = served.ask("POST", f"/v2/models/{served.name}/versions/{before.step}/infer", {"inputs": []})
@@ -79,7 +73,7 @@ def test_a_newer_checkpoint_and_a_damaged_one(film_run, tmp_path, capsys):
         text = served.ask("GET", "/metrics").body.decode()
         assert "hostdev_model_changes_total 1.0" in text and "hostdev_model_problems_total 1.0" in text
         assert f"hostdev_model_step {after.step:.1f}" in text
-        wait_for(lambda: told.append(capsys.readouterr().out) or f"serving  version {after.step}, " in "".join(told))
+        wait_until(lambda: told.append(capsys.readouterr().out) or f"serving  version {after.step}, " in "".join(told))
     assert "".join(told).count("warning: ") == 1
 
 
@@ -233,7 +227,7 @@ def test_trainer_delivery_and_server_are_killed(films, tmp_path):
                     begin(name)
                 if name != "serve":
                     assert processes[name].wait(10 * PATIENCE) == 0, (work / f"{name}.log").read_text()
-            wait_for(lambda: any(step == 4000 for client in clients for step, _ in list(client.answers)))
+            wait_until(lambda: any(step == 4000 for client in clients for step, _ in list(client.answers)))
     finally:
         for process in processes.values():
             process.kill()

@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 from tests.conftest import ROOT, environment
 from tests.data import movies
+from tests.distributed.processes import wait_until
 
 PAGE = (ROOT / "docs/tutorials/serving.md").read_text()
 PATIENCE = 120
@@ -27,14 +27,6 @@ def commands():
 def question():
     """Return the body that the page's curl sends."""
     return re.search(r"-d '(\{.*?\})'\n", PAGE, flags=re.DOTALL)[1].encode()
-
-
-def wait_for(condition):
-    end = time.monotonic() + PATIENCE
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    return found
 
 
 def test_from_a_file_to_a_model_that_is_updated(tmp_path):
@@ -68,13 +60,15 @@ def test_from_a_file_to_a_model_that_is_updated(tmp_path):
         run(prepare)
         begin("train.txt", train)
         run(first)
-        wait_for(lambda: any((tmp_path / "run/checkpoints").glob("step-*8")))  # 4,000 rows are 8 steps
+        # 4,000 rows are 8 steps.
+        wait_until(lambda: any((tmp_path / "run/checkpoints").glob("step-*8")), PATIENCE)
         begin("serve.txt", f"{serve} --port 0")
-        port = int(wait_for(lambda: re.search(r"127\.0\.0\.1:(\d+)", (tmp_path / "serve.txt").read_text()))[1])
+        wait_until(lambda: "Ctrl-C ends it" in (tmp_path / "serve.txt").read_text(), PATIENCE)
+        port = int(re.search(r"127\.0\.0\.1:(\d+)", (tmp_path / "serve.txt").read_text())[1])
         before = ask(port)
         assert before["step"] == 8
         run(more)
-        wait_for(lambda: ask(port)["step"] == 12)
+        wait_until(lambda: ask(port)["step"] == 12, PATIENCE)
         after = ask(port)
         assert before["model"] == after["model"] == "deepfm" and before["predictions"] != after["predictions"]
         for name, code in (("train.txt", 130), ("serve.txt", 130)):

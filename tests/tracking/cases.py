@@ -1,7 +1,6 @@
 """What a run reported, read back; and callbacks for the tests, which name them as tests.tracking.cases:Class."""
 
 import random
-import re
 import shutil
 import time
 
@@ -11,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import hostdev
 from hostdev.checkpoint.folder import names_in
+from hostdev.core import run_files
 
 FLAGS = ["--batch-size", 250, "--emb-dim", 4]
 seen = []
@@ -98,13 +98,11 @@ def keep_checkpoint(run, step):
 
 def read_losses(run):
     """Return the losses in loss.log, by step from 1: wide and deep."""
-    found = re.findall(r"wide_loss is (\S+), deep_loss is (\S+)", (run / "loss.log").read_text())
-    return [tuple(map(float, pair)) for pair in found]
+    return list(map(tuple, run_files.read_losses(run / "loss.log")[:, 2:].tolist()))
 
 
 def read_evaluations(run):
     """Return the AUC and log loss of the lines in eval.log, with their steps."""
-    pattern = r"step: (\d+), auc is (\S+), logloss is (\S+),"
     return [
-        (int(step), float(auc), float(loss)) for step, auc, loss in re.findall(pattern, (run / "eval.log").read_text())
+        (line.step, line.test["auc"], line.test["logloss"]) for line in run_files.read_evaluations(run / "eval.log")
     ]
