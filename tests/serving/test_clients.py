@@ -164,7 +164,7 @@ def test_a_client_that_does_not_read(film_run, monkeypatch):
             ask(slow)
             parts = []
             for _ in range(20):
-                time.sleep(0.1)
+                time.sleep(0.1)  # together longer than the limit
                 parts.append(slow.recv(1 << 14))
             assert json.loads((b"".join(parts) + receive_all(slow)).partition(b"\r\n\r\n")[2])["model"] == "deepfm"
             received = receive_all(silent)
@@ -178,12 +178,12 @@ def test_memory_of_bodies(film_run):
         waiting = [connect(served) for _ in range(8)]
         for one in waiting:
             one.sendall(begun)
-        time.sleep(0.5)
+        time.sleep(0.5)  # until the server has read them
         received = served.raw(f"{HEAD}Content-Length: 9000\r\n\r\n".encode() + b" " * 9000)
         assert received.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in received.lower()
         for one in waiting:
             one.close()
-        time.sleep(0.5)
+        time.sleep(0.5)  # until it has noticed
         assert served.raw_json({"columns": FILMS})["model"] == "deepfm"
 
 
@@ -192,7 +192,7 @@ def test_the_end_answers_what_was_accepted(film_run):
     served = Served(film_run, max_wait_ms=3000)
     with served, ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(served.raw_json, {"columns": FILMS}) for _ in range(4)]
-        time.sleep(0.5)
+        time.sleep(0.5)  # until they wait for a batch
         served.ending.set()
         answers = [one.result() for one in asked]
     assert len({tuple(answer["predictions"]) for answer in answers}) == 1

@@ -12,9 +12,9 @@ from mlflow.tracking import MlflowClient
 
 from hostdev.commands import train
 from hostdev.core.errors import UserError
+from hostdev.core.run_files import MLFLOW
 from hostdev.tracking import MLflowWriter
 from hostdev.tracking import mlflow_sending as sending
-from hostdev.tracking.mlflow_tracker import STATE
 from tests.conftest import digest_of
 from tests.tracking.cases import FLAGS, keep_checkpoint, read_evaluations, read_losses
 
@@ -89,7 +89,7 @@ def test_a_killed_run_that_is_resumed(run, small_data, tmp_path, client, monkeyp
     ]
     run(train, *every)
     keep_checkpoint(tmp_path / "run", 5)
-    before = json.loads((tmp_path / "run" / STATE).read_text())["run_id"]
+    before = json.loads((tmp_path / "run" / MLFLOW).read_text())["run_id"]
     run(train, *every, "--resume")
     found, history = read(client, "mine")
     steps = len(read_losses(tmp_path / "run"))
