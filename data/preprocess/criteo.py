@@ -185,6 +185,21 @@ def hex_values(column: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_
     return np.where(lengths == 0, EMPTY, values), wrong
 
 
+def hex_keys(texts: Sequence[str]) -> npt.NDArray[np.int64] | None:
+    """Return the keys of plain texts, as `hex_values` does, or None if one is malformed."""
+    lengths = set(map(len, texts))
+    if not lengths <= {0, 8}:
+        return None
+    try:
+        digits = bytes.fromhex("".join([text or "00000000" for text in texts] if 0 in lengths else texts))
+    except ValueError:
+        return None
+    if len(digits) != 4 * len(texts):  # `fromhex` skips whitespace
+        return None
+    values = np.frombuffer(digits, ">u4").astype(np.int64)
+    return np.where([not text for text in texts], EMPTY, values) if 0 in lengths else values
+
+
 def _get_bytes(array: pa.Array) -> Any:
     """Return the concatenated bytes of a binary array without nulls."""
     if len(array) == 0:

@@ -3,7 +3,6 @@
 Nothing is learned: a value that was absent or too rare in training gets its id space's out-of-vocabulary id.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -24,11 +23,11 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
 from hostdev.data.preprocess.bag_weights import WeightedValues, can_be_weights, read_weighted, require_weighted
 from hostdev.data.preprocess.columns import WrongValueError
-from hostdev.data.preprocess.dense import LARGEST
 from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.known import Vocabulary, written_by_space
 from hostdev.data.preprocess.labels import Labels
 from hostdev.data.preprocess.naming import listed
+from hostdev.data.preprocess.plain_rows import IdColumn, PlainRows
 from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.reading import all_readings, own_settings
 from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
@@ -45,8 +44,6 @@ from hostdev.kernels.forms import EMPTY, TEXT
 from hostdev.kernels.strings import hash_texts
 
 Ids = npt.NDArray[np.int64]
-
-_PLAIN_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}", re.ASCII)
 
 
 class WrongRowError(UserError):
@@ -273,93 +270,51 @@ class Encoding:
         return Batch(label, dense, ids.astype(self._type), bags, bag_weights=bag_weights)
 
     def encode_few(self, rows: Mapping[str, Sequence[Any]]) -> Batch | None:
-        """Encode a few rows faster than `encode`; return None for rows that only `encode` supports.
+        """Encode rows of plain Python values faster than `encode`; return None for rows that only `encode` supports.
 
         `rows` has columns of equal length: text or integers for ids, and numbers for numeric columns, with None for a
         missing value.
         """
-        columns = self.schema.columns
-        if self.schema.bags or self._has_own_numbers or any(name not in rows for name in self.columns()):
+        plain = self._plain_rows
+        if plain is None or any(name not in rows for name in plain.names):
             return None
-        given = [rows[self._sources[column.name]] for column in columns]
-        n = len(rows[self.columns()[0]])
-        if not n or any(len(rows[name]) != n for name in self.columns()):
+        lengths = {len(rows[name]) for name in plain.names}
+        n = lengths.pop()
+        if not n or lengths:
             return None
-        texts = [
-            self._get_text(column, value) for column, values in zip(columns, given, strict=True) for value in values
-        ]
-        numbers = [value for name in self.schema.dense for value in rows[self._sources[name]]]
-        if any(type(value) not in (int, float, type(None)) for value in numbers) or None in texts:
+        found = plain.read(rows, n)
+        if found is None or (np.abs(found[0]) > self._most).any():
             return None
-        if any(type(value) is int and abs(value) > LARGEST for value in numbers):
-            return None
-        dense = np.array(numbers, np.float64).reshape(len(self.schema.dense), n).T  # None becomes NaN
-        if (np.abs(dense) > self._most).any():
-            return None
-        ids = self._find_few(texts, n)  # type: ignore[arg-type]  # no None in it
-        if ids is None:
-            return None
-        ids = np.ascontiguousarray(ids.T.astype(self._type))
-        return Batch(self._no_labels(n), self._scaling.transform(dense), ids, {})
+        numbers, ids = found
+        return Batch(
+            self._no_labels(n), self._scaling.transform(numbers), np.ascontiguousarray(ids, dtype=self._type), {}
+        )
 
     def _no_labels(self, n: int) -> npt.NDArray[np.float32]:
         return np.full((n, len(self.schema.labels)) if self.schema.targets.more else n, np.nan, np.float32)
 
     @cached_property
-    def _has_own_numbers(self) -> bool:
-        """Whether a numeric column has missing-value markers, or a decimal separator other than a point."""
-        return any(not self._readings[name].is_usual for name in self.schema.dense)
-
-    def _find_few(self, texts: list[str], n: int) -> Ids | None:
-        """Return the ids of n values per column, int64 [columns, n], or None if only `encode` can find them."""
-        known, columns = self._known, self.schema.columns
-        kinds = [self._written[column.space].kind for column in columns for _ in range(n)]
-        try:
-            if isinstance(known, HashBuckets):
-                return self._hash_few(known, texts, n)
-            texts = [text.lower() for text in texts] if self.is_criteo else texts
-            found = known.find_few([column.space for column in columns for _ in range(n)], texts)
-        except UnicodeEncodeError:
+    def _plain_rows(self) -> PlainRows | None:
+        """What `encode_few` uses; None if the data set has bags, buckets, or values that have to be recognized."""
+        readings = [self._readings[column.name] for column in self.schema.columns]
+        if (
+            self.schema.bags
+            or not all(self._readings[name].is_usual for name in self.schema.dense)
+            or any(reading.missing or reading.buckets is not None for reading in readings)
+        ):
             return None
-        if any(number < 0 and kind not in ("text", "unknown") for kind, number in zip(kinds, found, strict=True)):
-            return None  # it may have been written differently in training
-        oov = np.array([self._spaces[column.space].oov for column in columns], np.int64)[:, None]
-        ids: Ids = found.reshape(len(columns), n)
-        return np.where(ids < 0, oov, ids)
-
-    def _hash_few(self, known: HashBuckets, texts: list[str], n: int) -> Ids | None:
-        """Do the work of `_find_few` for a data set whose ids are hash buckets."""
-        columns = self.schema.columns
-        encoded = [text.encode() for text in texts]
-        if self.is_criteo:
-            keys, wrong = criteo.hex_values(pa.array(encoded, pa.binary()))
-            if wrong.any():
-                return None
-        elif any(self._may_be_reformatted(columns[i // n], text) for i, text in enumerate(texts)):
-            return None
-        else:
-            offsets = ragged.offsets_of(np.fromiter(map(len, encoded), np.int64, len(encoded)))
-            keys = hash_texts(offsets, np.frombuffer(b"".join(encoded), np.uint8)).view(np.int64)
-        keys = keys.reshape(len(columns), n)
-        return np.array([known.ids_of(each, i) for i, each in enumerate(keys)], np.int64).reshape(len(columns), n)
-
-    def _may_be_reformatted(self, column: Column, text: str) -> bool:
-        """Return whether training may have hashed a different text for this value."""
-        written = self._written[column.space]
-        if written.kind == "number" and written.has_plain_integers:
-            return _PLAIN_INTEGER.fullmatch(text) is None
-        return written.kind not in ("text", "unknown")
-
-    def _get_text(self, column: Column, value: Any) -> str | None:
-        """Return the text that a value had in training, or None for a type that only `encode` supports."""
-        reading, written = self._readings[column.name], self._written[column.space]
-        if reading.missing or reading.buckets is not None:
-            return None
-        if type(value) is str:
-            return value if not reading.trimmed or _has_plain_ends(value) else None
-        if type(value) is int:
-            return str(value) if written.has_plain_integers else None
-        return written.missing if value is None else None
+        columns = [
+            IdColumn(
+                self._sources[column.name],
+                column.space,
+                self._spaces[column.space].oov,
+                self._written[column.space],
+                reading.trimmed,
+            )
+            for column, reading in zip(self.schema.columns, readings, strict=True)
+        ]
+        numbers = [self._sources[name] for name in self.schema.dense]
+        return PlainRows(numbers, columns, self._known, is_criteo=self.is_criteo)
 
     def encode_criteo(self, rows: Any) -> Batch:
         """Encode the `raw.RawRows` of Criteo's parser as a batch."""
@@ -450,11 +405,6 @@ def _require_learned(data: Manifest) -> None:
             raise ValueError("an invalid value of preset")
     except ValueError as error:
         raise UserError(f"the data set's manifest.json is broken ({error}); preprocess the data again") from None
-
-
-def _has_plain_ends(text: str) -> bool:
-    """Return whether a text certainly neither begins nor ends with whitespace."""
-    return text == "" or all(" " < letter <= "~" or letter.isalnum() for letter in (text[0], text[-1]))
 
 
 def _plain(array: Any) -> pa.Array:

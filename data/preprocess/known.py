@@ -118,8 +118,10 @@ class Vocabulary:
         return self._ids(*arrow.get_buffers(self._named(space, texts)))
 
     def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
-        """Return, for each text, its id in the id space at the same index of `spaces`, or -1 if the text is unknown."""
-        found = [(self._prefixes.get(space, "?") + text).encode() for space, text in zip(spaces, texts, strict=True)]
+        """Return the id of each text, or -1 for an unknown one; each space has an equal number of texts, in order."""
+        n = len(texts) // max(1, len(spaces))
+        prefixes = [self._prefixes.get(space, "?").encode() for space in spaces]
+        found = [prefix + text.encode() for i, prefix in enumerate(prefixes) for text in texts[i * n : (i + 1) * n]]
         offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
         return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))
 

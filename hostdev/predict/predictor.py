@@ -32,7 +32,6 @@ from hostdev.runtime.spec import Feature
 from hostdev.stores.address import checkpoint_path
 
 Probabilities = npt.NDArray[np.float32]
-_FEW = 64  # rows; up to this many, plain Python values are faster
 
 
 class Predictor:
@@ -217,7 +216,7 @@ class Predictor:
         Raises:
             UserError: A column has a wrong type, or a value is invalid.
         """
-        if isinstance(rows, Mapping) and all(type(some) is list and len(some) <= _FEW for some in rows.values()):
+        if isinstance(rows, Mapping) and all(type(some) is list for some in rows.values()):
             batch = self.encoding.encode_few(rows)
             if batch is not None:
                 return batch

@@ -26,7 +26,7 @@ from hostdev.serving.metrics import Metrics
 from hostdev.serving.model import ServedModel
 from hostdev.serving.refused import RefusedError, bad
 
-_SMALL = 1 << 14  # bytes; a body up to this size is parsed at once, and a larger one beside the event loop
+_SMALL = 1 << 16  # bytes; a body up to this size is parsed at once, and a larger one beside the event loop
 _GONE = 499  # the status in metrics of requests whose clients have gone; none is sent
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -56,7 +56,9 @@ class Service:
         self._name, self._gatherer, self._metrics, self._limits = name, gatherer, metrics, limits
         self._bodies, self._note = BodyReader(limits), note
         model = "/v2/models/{name}"
-        ends: list[tuple[str, str, Endpoint]] = [
+        ends: list[tuple[str, str, Endpoint]] = [  # the first is found most quickly
+            ("POST", "/v1/predict", self._predict),
+            ("POST", model + "/infer", self._infer),
             ("GET", "/v2", self._server),
             ("GET", "/v2/health/live", self._live),
             ("GET", "/v2/health/ready", self._ready),
@@ -66,10 +68,9 @@ class Service:
                 for method, rest, end in (
                     ("GET", "", self._metadata),
                     ("GET", "/ready", self._model_ready),
-                    ("POST", "/infer", self._infer),
                 )
             ),
-            ("POST", "/v1/predict", self._predict),
+            ("POST", model + "/versions/{version}/infer", self._infer),
             ("GET", "/metrics", self._show_metrics),
             ("GET", "/openapi.json", self._openapi),
             ("GET", "/", self._page),

@@ -15,9 +15,9 @@ from hostdev.serving.json_input import parse_json
 from hostdev.serving.refused import RefusedError, bad
 from hostdev.serving.tensors import BYTES, Tensor, is_unicode, shown
 
-_FEW = 64  # rows; up to this many, the encoder is faster on lists
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+_TEXT, _NUMBER = {str, type(None)}, {int, float, type(None)}
 
 Columns = dict[str, Any]  # by name, a list or an array with one value per row; an array [n, k] has lists
 
@@ -100,8 +100,8 @@ def _from_tensor(tensor: Tensor, about: Input) -> Any:
         assert isinstance(values, list)
         if about.separator is None:
             return [_parse_list(text, row, name) for row, text in enumerate(values)]
-    if not isinstance(values, list) and len(values) <= _FEW:
-        return values.tolist()
+    if is_flat and not isinstance(values, list):
+        return values.tolist()  # the encoder is faster on lists
     return values.astype("float32") if not isinstance(values, list) and values.dtype == "float16" else values
 
 
@@ -151,11 +151,31 @@ def from_rows(content: Any, inputs: Mapping[str, Input], most_rows: int) -> tupl
             if len(values) != count:
                 first = next(iter(columns))
                 raise bad(f"column {name!r} has {len(values):,} values, but column {first!r} has {count:,}")
-    return {name: require_alike(values, about) for (name, values), about in _both(columns, inputs)}, count
+    _require_right(columns, inputs)
+    return columns, count
 
 
-def _both(columns: Columns, inputs: Mapping[str, Input]) -> Any:
-    return zip(columns.items(), inputs.values(), strict=True)
+def _require_right(columns: Columns, inputs: Mapping[str, Input]) -> None:
+    """Raise RefusedError unless the values of each column are of one kind that JSON has; null is a missing value."""
+    texts, numbers = [], []  # of all columns that need no closer look, which takes much longer than this
+    for name, about in inputs.items():
+        values = columns[name]
+        kinds = set(map(type, values))
+        if kinds <= _TEXT and (not about.has_lists or about.separator is not None):
+            texts += values
+        elif kinds <= _NUMBER and not about.has_lists:
+            numbers += values
+        else:
+            _require_alike(values, about)
+    if not (_are_in_range(numbers) and is_unicode([text for text in texts if text])):
+        for name, about in inputs.items():
+            _require_alike(columns[name], about)
+
+
+def _are_in_range(numbers: Sequence[float | None]) -> bool:
+    """Return whether no integer has more than 64 bits; false for some other large numbers, too."""
+    some = [number for number in numbers if number is not None]
+    return not some or (min(some) >= -(1 << 63) and max(some) < 1 << 64)
 
 
 def _transpose(rows: list[Any], inputs: Mapping[str, Input]) -> Columns:
@@ -172,15 +192,8 @@ def _transpose(rows: list[Any], inputs: Mapping[str, Input]) -> Columns:
     raise AssertionError("all rows have all columns")
 
 
-def require_alike(values: list[Any], about: Input) -> list[Any]:
-    """Return a column's values if all are of one kind that JSON has; null is a missing value.
-
-    Raises:
-        RefusedError: A value is an object, or a list where the column has none, or values are of several kinds.
-    """
-    kinds = {type(value) for value in values} - {type(None)}
-    if _is_plain(values, kinds, about):
-        return values
+def _require_alike(values: list[Any], about: Input) -> None:
+    """Raise RefusedError if a value is an object, or a list where the column has none, or values are of many kinds."""
     first = None
     for row, value in enumerate(values):
         if value is None:
@@ -196,17 +209,6 @@ def require_alike(values: list[Any], about: Input) -> list[Any]:
             raise bad(f"{where}: {shown(value)} is {kind}, but values above it are {first}; give values of one type")
         for one in value if type(value) is list else (value,):
             _require_plain(one, where)
-    return values
-
-
-def _is_plain(values: list[Any], kinds: set[type], about: Input) -> bool:
-    """Return whether a column's values need no closer look, which takes much longer than this."""
-    some = [value for value in values if value is not None]
-    if kinds <= {str}:
-        return (not about.has_lists or about.separator is not None) and is_unicode(some)
-    if kinds <= {int, float}:
-        return not about.has_lists and min(some) >= -(1 << 63) and max(some) < 1 << 64
-    return False
 
 
 def _require_plain(value: Any, where: str) -> None:

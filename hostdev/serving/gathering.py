@@ -161,12 +161,13 @@ class Gatherer:
             except Exception as error:  # an error in one batch must not end the thread
                 results = self._failures(tickets, error)
             self._observer.batch(len(tickets), rows, time.perf_counter() - start)
+            with self._changed:  # before the answer: its client may send the next request at once
+                self._is_busy = False
             _deliver(results)
 
     def _take(self) -> list[_Ticket]:
         """Wait for a batch; return its requests, or none if the server ends and nothing waits."""
         with self._changed:
-            self._is_busy = False
             while True:
                 while not self._queue and not self._is_closing:
                     self._changed.wait()
@@ -191,17 +192,19 @@ class Gatherer:
     def _compute(self, tickets: list[_Ticket]) -> "_Results":
         model = self.model
         results: _Results = []
-        encoded = []
+        right, encoded = [], []
         for ticket in tickets:
-            if ticket.version is not None and ticket.version != model.version:
+            if ticket.version is None or ticket.version == model.version:
+                right.append(ticket)
+            else:
                 results.append((ticket, wrong_version(ticket.version, model)))
-                continue
-            try:
-                encoded.append((ticket, model.encode(ticket.columns)))
-            except UserError as error:
-                results.append((ticket, bad(str(error))))
-            except Exception as error:  # the other requests of the batch do not fail with it
-                results += self._failures([ticket], error)
+        for ticket, batch in zip(right, model.encode([ticket.columns for ticket in right]), strict=True):
+            if isinstance(batch, UserError):
+                results.append((ticket, bad(str(batch))))
+            elif isinstance(batch, Exception):  # the other requests of the batch do not fail with it
+                results += self._failures([ticket], batch)
+            else:
+                encoded.append((ticket, batch))
         if encoded:
             waiting = [ticket for ticket, _ in encoded]
             found = model.predict(

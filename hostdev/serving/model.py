@@ -16,6 +16,7 @@ from hostdev.data.targets import columns_of
 from hostdev.predict.predictor import Predictor
 from hostdev.predict.unknown import UnknownValues
 from hostdev.serving.columns import Columns, describe_inputs
+from hostdev.serving.together import encode_together
 
 Values = npt.NDArray[np.float32]
 _WARM_UP_ROWS = (1, 600)  # few and many rows take different ways through the kernels
@@ -59,13 +60,27 @@ class ServedModel:
         name = str(self.predictor.settings["model"]).rpartition(":")[2]
         return re.sub(r"[^A-Za-z0-9._-]", "-", name) or "model"
 
-    def encode(self, columns: Columns) -> Batch:
-        """Return a request's columns as a batch, as `Predictor` does; raise UserError for an invalid value."""
-        batch = self.predictor.encode(columns)
-        self._unknown.count(batch)
+    def encode(self, requests: Sequence[Columns]) -> "list[Batch | Exception]":
+        """Return each request's columns as a batch, as `Predictor` encodes them, or the error that it raises."""
+        found: list[Batch | Exception] = []
+        if len(requests) > 1 and (whole := encode_together(self.predictor.encoding, requests)) is not None:
+            start = 0
+            for columns in requests:
+                stop = start + len(next(iter(columns.values())))
+                found.append(rows_of(whole, start, stop))
+                start = stop
+        else:
+            for columns in requests:
+                try:
+                    found.append(self.predictor.encode(columns))
+                except Exception as error:
+                    found.append(error)
+        for batch in found:
+            if not isinstance(batch, Exception):
+                self._unknown.count(batch)
         for line in self._unknown.lines():
             self._note(f"warning: {line}")
-        return batch
+        return found
 
     def predict(
         self, batches: Sequence[Batch], most: int, go_on: Callable[[], bool] = lambda: True
@@ -90,11 +105,13 @@ class ServedModel:
         logits = np.concatenate(pieces) if pieces else np.empty((0, labels) if labels > 1 else 0, np.float32)
         values = np.stack(list(columns_of(self.predictor.to_predictions(logits))), 1)
         found: list[Values | UserError] = []
+        are_finite = np.isfinite(logits).all()  # the usual case
         start = 0
         for batch in batches:
             stop = start + len(batch)
             try:
-                self.predictor.require_finite(batch, logits[start:stop])
+                if not are_finite:
+                    self.predictor.require_finite(batch, logits[start:stop])
                 found.append(values[start:stop])
             except UserError as error:
                 found.append(error)

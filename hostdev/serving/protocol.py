@@ -21,6 +21,7 @@ from hostdev.serving.tensors import DATATYPES, Tensor, from_binary, from_json
 HEADER_LENGTH = "Inference-Header-Content-Length"
 BINARY_SIZE = "binary_data_size"
 _LONGEST_ID = 1024  # characters
+_TENSOR, _OF_TENSOR = {"name", "shape", "datatype", "parameters", "data"}, {BINARY_SIZE}
 _HINTS = {"content_type"}  # parameters that say how a client's library shows a tensor; they change no value
 
 
@@ -97,14 +98,14 @@ def _inputs(found: Any, binary: bytes, most_rows: int) -> list[Tensor]:
         if not isinstance(name, str):
             raise bad("each of `inputs` must be an object with `name`, `shape`, `datatype` and data")
         what = f"input {name!r}"
-        _require_known(content, {"name", "shape", "datatype", "parameters", "data"}, what)
+        _require_known(content, _TENSOR, what)
         if name in tensors:
             raise bad(f"{what} is given twice")
         datatype = content.get("datatype")
         if not isinstance(datatype, str) or datatype not in DATATYPES:
             raise bad(f"{what}: `datatype` must be one of {', '.join(DATATYPES)}")
         shape = _shape(content.get("shape"), what, most_rows)
-        parameters = _parameters(content, {BINARY_SIZE}, what)
+        parameters = _parameters(content, _OF_TENSOR, what)
         if BINARY_SIZE in parameters:
             size = parameters[BINARY_SIZE]
             if type(size) is not int or size < 0:
@@ -159,7 +160,7 @@ def _parameters(content: Mapping[str, Any], known: set[str], what: str) -> dict[
     found = {} if found is None else found
     if not isinstance(found, dict):
         raise bad(f"`parameters` of {what} must be an object")
-    if unknown := set(found) - known - _HINTS:
+    if not found.keys() <= known and (unknown := set(found) - known - _HINTS):
         raise bad(f"{what}: this server has no parameter {min(unknown)!r}")
     return found
 
@@ -172,8 +173,8 @@ def _flag(parameters: Mapping[str, Any], name: str, what: str, *, default: bool)
 
 
 def _require_known(content: Mapping[str, Any], known: set[str], what: str) -> None:
-    if unknown := set(content) - known:
-        raise bad(f"{what} has an unknown entry {min(unknown)!r}")
+    if not content.keys() <= known:
+        raise bad(f"{what} has an unknown entry {min(content.keys() - known)!r}")
 
 
 def write(

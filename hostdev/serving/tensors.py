@@ -3,8 +3,7 @@
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +21,13 @@ DTYPES = {
 }
 DATATYPES = (*DTYPES, BYTES)
 
+_LENGTH = struct.Struct("<I")
+
 # An array of the tensor's shape; or, for text, and for integers of which some are missing, lists.
 Values = npt.NDArray[Any] | list[Any]
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A named tensor of one value per row, shape [n], or of k values per row, shape [n, k]."""
 
     name: str
@@ -61,10 +61,25 @@ def from_binary(name: str, datatype: str, shape: tuple[int, ...], content: bytes
     return np.frombuffer(content, dtype).reshape(shape)
 
 
+def _split_ascii(count: int, content: bytes) -> list[str] | None:
+    """Return texts whose letters and lengths all are ASCII, or None if a length does not fit."""
+    letters, texts, start, length_at = content.decode("ascii"), [], 0, _LENGTH.unpack_from
+    try:
+        for _ in range(count):
+            stop = start + 4 + length_at(content, start)[0]
+            texts.append(letters[start + 4 : stop])
+            start = stop
+    except struct.error:
+        return None
+    return texts if start == len(content) else None
+
+
 def _split_texts(name: str, shape: tuple[int, ...], count: int, content: bytes) -> list[str]:
     if len(content) < 4 * count:
         raise bad(f"input {name!r} has {len(content):,} bytes; BYTES {list(shape)} needs at least {4 * count:,}")
-    texts, start, length_at = [], 0, struct.Struct("<I").unpack_from
+    if content.isascii() and (texts := _split_ascii(count, content)) is not None:
+        return texts
+    texts, start, length_at = [], 0, _LENGTH.unpack_from
     for index in range(count):
         stop = start + 4
         if stop <= len(content):

@@ -1,10 +1,13 @@
 """The parser on hand-written lines."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hostdev import UserError
-from hostdev.data.preprocess.criteo import EMPTY, CriteoText, parse
+from hostdev.data.preprocess.criteo import EMPTY, CriteoText, hex_keys, hex_values, parse
 
 
 def line(label="0", integers=(), categories=()):
@@ -91,3 +94,17 @@ def test_files_that_cannot_be(tmp_path):
     (tmp_path / "binary").write_bytes(b"x" * 1000)
     with pytest.raises(UserError, match="no line end in .* bytes"):
         list(CriteoText([tmp_path / "binary"], block_bytes=100).blocks())
+
+
+DIGITS = "0123456789abcdefABCDEF"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text(DIGITS + "g \t٣ä", max_size=10) | st.text(DIGITS, min_size=8, max_size=8)))
+def test_keys_of_plain_texts(texts):
+    """They are those of Arrow's texts; a malformed text leaves all of them to Arrow."""
+    keys, wrong = hex_values(pa.array(texts, pa.string()).cast(pa.binary()))
+    found = hex_keys(texts)
+    assert (found is None) == bool(wrong.any())
+    if found is not None:
+        np.testing.assert_array_equal(found, keys)
