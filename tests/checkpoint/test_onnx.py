@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -134,23 +135,24 @@ def test_bfloat16_is_exported_in_float32(in_process, films):
     np.testing.assert_allclose(found["probability"], expected, atol=1e-5)
 
 
-def test_the_programs_in_the_guide(in_process, films, capsys):
-    """They import nothing of hostdev, read what the commands have written, and print what hostdev gives."""
+def test_the_commands_and_programs_in_the_guide(in_process, films, capsys):
+    """The programs import nothing of hostdev, read what the commands have written, and print what hostdev gives."""
     pytest.importorskip("faiss")
-    index, server = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/embeddings.md").read_text(), re.DOTALL)
+    guide = (ROOT / "docs/guides/embeddings.md").read_text()
+    index, server = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     assert "hostdev" not in index + server
-    options = ["--data", films, "--run-dir", "run", "--model", "shared_bottom", *OPTIONS]
-    assert in_process(train, *options)[0] == 0
-    for more in (
-        ["--format", "faiss", "--out", "indexes"],
-        ["--format", "onnx", "--out", "network"],
-        ["--out", "tables"],
-    ):
-        assert in_process(checkpoint, "export", "run", *more)[0] == 0
+    commands = [shlex.split(line) for line in re.findall(r"^    hostdev (.*)$", guide, re.MULTILINE)]
+    modules = {"train": train, "neighbours": neighbours, "checkpoint": checkpoint}
+    assert {command[0] for command in commands} == modules.keys()
+    out = {}
+    for command in commands:
+        given = [str(films) if word == "data" else word for word in command[1:]]
+        given += ["--batch-size", "64"] if command[0] == "train" else []  # the test's films are few
+        code, out[command[0]], error = in_process(modules[command[0]], *given)
+        assert code == 0, error
     exec(index, {})
     names = ast.literal_eval(capsys.readouterr().out)
-    out = in_process(neighbours, "--checkpoint", "run", "--column", "item", "--of", "m0001", "--k", 3)[1]
-    assert names == ["m0001", *(line.split()[3] for line in out.splitlines()[3:])]
+    assert names == ["m0001", *(line.split()[3] for line in out["neighbours"].splitlines()[3:])]
     program = {}
     exec(server, program)
     largest = manifest.read(films).statistics["dense_max"][0]
