@@ -32,6 +32,7 @@ from hostdev.runtime.spec import Feature
 from hostdev.stores.address import checkpoint_path
 
 Probabilities = npt.NDArray[np.float32]
+_MOST_PLAIN = 1 << 16  # rows; for more, Arrow's way takes less memory
 
 
 class Predictor:
@@ -216,7 +217,7 @@ class Predictor:
         Raises:
             UserError: A column has a wrong type, or a value is invalid.
         """
-        if isinstance(rows, Mapping) and all(type(some) is list for some in rows.values()):
+        if isinstance(rows, Mapping) and all(type(some) is list and len(some) <= _MOST_PLAIN for some in rows.values()):
             batch = self.encoding.encode_few(rows)
             if batch is not None:
                 return batch
