@@ -27,7 +27,7 @@ from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.known import Vocabulary, written_by_space
 from hostdev.data.preprocess.labels import Labels
 from hostdev.data.preprocess.naming import listed
-from hostdev.data.preprocess.plain_rows import IdColumn, PlainRows
+from hostdev.data.preprocess.plain_rows import PlainColumn, PlainRows
 from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.reading import all_readings, own_settings
 from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
@@ -160,6 +160,7 @@ class Encoding:
 
         Raises UserError for a missing column or a wrong type, and WrongRowError for an invalid value.
         """
+        rows = self._with_lists(rows)
         self._require_types(rows)
         try:
             numbers = require_numbers(self.schema.dense, self._readings, lambda name: _plain(rows[name]), len(rows))
@@ -176,6 +177,7 @@ class Encoding:
 
         Missing or unreadable labels are NaN. Raises the same errors as `encode`, except those about numbers.
         """
+        rows = self._with_lists(rows)
         self._require_types(rows)
         label = self._labels.read(lambda name: _plain(rows[name]), len(rows), rows.schema.names)
         get = (self.schema.dense, self._readings, lambda name: _plain(rows[name]), len(rows))
@@ -189,6 +191,16 @@ class Encoding:
         batch = self._encoded(rows, label, numbers, weighted)
         kept = np.flatnonzero(~unreadable)
         return (batch if len(kept) == len(rows) else _take_rows(batch, kept)), kept
+
+    def _with_lists(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Return rows where a bag of lists that are all missing has a type of lists."""
+        for column in self.schema.columns:
+            name = self._sources[column.name]
+            if column.kind == "bag" and self._separator(column) is None and name in rows.schema.names:
+                place = rows.schema.names.index(name)
+                if pa.types.is_null(rows.schema.types[place]):
+                    rows = rows.set_column(place, name, _plain(rows[name]).cast(pa.list_(pa.string())))
+        return rows
 
     def _require_types(self, rows: pa.RecordBatch) -> None:
         """Raise UserError unless the required columns are present and of readable types."""
@@ -272,8 +284,8 @@ class Encoding:
     def encode_few(self, rows: Mapping[str, Sequence[Any]]) -> Batch | None:
         """Encode rows of plain Python values faster than `encode`; return None for rows that only `encode` supports.
 
-        `rows` has columns of equal length: text or integers for ids, and numbers for numeric columns, with None for a
-        missing value.
+        `rows` has columns of equal length: text or integers for ids, text or lists for bags, and numbers for numeric
+        columns, with None for a missing value.
         """
         plain = self._plain_rows
         if plain is None or any(name not in rows for name in plain.names):
@@ -283,38 +295,34 @@ class Encoding:
         if not n or lengths:
             return None
         found = plain.read(rows, n)
-        if found is None or (np.abs(found[0]) > self._most).any():
+        if found is None or (np.abs(found.numbers) > self._most).any():
             return None
-        numbers, ids = found
-        return Batch(
-            self._no_labels(n), self._scaling.transform(numbers), np.ascontiguousarray(ids, dtype=self._type), {}
-        )
+        ids = np.ascontiguousarray(found.ids, dtype=self._type)
+        bags = {name: (values.astype(self._type), lengths) for name, (values, lengths) in found.bags.items()}
+        return Batch(self._no_labels(n), self._scaling.transform(found.numbers), ids, bags)
 
     def _no_labels(self, n: int) -> npt.NDArray[np.float32]:
         return np.full((n, len(self.schema.labels)) if self.schema.targets.more else n, np.nan, np.float32)
 
     @cached_property
     def _plain_rows(self) -> PlainRows | None:
-        """What `encode_few` uses; None if the data set has bags, buckets, or values that have to be recognized."""
-        readings = [self._readings[column.name] for column in self.schema.columns]
+        """What `encode_few` uses; None if the data set has weights, buckets, or values that have to be recognized."""
+        readings = {column.name: self._readings[column.name] for column in self.schema.columns}
         if (
-            self.schema.bags
+            self.schema.weighted_bags
             or not all(self._readings[name].is_usual for name in self.schema.dense)
-            or any(reading.missing or reading.buckets is not None for reading in readings)
+            or any(reading.missing or reading.buckets is not None for reading in readings.values())
         ):
             return None
-        columns = [
-            IdColumn(
-                self._sources[column.name],
-                column.space,
-                self._spaces[column.space].oov,
-                self._written[column.space],
-                reading.trimmed,
+        columns: dict[str, list[PlainColumn]] = {"id": [], "bag": []}
+        for number, column in enumerate(self.schema.columns):
+            name, space = column.name, column.space
+            of_space = self._spaces[space].oov, self._written[space]
+            columns[column.kind].append(
+                PlainColumn(name, self._sources[name], number, space, *of_space, readings[name])
             )
-            for column, reading in zip(self.schema.columns, readings, strict=True)
-        ]
         numbers = [self._sources[name] for name in self.schema.dense]
-        return PlainRows(numbers, columns, self._known, is_criteo=self.is_criteo)
+        return PlainRows(numbers, columns["id"], columns["bag"], self._known, is_criteo=self.is_criteo)
 
     def encode_criteo(self, rows: Any) -> Batch:
         """Encode the `raw.RawRows` of Criteo's parser as a batch."""

@@ -117,11 +117,10 @@ class Vocabulary:
             return np.full(len(texts), -1, np.int64)
         return self._ids(*arrow.get_buffers(self._named(space, texts)))
 
-    def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
-        """Return the id of each text, or -1 for an unknown one; each space has an equal number of texts, in order."""
-        n = len(texts) // max(1, len(spaces))
+    def find_few(self, spaces: Sequence[str], texts: Sequence[Sequence[str]]) -> Ids:
+        """Return the id of each text, or -1 for an unknown one, one id space after the other."""
         prefixes = [self._prefixes.get(space, "?").encode() for space in spaces]
-        found = [prefix + text.encode() for i, prefix in enumerate(prefixes) for text in texts[i * n : (i + 1) * n]]
+        found = [prefix + text.encode() for prefix, some in zip(prefixes, texts, strict=True) for text in some]
         offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
         return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))
 

@@ -15,31 +15,51 @@ from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.dense import LARGEST
 from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.known import Vocabulary
+from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.kernels.strings import hash_texts
 
 Ids = npt.NDArray[np.int64]
+Lengths = npt.NDArray[np.int32]
 
 _PLAIN_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}", re.ASCII)
 _NONE = type(None)
 
 
-class IdColumn(NamedTuple):
-    """A column with one id per row.
+class PlainColumn(NamedTuple):
+    """A column with ids.
 
     Attributes:
+        name: The feature's name.
         source: The name of the file's column.
+        number: Its position among the data set's columns with ids.
         space: The name of its id space.
         oov: The id of unknown values.
         written: How its values were written in training.
-        is_trimmed: Whether texts lose whitespace at their ends.
+        reading: How its values are read. It has no marks of missing values, no buckets and no weights.
     """
 
+    name: str
     source: str
+    number: int
     space: str
     oov: int
     written: Written
-    is_trimmed: bool
+    reading: Reading
+
+
+class Found(NamedTuple):
+    """What was read.
+
+    Attributes:
+        numbers: float64 [n, numbers], NaN for a missing one.
+        ids: [n, columns].
+        bags: By name, values [N] and int32 lengths [n].
+    """
+
+    numbers: npt.NDArray[np.float64]
+    ids: Ids
+    bags: dict[str, tuple[Ids, Lengths]]
 
 
 class PlainRows:
@@ -50,7 +70,8 @@ class PlainRows:
 
     Args:
         numbers: The names of the files' columns with the numbers, in order.
-        columns: The columns with ids, in order.
+        columns: The columns with one id per row, in order.
+        bags: The columns with any number of ids per row.
         known: The mapping from values to ids.
         is_criteo: Whether ids are Criteo's hexadecimal digits.
     """
@@ -58,89 +79,132 @@ class PlainRows:
     def __init__(
         self,
         numbers: Sequence[str],
-        columns: Sequence[IdColumn],
+        columns: Sequence[PlainColumn],
+        bags: Sequence[PlainColumn],
         known: Vocabulary | HashBuckets,
         *,
         is_criteo: bool,
     ) -> None:
-        self._numbers, self._columns, self._known, self._is_criteo = numbers, columns, known, is_criteo
-        self.names = list(dict.fromkeys([*numbers, *(column.source for column in columns)]))
-        self._oov = np.array([column.oov for column in columns], np.int64)[:, None]
+        self._numbers, self._single, self._bags, self._columns = numbers, columns, bags, [*columns, *bags]
+        self._known, self._is_criteo = known, is_criteo
+        self.names = list(dict.fromkeys([*numbers, *(column.source for column in self._columns)]))
 
-    def read(self, rows: Mapping[str, Sequence[Any]], n: int) -> tuple[npt.NDArray[np.float64], Ids] | None:
-        """Return n rows' numbers, float64 [n, numbers], with NaN for missing ones, and ids, [n, columns].
+    def read(self, rows: Mapping[str, Sequence[Any]], n: int) -> Found | None:
+        """Return what n rows have, or None if only `Encoding.encode` can read them."""
+        numbers = self._read_numbers([value for name in self._numbers for value in rows[name]], n)
+        if numbers is None:
+            return None
+        values: list[Sequence[Any]] = [rows[column.source] for column in self._single]
+        lengths = []
+        for column in self._bags:
+            found = _split(column.reading, rows[column.source])
+            if found is None:
+                return None
+            values.append(found[0])
+            lengths.append(found[1])
+        texts = []
+        for column, some in zip(self._columns, values, strict=True):
+            as_text = _texts(column, some)
+            if as_text is None:
+                return None
+            texts.append(as_text)
+        ids = self._find(texts, n)
+        if ids is None:
+            return None
+        single = n * len(self._single)
+        bags, start = {}, single
+        for column, some, of_each in zip(self._bags, texts[len(self._single) :], lengths, strict=True):
+            stop = start + len(some)
+            bags[column.name] = column.reading.known(ids[start:stop], of_each, np.ones(len(some), np.bool_))
+            start = stop
+        return Found(numbers, ids[:single].reshape(len(self._single), n).T, bags)
 
-        The result is None if only `Encoding.encode` can read them.
-        """
-        numbers = [value for name in self._numbers for value in rows[name]]
-        kinds = set(map(type, numbers))
+    def _read_numbers(self, values: list[Any], n: int) -> npt.NDArray[np.float64] | None:
+        kinds = set(map(type, values))
         if not kinds <= {int, float, _NONE}:
             return None
         try:
-            found = np.array(numbers, np.float64).reshape(len(self._numbers), n).T  # None becomes NaN
+            found = np.array(values, np.float64).reshape(len(self._numbers), n).T  # None becomes NaN
         except OverflowError:
             return None
-        if int in kinds and (np.abs(found) >= LARGEST).any():
-            return None
-        texts: list[str] = []
-        for column in self._columns:
-            some = self._texts(column, rows[column.source])
-            if some is None:
-                return None
-            texts += some
-        ids = self._find(texts, n)
-        return None if ids is None else (found, ids)
+        return None if int in kinds and (np.abs(found) >= LARGEST).any() else found
 
-    def _texts(self, column: IdColumn, values: Sequence[Any]) -> Sequence[str] | None:
-        """Return the texts that values had in training, or None if only `encode` can read them."""
-        kinds, written = set(map(type, values)), column.written
-        if column.is_trimmed and not _have_plain_ends(values):
-            return None
-        if kinds == {str}:
-            return values
-        if (
-            not kinds <= {str, int, _NONE}
-            or (int in kinds and not written.has_plain_integers)
-            or (_NONE in kinds and written.missing is None)
-        ):
-            return None
-        return [
-            value if type(value) is str else written.missing if value is None else str(value)  # type: ignore[misc]
-            for value in values
-        ]
-
-    def _find(self, texts: list[str], n: int) -> Ids | None:
-        """Return the ids of n texts per column, [n, columns], or None if only `encode` can find them."""
+    def _find(self, texts: Sequence[Sequence[str]], n: int) -> Ids | None:
+        """Return the ids of each column's texts, one column after the other, or None if only `encode` can find them."""
         try:
             if isinstance(self._known, HashBuckets):
                 return self._hash(self._known, texts, n)
-            texts = [text.lower() for text in texts] if self._is_criteo else texts
-            ids = self._known.find_few([column.space for column in self._columns], texts).reshape(-1, n)
+            if self._is_criteo:
+                texts = [[text.lower() for text in some] for some in texts]
+            ids = self._known.find_few([column.space for column in self._columns], texts)
         except UnicodeEncodeError:
             return None
-        is_unknown = ids < 0
-        some = np.flatnonzero(is_unknown.any(axis=1)).tolist()
-        if any(self._columns[i].written.kind not in ("text", "unknown") for i in some):
-            return None  # they may have been written differently in training
-        return np.where(is_unknown, self._oov, ids).T
+        start = 0
+        for column, some in zip(self._columns, texts, strict=True):
+            of_column = ids[start : start + len(some)]
+            is_unknown = of_column < 0
+            if is_unknown.any():
+                if column.written.kind not in ("text", "unknown"):
+                    return None  # it may have been written differently in training
+                of_column[is_unknown] = column.oov
+            start += len(some)
+        return ids
 
-    def _hash(self, known: HashBuckets, texts: list[str], n: int) -> Ids | None:
+    def _hash(self, known: HashBuckets, texts: Sequence[Sequence[str]], n: int) -> Ids | None:
         """Do the work of `_find` for a data set whose ids are hash buckets."""
         if self._is_criteo:
-            found = criteo.hex_keys(texts)
-            if found is None:
+            keys = criteo.hex_keys([text for some in texts for text in some])
+            if keys is None:
                 return None
-            keys = found
         else:
-            for i, column in enumerate(self._columns):
-                if _may_be_reformatted(column.written, texts[i * n : (i + 1) * n]):
-                    return None
-            encoded = [text.encode() for text in texts]
+            if any(_may_be_reformatted(of.written, some) for of, some in zip(self._columns, texts, strict=True)):
+                return None
+            encoded = [text.encode() for some in texts for text in some]
             offsets = ragged.offsets_of(np.fromiter(map(len, encoded), np.int64, len(encoded)))
             keys = hash_texts(offsets, np.frombuffer(b"".join(encoded), np.uint8)).view(np.int64)
-        missing = [0] * len(self._columns)  # which values are missing does not matter here
-        ids, _ = known.encode(keys.reshape(-1, n).T, np.arange(n), missing)
-        return ids
+        if not self._bags:
+            missing = [0] * len(self._columns)  # which values are missing does not matter here
+            return known.encode(keys.reshape(-1, n).T, np.arange(n), missing)[0].T.reshape(-1)
+        found, start = np.empty(len(keys), np.int64), 0
+        for column, some in zip(self._columns, texts, strict=True):
+            part = slice(start, start + len(some))
+            found[part] = known.ids_of(keys[part], column.number)
+            start += len(some)
+        return found
+
+
+def _split(reading: Reading, rows: Sequence[Any]) -> tuple[list[Any], Lengths] | None:
+    """Return the values of bags that are not missing, one row after the other, and their number in each row."""
+    kinds = set(map(type, rows)) - {_NONE}
+    if kinds == {str} and reading.separator is not None:
+        if reading.trimmed and any("[" in text for text in rows if text):  # it may be a list in text
+            return None
+        lists = [text.split(reading.separator) if text else [] for text in rows]
+    elif kinds <= {list}:
+        lists = [values or [] for values in rows]
+    else:
+        return None
+    lists = [[value for value in values if value is not None and value != ""] for values in lists]
+    return [value for values in lists for value in values], np.fromiter(map(len, lists), np.int32, len(lists))
+
+
+def _texts(column: PlainColumn, values: Sequence[Any]) -> Sequence[str] | None:
+    """Return the texts that values had in training, or None if only `encode` can read them."""
+    kinds, written = set(map(type, values)), column.written
+    if column.reading.trimmed and not _have_plain_ends(values):
+        return None
+    if kinds <= {str}:
+        return values
+    if (
+        kinds - {_NONE} not in ({str}, {int}, set())
+        or (int in kinds and not written.has_plain_integers)
+        or (_NONE in kinds and written.missing is None)
+    ):
+        return None
+    return [
+        value if type(value) is str else written.missing if value is None else str(value)  # type: ignore[misc]
+        for value in values
+    ]
 
 
 def _may_be_reformatted(written: Written, texts: Sequence[str]) -> bool:

@@ -111,13 +111,23 @@ def _array(name: str, values: Any, what: str) -> pa.Array:
     elif hasattr(values, "__array__") and not _is_pandas(values, "Series"):
         values = np.asarray(values)
     try:
-        if isinstance(values, list | tuple) and what != "numbers":
-            values = _protect_values(name, values)
+        if isinstance(values, list | tuple):
+            values = _round_integers(values) if what == "numbers" else _protect_values(name, values)
         array = pa.array(values, from_pandas=True)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"column {name!r} does not have {what} of one type: {first}") from None
     return _combine_chunks(array)
+
+
+def _round_integers(values: Sequence[Any]) -> Sequence[Any]:
+    """Return numbers as floats, as which they are read in any case, if Arrow might not convert some integers."""
+    kinds = set(map(type, values))
+    if int not in kinds or not kinds <= {int, float, type(None)}:
+        return values
+    if float in kinds or any(abs(value) >= 2**63 for value in values if value is not None):
+        return [None if value is None else float(value) for value in values]
+    return values
 
 
 def _protect_values(name: str, values: Sequence[Any]) -> Any:

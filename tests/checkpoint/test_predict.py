@@ -214,7 +214,7 @@ def of_two(**changed):
     [
         (of_two(age=[1.0, 1e40]), r"row 2, column 'age': 1e\+40 is too large"),
         (of_two(age=[1.0, np.inf]), "row 2, column 'age': inf is not a finite number"),
-        (of_two(age=[1.0, 10**40]), "column 'age' does not have numbers of one type: "),
+        (of_two(age=[1.0, 10**40]), r"row 2, column 'age': 1e\+40 is too large"),
         (of_two(age=[1, 10**400]), "column 'age' does not have numbers of one type: "),
         (of_two(age=[[1], [2]]), "column 'age' is of type list<.*>; expected one number per row"),
         (of_two(age=[1, "x"]), "column 'age' does not have numbers of one type: "),
