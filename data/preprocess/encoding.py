@@ -193,13 +193,16 @@ class Encoding:
         return (batch if len(kept) == len(rows) else _take_rows(batch, kept)), kept
 
     def _with_lists(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Return rows where a bag of lists that are all missing has a type of lists."""
+        """Return rows where bags of lists, and their weights, have a type of lists also if all are missing."""
+        lists = {}
         for column in self.schema.columns:
-            name = self._sources[column.name]
-            if column.kind == "bag" and self._separator(column) is None and name in rows.schema.names:
-                place = rows.schema.names.index(name)
-                if pa.types.is_null(rows.schema.types[place]):
-                    rows = rows.set_column(place, name, _plain(rows[name]).cast(pa.list_(pa.string())))
+            if column.kind == "bag" and self._separator(column) is None:
+                lists[self._sources[column.name]] = pa.list_(pa.string())
+                if (weights := self._weights_columns.get(column.name)) is not None:
+                    lists[weights] = pa.list_(pa.float64())
+        for name, as_lists in lists.items():
+            if name in rows.schema.names and pa.types.is_null(rows[name].type):
+                rows = rows.set_column(rows.schema.names.index(name), name, _plain(rows[name]).cast(as_lists))
         return rows
 
     def _require_types(self, rows: pa.RecordBatch) -> None:
@@ -299,14 +302,15 @@ class Encoding:
             return None
         ids = np.ascontiguousarray(found.ids, dtype=self._type)
         bags = {name: (values.astype(self._type), lengths) for name, (values, lengths) in found.bags.items()}
-        return Batch(self._no_labels(n), self._scaling.transform(found.numbers), ids, bags)
+        dense = np.ascontiguousarray(self._scaling.transform(found.numbers))  # the order of memory may change last bits
+        return Batch(self._no_labels(n), dense, ids, bags)
 
     def _no_labels(self, n: int) -> npt.NDArray[np.float32]:
         return np.full((n, len(self.schema.labels)) if self.schema.targets.more else n, np.nan, np.float32)
 
     @cached_property
     def _plain_rows(self) -> PlainRows | None:
-        """What `encode_few` uses; None if the data set has weights, buckets, or values that have to be recognized."""
+        """What `encode_few` uses; None with weights, buckets, marks of missing values, vectors or decimal commas."""
         readings = {column.name: self._readings[column.name] for column in self.schema.columns}
         if (
             self.schema.weighted_bags

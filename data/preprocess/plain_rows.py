@@ -184,6 +184,9 @@ def _split(reading: Reading, rows: Sequence[Any]) -> tuple[list[Any], Lengths] |
         lists = [values or [] for values in rows]
     else:
         return None
+    kinds = {type(value) for values in lists for value in values} - {_NONE}
+    if kinds not in ({str}, {int}, set()):
+        return None
     lists = [[value for value in values if value is not None and value != ""] for values in lists]
     return [value for values in lists for value in values], np.fromiter(map(len, lists), np.int32, len(lists))
 
@@ -197,7 +200,7 @@ def _texts(column: PlainColumn, values: Sequence[Any]) -> Sequence[str] | None:
         return values
     if (
         kinds - {_NONE} not in ({str}, {int}, set())
-        or (int in kinds and not written.has_plain_integers)
+        or (int in kinds and not (written.has_plain_integers and _fit_64_bits(values)))
         or (_NONE in kinds and written.missing is None)
     ):
         return None
@@ -205,6 +208,11 @@ def _texts(column: PlainColumn, values: Sequence[Any]) -> Sequence[str] | None:
         value if type(value) is str else written.missing if value is None else str(value)  # type: ignore[misc]
         for value in values
     ]
+
+
+def _fit_64_bits(values: Sequence[int | None]) -> bool:
+    some = [value for value in values if value is not None]
+    return min(some) >= -(1 << 63) and max(some) < 1 << 63
 
 
 def _may_be_reformatted(written: Written, texts: Sequence[str]) -> bool:

@@ -100,9 +100,11 @@ def _from_tensor(tensor: Tensor, about: Input) -> Any:
         assert isinstance(values, list)
         if about.separator is None:
             return [_parse_list(text, row, name) for row, text in enumerate(values)]
-    if is_flat and not isinstance(values, list):
+    if isinstance(values, list):
+        return values
+    if (is_flat and (about.kind == "number" or values.dtype.kind in "iub")) or not values.size:
         return values.tolist()  # the encoder is faster on lists
-    return values.astype("float32") if not isinstance(values, list) and values.dtype == "float16" else values
+    return values.astype("float32") if values.dtype == "float16" else values
 
 
 def _parse_list(text: str | None, row: int, name: str) -> list[Any] | None:

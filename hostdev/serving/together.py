@@ -17,11 +17,11 @@ def encode_together(encoding: Encoding, requests: Sequence[Columns]) -> Batch | 
     each request has to be encoded alone.
     """
     names = encoding.columns()
-    if all(type(columns[name]) is list for columns in requests for name in names):
-        batch = encoding.encode_few({name: [one for each in requests for one in each[name]] for name in names})
-        if batch is not None:
-            return batch
     try:
+        if all(type(columns[name]) is list for columns in requests for name in names):
+            batch = encoding.encode_few({name: [one for each in requests for one in each[name]] for name in names})
+            if batch is not None:
+                return batch
         parts = [as_batch(columns, encoding) for columns in requests]
         numbers = encoding.numeric_columns
         columns = [_join(name, [part[name] for part in parts], is_number=name in numbers) for name in names]

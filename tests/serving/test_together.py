@@ -94,6 +94,21 @@ def test_usual_requests_are_encoded_together(film_run, typed_run, criteo_run):
     assert compare(hostdev.Predictor(criteo_run), [criteo, criteo, repeated(criteo, 1)])
 
 
+def test_an_error_of_all_rows_is_left_to_each_request(film_run, monkeypatch):
+    """Numbers may be too large only once they are scaled."""
+    predictor = hostdev.Predictor(film_run)
+
+    def fail(numbers):
+        if np.nanmax(numbers) > 1e30:
+            raise UserError("too large")
+        return np.zeros_like(numbers, np.float32)
+
+    monkeypatch.setattr(predictor.encoding._scaling, "transform", fail)
+    large = {**FILMS, "age": [1.0, 2.0, 1e35, 3.0]}
+    first, error, last = ServedModel(predictor, print).encode([FILMS, large, FILMS])
+    assert (len(first), str(error), len(last)) == (4, "too large", 4)
+
+
 def test_a_wrong_value_is_its_own_requests_error(film_run):
     lines = []
     model = ServedModel(hostdev.Predictor(film_run), lines.append)

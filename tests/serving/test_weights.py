@@ -52,3 +52,11 @@ def test_weighted_bags(tmp_path, form):
         assert bits(answer.json["outputs"][0]["data"]) == bits(expected)
         wrong = {**rows, "tags" if form == "in the text" else "w": ["w1:-1" if form == "in the text" else "x"] * 40}
         assert "row 1, column " in served.predict({"columns": wrong}).error
+        assert served.predict({"rows": []}).json["predictions"] == []
+        nothing = {"u": "u1", **dict.fromkeys(columns)}
+        empty = {"u": ["u1"], **{name: [[] if form == "a column of lists" else ""] for name in columns}}
+        expected = bits(served.predictor(empty))
+        assert bits(served.predict({"rows": [nothing]}).json["predictions"]) == expected
+        if "w" in columns:
+            one = {"u": "u1", "tags": ["w1"] if form == "a column of lists" else "w1", "w": None}
+            assert "row 1, column 'tags': 1 value, but 0 weights" in served.predict({"rows": [one]}).error
