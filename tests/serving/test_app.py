@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hostdev
+from hostdev.serving.columns import Input, from_tensors
+from hostdev.serving.tensors import Tensor
 from tests.serving.helpers import FILMS, Served, as_rows, bits, film_tensors, repeated, tensor
 
 BINARY = "Inference-Header-Content-Length"
@@ -124,6 +126,15 @@ def test_typed_columns(typed_server, typed):
         "[rows, values of a row]"
         in typed_server.infer({"inputs": [*inputs[:4], tensor("emb", "FP32", [1.0] * 30)]}).error
     )
+
+
+def test_single_precision_reaches_the_encoder():
+    """As an id, 0.1 in FP32 is the text 0.1 in any number of rows; a number may be a float of Python."""
+    values = np.full(70, 0.1, np.float32)
+    tensors = [Tensor("id", "FP32", (70,), values), Tensor("number", "FP32", (70,), values)]
+    inputs = {name: Input(name, name, "FP64", (-1,)) for name in ("id", "number")}
+    found = from_tensors(tensors, inputs)
+    assert found["id"] is values and found["number"] == values.tolist()
 
 
 def test_metadata_and_versions(film_server):
