@@ -48,6 +48,13 @@ def _restore_threads():
     torch.set_num_threads(TORCH_THREADS)
 
 
+@pytest.fixture(autouse=True)
+def _no_pictures(request, monkeypatch):
+    """A picture takes a good part of a small training's time; tests that look at it are marked `draws`."""
+    if request.node.get_closest_marker("draws") is None:
+        monkeypatch.setattr("hostdev.train.curve.draw", lambda path, *of_run: path.write_bytes(b""))
+
+
 def devices():
     """Return the simulated accelerator alone if it is loaded; else the CPU, and an accelerator if there is one."""
     if "tests.standin.plugin" in sys.modules:

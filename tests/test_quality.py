@@ -19,6 +19,8 @@ from hostdev.train.sample import TrainingSample
 from hostdev.train.trainer import Evaluation
 from tests.test_train import small, trained  # noqa: F401  (a fixture)
 
+pytestmark = pytest.mark.draws
+
 
 def quality_of(aucs, patience=None, training=True):
     found = Quality(patience)
