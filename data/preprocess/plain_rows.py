@@ -5,6 +5,7 @@ It finds the same ids and numbers as `Encoding.encode`, and leaves to it what it
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +92,7 @@ class PlainRows:
 
     def read(self, rows: Mapping[str, Sequence[Any]], n: int) -> Found | None:
         """Return what n rows have, or None if only `Encoding.encode` can read them."""
-        numbers = self._read_numbers([value for name in self._numbers for value in rows[name]], n)
+        numbers = self._read_numbers(list(chain.from_iterable([rows[name] for name in self._numbers])), n)
         if numbers is None:
             return None
         values: list[Sequence[Any]] = [rows[column.source] for column in self._single]
@@ -153,7 +154,7 @@ class PlainRows:
     def _hash(self, known: HashBuckets, texts: Sequence[Sequence[str]], n: int) -> Ids | None:
         """Do the work of `_find` for a data set whose ids are hash buckets."""
         if self._is_criteo:
-            keys = criteo.hex_keys([text for some in texts for text in some])
+            keys = criteo.hex_keys(list(chain.from_iterable(texts)))
             if keys is None:
                 return None
         else:

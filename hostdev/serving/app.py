@@ -159,7 +159,12 @@ class Service:
             content = await body.read(request.headers, request.receive, (JSON,))
             given, rows = await _beside(
                 len(content),
-                lambda: columns.from_rows(parse_json(content), self._model.inputs, self._limits.most_rows),
+                lambda: columns.from_rows(
+                    parse_json(content),
+                    self._model.inputs,
+                    self._limits.most_rows,
+                    has_escapes=b"\\u" in content,
+                ),
             )
             answer = await self._compute(request, given, rows, None)
         values = answer.values.tolist()

@@ -117,7 +117,9 @@ def _parse_list(text: str | None, row: int, name: str) -> list[Any] | None:
     return found
 
 
-def from_rows(content: Any, inputs: Mapping[str, Input], most_rows: int) -> tuple[Columns, int]:
+def from_rows(
+    content: Any, inputs: Mapping[str, Input], most_rows: int, *, has_escapes: bool = True
+) -> tuple[Columns, int]:
     """Return the columns of a JSON document, and its number of rows.
 
     Args:
@@ -125,6 +127,8 @@ def from_rows(content: Any, inputs: Mapping[str, Input], most_rows: int) -> tupl
             the label, are ignored.
         inputs: The columns that the model reads.
         most_rows: The largest number of rows that is accepted.
+        has_escapes: Whether the document may have characters that were written as \\u and digits; only these can be
+            halves of surrogate pairs.
 
     Raises:
         RefusedError: The document has another form, or a value is missing or of a wrong type.
@@ -153,23 +157,25 @@ def from_rows(content: Any, inputs: Mapping[str, Input], most_rows: int) -> tupl
             if len(values) != count:
                 first = next(iter(columns))
                 raise bad(f"column {name!r} has {len(values):,} values, but column {first!r} has {count:,}")
-    _require_right(columns, inputs)
+    _require_right(columns, inputs, has_escapes=has_escapes)
     return columns, count
 
 
-def _require_right(columns: Columns, inputs: Mapping[str, Input]) -> None:
+def _require_right(columns: Columns, inputs: Mapping[str, Input], *, has_escapes: bool) -> None:
     """Raise RefusedError unless the values of each column are of one kind that JSON has; null is a missing value."""
-    texts, numbers = [], []  # of all columns that need no closer look, which takes much longer than this
+    texts: list[str] = []  # of all columns that need no closer look, which takes much longer than this
+    numbers: list[float | None] = []
     for name, about in inputs.items():
         values = columns[name]
         kinds = set(map(type, values))
         if kinds <= _TEXT and (not about.has_lists or about.separator is not None):
-            texts += values
+            if has_escapes:
+                texts += filter(None, values)
         elif kinds <= _NUMBER and not about.has_lists:
             numbers += values
         else:
             _require_alike(values, about)
-    if not (_are_in_range(numbers) and is_unicode([text for text in texts if text])):
+    if not (_are_in_range(numbers) and is_unicode(texts)):
         for name, about in inputs.items():
             _require_alike(columns[name], about)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core.progress import note
+from hostdev.serving.collector import settled
 from hostdev.serving.server import Ending, Serving, address_of, listen, show_change
 from hostdev.serving.settings import Settings
 from hostdev.stores.address import shown_place
@@ -25,7 +26,7 @@ def _run_alone(settings: Settings, listener: socket.socket) -> int | None:
     serving = Serving(settings)
     about = serving.about()
     ending = Ending()
-    with ending.on_signals():
+    with ending.on_signals(), settled():
         serving.run(listener, lambda: _started(settings, listener, about), ending)
     return ending.number
 

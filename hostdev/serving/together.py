@@ -1,6 +1,7 @@
 """Encodes the rows of several requests together, which takes much less time than one request after the other."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import pyarrow as pa
 
@@ -19,7 +20,8 @@ def encode_together(encoding: Encoding, requests: Sequence[Columns]) -> Batch | 
     names = encoding.columns()
     try:
         if all(type(columns[name]) is list for columns in requests for name in names):
-            batch = encoding.encode_few({name: [one for each in requests for one in each[name]] for name in names})
+            joined = {name: list(chain.from_iterable([each[name] for each in requests])) for name in names}
+            batch = encoding.encode_few(joined)
             if batch is not None:
                 return batch
         parts = [as_batch(columns, encoding) for columns in requests]

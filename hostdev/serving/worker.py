@@ -28,6 +28,7 @@ def main(argv: Sequence[str]) -> None:
     text, listener, from_parent, to_parent = argv[0], *map(int, argv[1:4])
     settings = from_json(text)
     with cli.importing(settings.prog):
+        from hostdev.serving.collector import settled
         from hostdev.serving.server import Ending, Serving
     ending = Ending()
     signal.signal(signal.SIGTERM, ending.handle)
@@ -46,7 +47,8 @@ def main(argv: Sequence[str]) -> None:
         settings, changed=lambda model: tell(serves=_mark(model)), refused=lambda line: tell(problem=line)
     )
     first = {"ready": serving.about(), "serves": _mark(serving.gatherer.model)}
-    serving.run(socket.socket(fileno=listener), lambda: tell(**first), ending)
+    with settled():
+        serving.run(socket.socket(fileno=listener), lambda: tell(**first), ending)
 
 
 def _mark(model: "ServedModel") -> tuple[int, float, str]:

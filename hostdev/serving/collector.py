@@ -1,0 +1,24 @@
+"""How Python's garbage collector works in a server's process."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_NEW_OBJECTS = 20_000  # lists and the like, between two looks at the newest; a large request has thousands
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Within the block, do not look for garbage again and again among all that was loaded before.
+
+    Requests make many lists, so that the collector runs often; a server is about a tenth faster without these looks.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
