@@ -21,6 +21,7 @@ from hostdev.checkpoint import folder
 from hostdev.checkpoint.deliver import deliver
 from hostdev.commands import serve
 from tests.conftest import environment
+from tests.distributed.processes import wait_until
 from tests.serving.helpers import FILMS, bits
 
 
@@ -76,6 +77,8 @@ def test_workers(film_run, tmp_path):
         assert len(children) == 2
         for _ in range(6):
             assert ask(address, "/v2/health/live") == {"live": True}
+        counted = 'hostdev_requests_total{end="live",status="200"} 6.0'
+        wait_until(lambda: counted in ask(address, "/metrics"), 60)  # an answer is counted after it was sent
         os.kill(min(children), signal.SIGKILL)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -87,7 +90,7 @@ def test_workers(film_run, tmp_path):
         else:
             pytest.fail("it is not replaced")
         text = ask(address, "/metrics")
-        assert 'hostdev_requests_total{end="live",status="200"} 6.0' in text
+        assert counted in text
         assert "hostdev_model_age_seconds" in text and "hostdev_queue_rows 0.0" in text
         deliver(folder.read_chain(film_run / second), place, 2)
         newer = hostdev.Predictor(film_run / second)
