@@ -4,7 +4,7 @@ It finds the same ids and numbers as `Encoding.encode`, and leaves to it what it
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -113,11 +113,11 @@ class PlainRows:
         if ids is None:
             return None
         single = n * len(self._single)
-        bags, start = {}, single
-        for column, some, of_each in zip(self._bags, texts[len(self._single) :], lengths, strict=True):
-            stop = start + len(some)
-            bags[column.name] = column.reading.known(ids[start:stop], of_each, np.ones(len(some), np.bool_))
-            start = stop
+        parts = _parts(ids[single:], texts[len(self._single) :])
+        bags = {
+            column.name: column.reading.known(part, of_each, np.ones(len(part), np.bool_))
+            for column, part, of_each in zip(self._bags, parts, lengths, strict=True)
+        }
         return Found(numbers, ids[:single].reshape(len(self._single), n).T, bags)
 
     def _read_numbers(self, values: list[Any], n: int) -> npt.NDArray[np.float64] | None:
@@ -140,15 +140,12 @@ class PlainRows:
             ids = self._known.find_few([column.space for column in self._columns], texts)
         except UnicodeEncodeError:
             return None
-        start = 0
-        for column, some in zip(self._columns, texts, strict=True):
-            of_column = ids[start : start + len(some)]
-            is_unknown = of_column < 0
+        for column, part in zip(self._columns, _parts(ids, texts), strict=True):
+            is_unknown = part < 0
             if is_unknown.any():
                 if column.written.kind not in ("text", "unknown"):
                     return None  # it may have been written differently in training
-                of_column[is_unknown] = column.oov
-            start += len(some)
+                part[is_unknown] = column.oov
         return ids
 
     def _hash(self, known: HashBuckets, texts: Sequence[Sequence[str]], n: int) -> Ids | None:
@@ -166,12 +163,16 @@ class PlainRows:
         if not self._bags:
             missing = [0] * len(self._columns)  # which values are missing does not matter here
             return known.encode(keys.reshape(-1, n).T, np.arange(n), missing)[0].T.reshape(-1)
-        found, start = np.empty(len(keys), np.int64), 0
-        for column, some in zip(self._columns, texts, strict=True):
-            part = slice(start, start + len(some))
-            found[part] = known.ids_of(keys[part], column.number)
-            start += len(some)
-        return found
+        parts = zip(self._columns, _parts(keys, texts), strict=True)
+        return np.concatenate([known.ids_of(part, column.number) for column, part in parts])
+
+
+def _parts(values: Ids, texts: Sequence[Sequence[str]]) -> Iterator[Ids]:
+    """Yield the part of `values` [N] that belongs to each column's texts, of which there are N."""
+    start = 0
+    for some in texts:
+        yield values[start : start + len(some)]
+        start += len(some)
 
 
 def _split(reading: Reading, rows: Sequence[Any]) -> tuple[list[Any], Lengths] | None:
