@@ -73,9 +73,13 @@ def lazy_adam(w, slots, rows, g, optimizer, step):
     m, v = slots["m"], slots["v"]
     lr_t = f32(optimizer.lr * np.sqrt(1 - optimizer.beta2**step) / (1 - optimizer.beta1**step))
     b1, b2, eps = f32(optimizer.beta1), f32(optimizer.beta2), f32(optimizer.eps)
-    m[rows] = b1 * m[rows] + (f32(1) - b1) * g
-    v[rows] = b2 * v[rows] + (f32(1) - b2) * (g * g)
-    numerator = b1 * m[rows] + (f32(1) - b1) * g if getattr(optimizer, "nesterov", False) else m[rows]
+    rest1, rest2 = f32(1) - b1, f32(1) - b2
+    if getattr(optimizer, "epsilon_hat", None) is False:  # Adam as torch has it
+        rest1, rest2 = f32(1 - optimizer.beta1), f32(1 - optimizer.beta2)
+        eps = f32(optimizer.eps * np.sqrt(1 - optimizer.beta2**step))
+    m[rows] = b1 * m[rows] + rest1 * g
+    v[rows] = b2 * v[rows] + rest2 * (g * g)
+    numerator = b1 * m[rows] + rest1 * g if getattr(optimizer, "nesterov", False) else m[rows]
     w[rows] = w[rows] - lr_t * numerator / (np.sqrt(v[rows]) + eps)
 
 
@@ -407,18 +411,18 @@ def criteo_lines(text):
 def brought(columns, clock, *, moments):
     """Columns of rows, brought up to date by a table's clock: its coefficients, but every operation written out."""
     out = {name: values.copy() for name, values in columns.items()}
-    w, eps, now = out["weights"], clock.eps, int(clock.now)
+    w, now = out["weights"], int(clock.now)
     for row, last in enumerate(columns["last"][:, 0].astype(np.int64)):
         k = now - last
         if moments and k:
-            c = clock.recent[k] if k < len(clock.recent) else clock.frozen[last]
+            *c, e = clock.recent[k] if k < len(clock.recent) else clock.frozen[last]
             m, v = out["m"][row], out["v"][row]
             s = np.sqrt(v)
-            r = f32(1) / (s + eps)
-            u = s * r
-            a = c[-1] * u + c[-2]
+            r = f32(1) / (s + e)
+            x = (s - clock.shift * e) * r
+            a = c[-1] * x + c[-2]
             for p in range(len(c) - 3, -1, -1):
-                a = a * u + c[p]
+                a = a * x + c[p]
             w[row] = w[row] - m * r * a
             b1, b2 = clock.powers[k] if k < len(clock.powers) else np.zeros(2, f32)
             out["m"][row], out["v"][row] = m * b1, v * b2

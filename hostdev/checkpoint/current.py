@@ -43,7 +43,7 @@ def history_of(chain: Chain, name: str) -> History | None:
 
 
 def _catch_up(about: Table) -> CatchUp:
-    given = about.hyperparameters
+    given = about.arguments
     if about.optimizer == Adam.__name__:
         return Adam(**given).catch_up  # Adam checks the values
     return CatchUp(float(given["weight_decay"]))

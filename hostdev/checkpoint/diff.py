@@ -37,11 +37,13 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
     lines: list[str] = []
     if (mine.keys is None) != (theirs.keys is None):
         return [f"table {mine.name}: by key only in {(a if mine.keys is not None else b).chain[-1].path}"]
-    for what in ("rows", "dim", "optimizer", "hyperparameters", "dtype", "slots_dtype", "step"):
+    for what in ("rows", "dim", "optimizer", "dtype", "slots_dtype", "step"):
         if what == "rows" and mine.keys is not None and theirs.keys is not None:
             continue
         if getattr(mine, what) != getattr(theirs, what):
             lines.append(f"table {mine.name}: {what} {getattr(mine, what)} and {getattr(theirs, what)}")
+    if mine.arguments != theirs.arguments:
+        lines.append(f"table {mine.name}: hyperparameters {mine.arguments} and {theirs.arguments}")
     if mine.history != theirs.history:
         lines.append(f"table {mine.name}: the step histories (learning rates) differ")
     if mine.keys is not None and theirs.keys is not None and mine.dim == theirs.dim:

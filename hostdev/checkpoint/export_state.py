@@ -26,7 +26,10 @@ def write_state(out: Path, layers: Layers) -> None:
     names += ("dtype", "slots_dtype", "seed")
     content = {
         "step": found.step,
-        "tables": {table.name: {name: getattr(table, name) for name in names} for table in found.tables},
+        "tables": {
+            table.name: {name: getattr(table, name) for name in names} | {"hyperparameters": table.arguments}
+            for table in found.tables
+        },
         "state_sha256": found.state_sha256,
         "state_sha256_version": found.version,
         "versions": found.versions,

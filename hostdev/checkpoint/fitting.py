@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.keyed import is_by_key, require_kind
 from hostdev.checkpoint.loading import load_rows
+from hostdev.checkpoint.manifest import Table
 from hostdev.core.errors import UserError
 from hostdev.core.keys import FormerIds
-from hostdev.core.optimizers import hyperparameters
+from hostdev.core.optimizers import can_continue, hyperparameters
 
 
 class Fit(NamedTuple):
@@ -62,12 +63,11 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
         there, table = held[name], tables[name]
         if there.keys is not None:
             require_kind(newest.path, there, table)
-        mine = type(table.optimizer).__name__, {**hyperparameters(table.optimizer), "lr": None}
-        theirs = there.optimizer, {**there.hyperparameters, "lr": None}
         if there.dim != table.dim:
             raise UserError(f"{newest.path}: table {name!r} has dim {there.dim}, but {table.dim} in the program")
-        if theirs != mine:
-            shown = [f"{kind}{_arguments(values)}" for kind, values in (theirs, mine)]
+        if not can_continue(table.optimizer, there.optimizer, there.arguments):
+            mine = type(table.optimizer).__name__, hyperparameters(table.optimizer)
+            shown = [f"{kind}{_arguments(values)}" for kind, values in ((there.optimizer, there.arguments), mine)]
             raise UserError(f"{newest.path}: table {name!r} has optimizer {shown[0]}, but {shown[1]} in the program")
         for what, field in (("weights", "dtype"), ("slots", "slots_dtype")):
             saved, own = getattr(there, field), getattr(table, field)
@@ -91,7 +91,22 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
         raise UserError(
             f"{newest.path} has none of the tables {', '.join(sorted(tables))}; it has {', '.join(sorted(held))}"
         )
+    _require_own_optimizers(tables, taken, held, newest.path)
     return Fit(newest.path, taken, sorted(tables.keys() - held.keys()), sorted(held.keys() - tables.keys()))
+
+
+def _require_own_optimizers(
+    tables: Mapping[str, Any], taken: Mapping[str, Any], held: Mapping[str, Table], path: Path
+) -> None:
+    """Raise UserError if a table that is not loaded would change its optimizer's form with one that is."""
+    for name in taken:
+        optimizer = tables[name].optimizer
+        sharing = [other for other in tables.keys() - taken if tables[other].optimizer is optimizer]
+        if sharing and {**hyperparameters(optimizer), "lr": None} != {**held[name].arguments, "lr": None}:
+            raise UserError(
+                f"table {name!r} continues with the optimizer of {path}, Adam(epsilon_hat=True), and table "
+                f"{sharing[0]!r}, which is not in it, has the same optimizer object; give each table its own"
+            )
 
 
 def load_shared(

@@ -24,7 +24,7 @@ from hostdev.checkpoint.segment_rows import SegmentRows, open_segments
 from hostdev.checkpoint.state import read_values
 from hostdev.core.errors import UserError
 from hostdev.core.keys import FormerIds
-from hostdev.core.optimizers import hyperparameters
+from hostdev.core.optimizers import can_continue, hyperparameters, take_over_form
 from hostdev.core.progress import bar
 
 _THREADS = 4
@@ -119,9 +119,11 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
         there, here = newest.manifest.table(name), table.optimizer
         require_kind(newest.path, there, table)
         rows = there.rows if is_by_key(table) else table.total_rows
-        mine = (rows, table.dim), type(here).__name__, {**hyperparameters(here), "lr": None}
-        theirs = (there.rows, there.dim), there.optimizer, {**there.hyperparameters, "lr": None}
-        for what, a, b in zip(("shape", "optimizer", "optimizer"), theirs, mine, strict=True):
+        differences = [("shape", (there.rows, there.dim), (rows, table.dim))]
+        if not can_continue(here, there.optimizer, there.arguments):
+            theirs, mine = {**there.arguments, "lr": None}, {**hyperparameters(here), "lr": None}
+            differences += [("optimizer", there.optimizer, type(here).__name__), ("optimizer", theirs, mine)]
+        for what, a, b in differences:
             if a != b:
                 raise UserError(f"{newest.path} is of a different model: table {name!r} has {what} {a}, not {b}")
         for kind, field, argument in (("weights", "dtype", "dtype"), ("slots", "slots_dtype", "slots")):
@@ -171,6 +173,7 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, f
             history = history_of(chain, name)
             assert history is not None  # the optimizers are equal
             table.adopt(history, whole=chain[-1].manifest.table(name).rows == table.total_rows)
+            take_over_form(table.optimizer, history.how)
     keyed = {name: table for name, table in tables.items() if is_by_key(table)}
     tables = {name: table for name, table in tables.items() if name not in keyed}
     tables = {name: table for name, table in tables.items() if not adopt_rows(chain[-1], name, table, check=check)}

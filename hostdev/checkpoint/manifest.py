@@ -11,6 +11,7 @@ from hostdev.core import json_files
 from hostdev.core.checksums import json_checksum
 from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.core.names import require_name
+from hostdev.core.optimizers import complete_arguments
 from hostdev.core.table_dtypes import FP32, SLOT_DTYPES, TABLE_DTYPES
 
 FORMAT = "hostdev-checkpoint"
@@ -134,6 +135,11 @@ class Table:
     segments: SegmentState | None = None  # if the rows are in segments; all rows then are, whatever the parent has
     whole: bool = False  # whether all rows are in the files, although the checkpoint has a parent
     history: str | None = None  # step history, if reading a row applies the steps that it has missed (`core.history`)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the table's optimizer: `hyperparameters`, completed where an earlier version wrote them."""
+        return complete_arguments(self.optimizer, self.hyperparameters)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ class SavedTable:
         self._mapped: Any = open_table(chain, name)
         self.is_by_key = about.keys is not None
         self.name, self.rows, self.dim = name, self._mapped.rows, self._mapped.dim
-        self.optimizer, self.hyperparameters = about.optimizer, dict(about.hyperparameters)
+        self.optimizer, self.hyperparameters = about.optimizer, about.arguments
 
     def __len__(self) -> int:
         return self.rows

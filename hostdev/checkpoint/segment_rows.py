@@ -176,7 +176,7 @@ def require_locations(root: Path, table: Table, locations: Ids, records: Ids) ->
 def make_format(root: Path, table: Table, state: SegmentState) -> RowFormat:
     """Return the format of a table's rows; raise BrokenCheckpointError if the manifest does not say one."""
     try:
-        optimizer: Any = _OPTIMIZERS[table.optimizer](**table.hyperparameters)
+        optimizer: Any = _OPTIMIZERS[table.optimizer](**table.arguments)
         init = from_text(state.init)
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenCheckpointError(f"{root} is broken (table {table.name!r}: {error})"[:480]) from None

@@ -20,11 +20,13 @@ class CatchUp(NamedTuple):
         weight_decay: A step multiplies the weights by 1 - lr * weight_decay.
         betas: (beta1, beta2) of Adam, whose decaying moments move the weights, or None for other optimizers.
         eps: Adam's eps.
+        epsilon_hat: Whether eps is added to the uncorrected root, as in `core.optimizers.Adam`.
     """
 
     weight_decay: float = 0.0
     betas: tuple[float, float] | None = None
     eps: float = 0.0
+    epsilon_hat: bool = False
 
 
 def adam_rate(lr: float, beta1: float, beta2: float, step: int) -> np.float32:
@@ -32,11 +34,27 @@ def adam_rate(lr: float, beta1: float, beta2: float, step: int) -> np.float32:
     return np.float32(lr * math.sqrt(1 - beta2**step) / (1 - beta1**step))
 
 
+def eps_correction(beta2: float, step: float) -> float:
+    """Return sqrt(1 - beta2^step), by which eps is multiplied where it is added to the uncorrected root."""
+    return math.sqrt(1 - beta2**step)
+
+
+def central_step(beta1: float, step: int) -> float:
+    """Return a step in the middle, geometrically, of those after `step` whose effect on unused rows matters.
+
+    `kernels.catch_up` expands a divisor around its value at this step. The factor 4 minimizes the largest error over
+    beta1 in 0.5 .. 0.999, beta2 and first steps: at most 1e-7 of a row's movement for beta1 = 0.9, and for larger
+    beta1, except for rows that were last used in a table's first steps (5e-6 for 0.99, 7e-5 for 0.999).
+    """
+    return math.sqrt((step + 1) * (step + 1 + 4 / (1 - beta1)))
+
+
 def get_terms(beta1: float, beta2: float) -> int:
     """Return how many terms of a series, 4 or 10, suffice to sum a row's missed steps to float32 precision.
 
-    `kernels.catch_up` defines the series. For a constant learning rate, the relative error is the largest omitted term,
-    1 / C(r + P, P) for P terms and r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient.
+    `kernels.catch_up` defines the series, here for `epsilon_hat`; without it, 10 terms suffice where they do here. For
+    a constant learning rate, the relative error is the largest omitted term, 1 / C(r + P, P) for P terms and
+    r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient.
 
     Raises:
         ValueError: More than 10 terms would be needed, or beta1 is too close to 1.

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.catch_up import SMALL, CatchUp, adam_rate, get_terms
-from hostdev.kernels.catch_up import record
-from hostdev.kernels.clock import LEAST, Clock
+from hostdev.core.catch_up import SMALL, CatchUp, adam_rate, central_step, eps_correction, get_terms
+from hostdev.kernels.catch_up import in_powers, record
+from hostdev.kernels.clock import LEAST, MOST_TERMS, Clock
 
 MOST_STEPS = 1 << 24  # per-row state is float32, which represents all integers up to here
 _ROOM = 1024
@@ -28,7 +28,8 @@ class _Run(NamedTuple):
 class History:
     """A table's steps so far: learning rates, decays, and the sums from which a row's missed steps are computed.
 
-    Memory per step: 24 bytes with Adam, 48 with Adam and an unusually small beta2, and 8 with other optimizers.
+    Memory per step: 52 bytes with Adam; with `epsilon_hat` 28, or 52 with an unusually small beta2; and 8 with other
+    optimizers.
 
     Args:
         how: The effect of a step on rows without a gradient.
@@ -36,25 +37,24 @@ class History:
 
     def __init__(self, how: CatchUp) -> None:
         self.how = how
-        beta1, beta2 = how.betas or (0.0, 0.0)
-        N, terms = 0, 0
-        if how.betas is not None:
-            N, terms = max(1, math.ceil(math.log(SMALL) / math.log(beta1)) if beta1 else 1), get_terms(beta1, beta2)
-        k = np.arange(N + 1, dtype=np.float64)[:, None]
-        root = math.sqrt(beta2)
-        with np.errstate(divide="ignore"):
-            self._weights = beta1**k * (1 - root**k) ** np.arange(terms, dtype=np.float64)
-        self._powers = _powers(beta1, beta2) if how.betas is not None else np.zeros((1, 2), np.float32)
+        self._series = _NO_SERIES if how.betas is None else _make_series(how, *how.betas)
+        self._powers = np.zeros((1, 2), np.float32) if how.betas is None else _powers(*how.betas)
         self._runs: list[_Run] = []
         self._restart()
 
     def _restart(self) -> None:
         self.steps = 0  # steps so far
         self._product = np.ones(1, np.float64)
-        self._sums = np.zeros_like(self._weights)
+        self._sums = np.zeros((len(self._series.powers), len(self._series.basis)))
         self._inverse = np.ones(_ROOM, np.float64)
-        self._frozen = np.zeros((_ROOM if self._weights.size else 0, self._weights.shape[1]), np.float32)
+        self._frozen = self._new_frozen(_ROOM)
         self._clock: Clock | None = None
+
+    def _new_frozen(self, steps: int) -> npt.NDArray[np.float32]:
+        """Return memory for the final coefficients of rows that were last written at each of so many steps."""
+        if self.how.betas is None:
+            return np.empty((0, 0), np.float32)
+        return np.full((steps, len(self._series.basis) + 1), np.float32(self.how.eps))
 
     def record(self, lr: float, step: int, table: str) -> Clock:
         """Record a step; return the clock for its updates, which first apply the earlier steps that a row has missed.
@@ -83,13 +83,9 @@ class History:
             runs[-1] = runs[-1]._replace(length=runs[-1].length + 1)
         else:
             runs.append(_Run(lr, step, 1))
-        self._extend([self._rate(lr, step)], [decays])
-        frozen = self._frozen if before.moments else before.frozen
+        self._extend([_Run(lr, step, 1)])
         # Recording the step may have changed the scale of the product and the size of the arrays.
-        return before._replace(product=self._product[0], inverse=self._inverse, frozen=frozen)
-
-    def _rate(self, lr: float, step: int) -> float:
-        return 0.0 if self.how.betas is None else float(adam_rate(lr, *self.how.betas, step))
+        return before._replace(product=self._product[0], inverse=self._inverse, frozen=self._frozen)
 
     def forget(self, steps: int) -> None:
         """Undo the last `steps` steps."""
@@ -105,35 +101,59 @@ class History:
 
     def _replay(self) -> None:
         self._restart()
-        rates = [self._rate(run.lr, run.first + i) for run in self._runs for i in range(run.length)]
-        self._extend(rates, [run.lr * self.how.weight_decay for run in self._runs for _ in range(run.length)])
+        self._extend(self._runs)
 
-    def _extend(self, added_rates: list[float], added_decays: list[float]) -> None:
+    def _extend(self, runs: list[_Run]) -> None:
         """Add steps; adding them one at a time or all at once gives bit-identical results."""
+        steps = [(run.lr, run.first + i) for run in runs for i in range(run.length)]
+        rates, epsilons = np.zeros(len(steps)), np.empty(0)
+        decays = np.array([lr * self.how.weight_decay for lr, _ in steps])
         first = self.steps
-        self.steps += len(added_rates)
+        self.steps += len(steps)
         needed = self.steps + 1
         if needed > len(self._inverse):  # older clocks keep the previous arrays
             more = max(needed, 2 * len(self._inverse)) - len(self._inverse)
             self._inverse = np.concatenate([self._inverse, np.ones(more)])
-            if self._weights.size:
-                self._frozen = np.concatenate([self._frozen, np.zeros((more, self._weights.shape[1]), np.float32)])
-        rates, decays = np.array(added_rates), np.array(added_decays)
+            self._frozen = np.concatenate([self._frozen, self._new_frozen(more)])
+        if self.how.betas is not None:
+            beta1, beta2 = self.how.betas
+            rates = np.array([adam_rate(lr, beta1, beta2, step) for lr, step in steps], np.float64)
+            if not self.how.epsilon_hat:
+                epsilons = np.array([self.how.eps * eps_correction(beta2, step) for _, step in steps])
+                # Rows that were last written before a step are read after it, so the step's number may be set between.
+                central = [self.how.eps * eps_correction(beta2, central_step(beta1, step - 1)) for _, step in steps]
+                self._frozen[first : self.steps, -1] = central
         while len(rates):
-            done = record(rates, decays, first, self._weights, self._product, self._sums, self._inverse, self._frozen)
+            done = record(
+                rates,
+                decays,
+                epsilons,
+                first,
+                self._series.powers,
+                self._product,
+                self._sums,
+                self._inverse,
+                self._series.basis,
+                self._frozen,
+            )
             if self._product[0] < LEAST:  # a power of 2: product * inverse keeps its bits
                 self._inverse = self._inverse * LEAST
                 self._product[0] /= LEAST
-            rates, decays, first = rates[done:], decays[done:], first + done
+            rates, decays, epsilons, first = rates[done:], decays[done:], epsilons[done:], first + done
         self._clock = None
 
     def clock(self) -> Clock:
         """Return the clock, from which kernels apply the steps that a row has missed, up to the last step."""
         if self._clock is None:
-            recent = self._sums.astype(np.float32) if self._weights.size else np.empty((0, 0), np.float32)
-            frozen = self._frozen if self._weights.size else np.empty((0, 0), np.float32)
-            product, eps = self._product[0], np.float32(self.how.eps)
-            self._clock = Clock(np.int64(self.steps), product, self._inverse, recent, frozen, self._powers, eps)
+            recent = self._new_frozen(len(self._sums))
+            if self.how.betas is not None:
+                in_powers(self._sums, self._series.basis, recent)
+                known = min(self.steps + 1, len(recent))
+                recent[:known, -1] = self._frozen[self.steps - known + 1 : self.steps + 1, -1][::-1]
+            product, shift = self._product[0], np.float32(not self.how.epsilon_hat)
+            self._clock = Clock(
+                np.int64(self.steps), product, self._inverse, recent, self._frozen, self._powers, shift
+            )
         return self._clock
 
     def packed(self) -> str:
@@ -163,6 +183,27 @@ class History:
         return isinstance(other, History) and (self.how, self._runs) == (other.how, other._runs)
 
     __hash__: Any = None
+
+
+class _Series(NamedTuple):
+    """Constants of the sums from which a row's missed steps are computed; see `kernels.catch_up.record`."""
+
+    powers: npt.NDArray[np.float64]
+    basis: npt.NDArray[np.float64]
+
+
+_NO_SERIES = _Series(np.zeros((1, 0)), np.zeros((0, 0)))
+
+
+def _make_series(how: CatchUp, beta1: float, beta2: float) -> _Series:
+    N = max(1, math.ceil(math.log(SMALL) / math.log(beta1)) if beta1 else 1)
+    terms, root = get_terms(beta1, beta2), math.sqrt(beta2)
+    k = np.arange(N + 1, dtype=np.float64)[:, None]
+    if how.epsilon_hat:
+        return _Series(beta1**k * (1 - root**k) ** np.arange(terms, dtype=np.float64), np.eye(terms))
+    chebyshev = [[*np.polynomial.chebyshev.cheb2poly([0.0] * i + [2.0 if i else 1.0])] for i in range(MOST_TERMS)]
+    basis = np.array([row + [0.0] * (MOST_TERMS - len(row)) for row in chebyshev])
+    return _Series(np.concatenate([beta1**k, root ** (k / 2)], axis=1), basis)
 
 
 def _powers(beta1: float, beta2: float) -> npt.NDArray[np.float32]:

@@ -1,18 +1,18 @@
 """Table optimizers: hyperparameters, formulas and slots. The arithmetic is in kernels/ and device/.
 
-Scalars are computed in float64 and rounded to float32 once, except 1 - beta, which is computed in float32, as in
-MindSpore's kernel: beta and 1 - beta must add up to 1 in float32, or a moment of constant gradients drifts (1e-5 for
-beta2 = 0.999).
+Scalars are computed in float64 and rounded to float32 once. In `LazyAdam` and `RowWiseAdam`, 1 - beta is computed in
+float32, as in MindSpore's kernel: beta and 1 - beta add up to 1 in float32, so that a moment of constant gradients does
+not drift (1e-5 for beta2 = 0.999). `Adam` rounds both, as torch does.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from hostdev.core.catch_up import CatchUp, adam_rate, get_terms
+from hostdev.core.catch_up import CatchUp, adam_rate, eps_correction, get_terms
 from hostdev.core.errors import UserError
 from hostdev.core.optimizer_base import Optimizer, check, check_lr
 from hostdev.core.optimizer_base import SparseOptimizer as SparseOptimizer
@@ -34,7 +34,8 @@ class LazyAdam(Optimizer):
     With `nesterov`, beta1 * m + (1 - beta1) * g takes the place of m in the last line.
 
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015; the efficient ordering at the end of
-    section 2, which adds eps to the uncorrected root. Deviations: only a batch's rows change; t counts table steps.
+    section 2, which adds eps to the uncorrected root, as `torch.optim.SparseAdam` and MindSpore do, and other than
+    `torch.optim.Adam`. Deviations: only a batch's rows change; t counts table steps.
     """
 
     lr: float = field(default=3.5e-4, hash=False)
@@ -71,28 +72,37 @@ class Adam(Optimizer):
     With g the summed gradient of a row, 0 if the batch does not use it, and t the table's number of steps::
 
         lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)
+        eps_t = eps * sqrt(1 - beta2^t)
         w <- (1 - lr * weight_decay) * w
         m <- beta1 * m + (1 - beta1) * g
         v <- beta2 * v + (1 - beta2) * g^2
-        w <- w - lr_t * m / (sqrt(v) + eps)
+        w <- w - lr_t * m / (sqrt(v) + eps_t)
 
-    These are the results of a dense Adam, up to rounding. If a row was not used for k steps, one operation applies
-    these k steps when the row is next read. This takes 4 bytes of state per row (`last`). `LazyAdam` leaves such rows
-    unchanged. With weight_decay above 0, this is AdamW.
+    These are the results of `torch.optim.Adam`, up to rounding: eps_t beside the uncorrected root is eps beside the
+    corrected one. With weight_decay above 0, they are those of `torch.optim.AdamW`. If a row was not used for k steps,
+    one operation applies these k steps when the row is next read. This takes 4 bytes of state per row (`last`).
+    `LazyAdam` leaves such rows unchanged.
 
-    Source: Kingma & Ba, 2015, as for `LazyAdam`; Loshchilov & Hutter, 2019; `kernels.catch_up`.
+    With `epsilon_hat`, eps_t = eps in all steps, as in `LazyAdam` and in TensorFlow's Adam: for small gradients, the
+    first steps are then up to 1 / sqrt(1 - beta2) = 32 times as small. Checkpoints of earlier versions of hostdev have
+    this form. A table into which one is loaded takes it over.
+
+    Source: Kingma & Ba, 2015, algorithm 1; with `epsilon_hat`, the efficient ordering at the end of section 2;
+    Loshchilov & Hutter, 2019; `kernels.catch_up`.
     """
 
     lr: float = field(default=3.5e-4, hash=False)
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    epsilon_hat: bool = False
 
     primitive: ClassVar[str] = "FusedSparseAdam"
     non_negative: ClassVar[frozenset[str]] = frozenset({"v"})
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.beta1, self.beta2, self.eps)
+        check("eps * sqrt(1 - beta2)", self.eps * eps_correction(self.beta2, 1), "positive")
         get_terms(self.beta1, self.beta2)  # raises for betas with which missed steps cannot be applied later
 
     @property
@@ -103,7 +113,7 @@ class Adam(Optimizer):
     @property
     def catch_up(self) -> CatchUp:
         """The effect of a step on rows without a gradient: moments decay and move the weights."""
-        return CatchUp(self.weight_decay, (self.beta1, self.beta2), self.eps)
+        return CatchUp(self.weight_decay, (self.beta1, self.beta2), self.eps, bool(self.epsilon_hat))
 
     @property
     def largest_gradient(self) -> float:
@@ -111,8 +121,12 @@ class Adam(Optimizer):
         return self._within(2.0**58)
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, False) for `kernels.lazy_adam`."""
-        return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), False
+        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps_t, False) for `kernels.lazy_adam`."""
+        if self.epsilon_hat:
+            return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), False
+        betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
+        eps_t = self.eps * eps_correction(self.beta2, step)
+        return adam_rate(self.lr, self.beta1, self.beta2, step), *map(np.float32, (*betas, eps_t)), False
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
@@ -128,7 +142,8 @@ class RowWiseAdam(Optimizer):
 
     The sum is computed as in `RowWiseAdagrad`. As with `LazyAdam`, only the rows of a batch change.
 
-    Source: Kingma & Ba, 2015, as for `LazyAdam`; the mean square of a row as in FBGEMM's PARTIAL_ROWWISE_ADAM.
+    Source: Kingma & Ba, 2015, as for `LazyAdam`, with eps beside the uncorrected root; the mean square of a row as in
+    FBGEMM's PARTIAL_ROWWISE_ADAM, which adds eps to the corrected root.
     """
 
     lr: float = field(default=3.5e-4, hash=False)
@@ -276,8 +291,8 @@ class Momentum(Optimizer):
 class Adagrad(Optimizer):
     """Adagrad, per element: accum <- accum + g^2;  w <- w - lr * g / (sqrt(accum) + eps).
 
-    Source: Duchi, Hazan & Singer, "Adaptive Subgradient Methods", JMLR 2011, the diagonal case. Deviation: accum may
-    start above 0.
+    Source: Duchi, Hazan & Singer, "Adaptive Subgradient Methods", JMLR 2011, the diagonal case, with eps beside the
+    root as in torch.optim.Adagrad. Deviation: accum may start above 0.
     """
 
     lr: float = field(default=1e-2, hash=False)
@@ -372,6 +387,31 @@ OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
     "row_wise_adam": RowWiseAdam,
     "momentum": Momentum,
 }
+
+
+def complete_arguments(name: str, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an optimizer whose class has this name, from hyperparameters in a checkpoint.
+
+    Checkpoints from before Adam had `epsilon_hat` have its form.
+    """
+    return {"epsilon_hat": True, **hyperparameters} if name == Adam.__name__ else dict(hyperparameters)
+
+
+def can_continue(optimizer: Any, name: str, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a table's optimizer can continue from the state of one with this class name and these arguments.
+
+    Learning rates may differ. `Adam` without `epsilon_hat` continues with it, as `take_over_form` does.
+    """
+    mine = {**hyperparameters(optimizer), "lr": None}
+    if mine.get("epsilon_hat") is False and arguments.get("epsilon_hat") is True:
+        mine["epsilon_hat"] = True
+    return type(optimizer).__name__ == name and mine == {**arguments, "lr": None}
+
+
+def take_over_form(optimizer: Any, how: CatchUp) -> None:
+    """Give `Adam` the `epsilon_hat` of the steps that a table has loaded; other optimizers have one form."""
+    if isinstance(optimizer, Adam):
+        object.__setattr__(optimizer, "epsilon_hat", how.epsilon_hat)
 
 
 def build_optimizer(name: str, lr: float | None = None, weight_decay: float = 0.0) -> SparseOptimizer:

@@ -51,7 +51,10 @@ class Owned:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps so far; may be set to 0 or more.
+        """Number of optimizer steps so far; may be set to 0 or more, such as to that of moments from elsewhere.
+
+        With `Adam`, set it before training: it is exact for rows that were written, or used, in the step before, and
+        approximate for the movement of others by their moments.
 
         In the body of a loop over `Runtime.train`, the step of the current batch is counted when the loop continues, or
         when a table is read or written before that.

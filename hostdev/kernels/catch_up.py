@@ -3,24 +3,33 @@
 Each row stores the step of its last write. When the row is next read or updated, one operation applies the effects of
 all steps since then: it brings the row up to date. Steps therefore cost no time for unused rows.
 
-Let a_j be the learning rate of step j (Adam's `lr_t`), d_j the fraction by which step j decays the weights, L the step
-of the row's last write, and T the table's last step::
+Let a_j be the learning rate of step j (Adam's `lr_t`), e_j its eps, d_j the fraction by which it decays the weights, L
+the step of the row's last write, T the table's last step, and q = sqrt(beta2)::
 
     D(L, T) = (1 - d_{L+1}) * ... * (1 - d_T)
-    w <- D(L, T) * (w - m * sum over i = 1 .. T - L of  a_{L+i} * beta1^i / D(L, L+i) / (sqrt(v) * beta2^(i/2) + eps))
+    w <- D(L, T) * (w - m * sum over i = 1 .. T - L of  a_{L+i} * beta1^i / D(L, L+i) / (sqrt(v) * q^i + e_{L+i}))
     m <- beta1^(T - L) * m
     v <- beta2^(T - L) * v
 
 This equals T - L steps of Adam with zero gradients; with other optimizers, the weights only decay, w <- D(L, T) * w.
-With s = sqrt(v), u = s / (s + eps) and q = sqrt(beta2), each divisor in the sum is (s + eps) * (1 - u * (1 - q^i)), and
-its reciprocal is a geometric series in u. The sum is therefore a power series in u, divided by s + eps. The
-coefficients of this series do not depend on the row's values::
 
-    M_p(L, T) = sum over i of  a_{L+i} * beta1^i * (1 - q^i)^p / D(L, L+i)
+With s = sqrt(v) and a number e, let x = (s - e) / (s + e) and g_i = e_{L+i} / e. Each divisor in the sum is
+(s + e) * (g_i + q^i - x * (g_i - q^i)) / 2, and its reciprocal is a Chebyshev series in x, with the closed form of the
+generating function::
 
-The first P = 4 or 10 coefficients suffice for float32; `core.catch_up` checks this. The sums end at i = N, beyond which
-beta1^i is negligible.
+    1 / (s + e) / sqrt(g_i * q^i) * (1 + 2 * t_i * T_1(x) + 2 * t_i^2 * T_2(x) + ...)
+    t_i = (sqrt(g_i) - sqrt(q^i)) / (sqrt(g_i) + sqrt(q^i))
 
+The sum is therefore a series in x, divided by s + e, whose coefficients do not depend on the row's values. With e(L)
+such that g_i is near 1 for the steps that matter (`core.catch_up.central_step`), 10 terms suffice for float32.
+
+If e_j is eps in each step (`epsilon_hat`), then e = eps, the variable is u = s / (s + e), each divisor is
+(s + e) * (1 - u * (1 - q^i)), and its reciprocal is a geometric series in u, of which 4 or 10 terms suffice.
+
+In both cases the sum is (M_0 + M_1 * x + M_2 * x^2 + ...) / (s + e), where x is (s - shift * e) / (s + e). The sums end
+at i = N, beyond which beta1^i is negligible.
+
+P: number of coefficients M_p(L, T).
 S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """
 
@@ -40,37 +49,59 @@ Positions = npt.NDArray[np.int32]
 
 
 @kernel
-def record(rates, decays, first, powers, product, sums, inverse, frozen):
+def record(rates, decays, epsilons, first, powers, product, sums, inverse, basis, frozen):
     """Record steps; stop early once the product is so small that the caller must scale it before the next step.
 
     Args:
         rates: float64 [n], a_j of each step.
         decays: float64 [n], d_j of each step.
+        epsilons: float64 [n], e_j of each step; [0] for `epsilon_hat`, and if moments do not decay.
         first: The number of steps already recorded.
-        powers: float64 [N + 1, P]: beta1^k * (1 - q^k)^p for each k and p.
+        powers: float64 [N + 1, P]: beta1^k * (1 - q^k)^p for each k and p; float64 [N + 1, 2]: beta1^k and sqrt(q^k)
+            if there are `epsilons`.
         product: float64 [1], updated: D(0, T) times the caller's scale.
-        sums: float64 [N + 1, P], updated: M_p(T - k, T) for each k and p.
+        sums: float64 [N + 1, P], updated: the coefficients of L = T - k for each k, in powers of u or in Chebyshev
+            polynomials of x.
         inverse: float64 [more than T]; for each recorded step T, inverse[T] becomes 1 / product.
-        frozen: float32 [more than T - N, P]; for each recorded step T >= N, frozen[T - N, p] becomes M_p(T - N, T).
+        basis: float64 [P, P]: the coefficients M_p are sums @ basis.
+        frozen: float32 [more than T, P + 1]. The last column holds e(L) for L < T; for each recorded step T >= N, the
+            others of frozen[T - N] become M_p(T - N, T).
 
     Returns:
         The number of steps that were recorded.
     """
-    N, terms = powers.shape[0] - 1, powers.shape[1]
+    N, terms = powers.shape[0] - 1, sums.shape[1]
     for t in range(len(rates)):
         now = first + t + 1
         product[0] *= 1.0 - decays[t]
         inverse[now] = 1.0 / product[0]
         for k in range(min(N, now), 0, -1):
             share = rates[t] / (product[0] * inverse[now - k])
-            for p in range(terms):
-                sums[k, p] = sums[k - 1, p] + share * powers[k, p]
+            if len(epsilons):
+                g, q = np.sqrt(epsilons[t] / np.float64(frozen[now - k, terms])), powers[k, 1]
+                term, ratio = share * powers[k, 0] / (g * q), (g - q) / (g + q)
+                for p in range(terms):
+                    sums[k, p] = sums[k - 1, p] + term
+                    term *= ratio
+            else:
+                for p in range(terms):
+                    sums[k, p] = sums[k - 1, p] + share * powers[k, p]
         if N > 0 and now >= N:
-            for p in range(terms):
-                frozen[now - N, p] = sums[N, p]
+            in_powers(sums[N : N + 1], basis, frozen[now - N : now - N + 1])
         if product[0] < LEAST:
             return t + 1
     return len(rates)
+
+
+@kernel
+def in_powers(sums, basis, out):
+    """Write sums @ basis, float64 [n, P] and [P, P], to the first P columns of out, float32 [n, P + 1]."""
+    for k in range(len(sums)):
+        for p in range(basis.shape[1]):
+            total = 0.0
+            for i in range(p, basis.shape[0]):  # a polynomial of degree i has no higher powers
+                total += sums[k, i] * basis[i, p]
+            out[k, p] = total
 
 
 # In loops with branches, numba counts references to array slices in memory that threads share, and a call with array
@@ -78,7 +109,7 @@ def record(rates, decays, first, powers, product, sums, inverse, frozen):
 # coefficients of some rows, and then update these rows in a loop without calls.
 
 _ROWS = 64  # rows whose coefficients are collected at a time
-_WIDTH = MOST_TERMS + 2  # coefficients per row: the terms, then the decay of both moments or of the weights
+_WIDTH = MOST_TERMS + 3  # coefficients per row: the terms, e, then the decay of both moments or of the weights
 
 
 @inline
@@ -91,34 +122,36 @@ def last_step(row_slots, row, now):
 @kernel
 def _collect(coefficients, i, last, now, recent, frozen, powers):
     """Write the coefficients of a row that was last written at step `last` to coefficients[i], float32 [_WIDTH]."""
-    k, at = now - last, np.uint64(now - last)
-    for p in range(np.uint64(recent.shape[1])):
+    k, at, terms = now - last, np.uint64(now - last), np.uint64(recent.shape[1] - 1)
+    for p in range(terms):
         coefficients[i, p] = recent[at, p] if k < recent.shape[0] else frozen[np.uint64(last), p]
-    for p in range(np.uint64(recent.shape[1]), np.uint64(MOST_TERMS)):
+    for p in range(terms, np.uint64(MOST_TERMS)):
         coefficients[i, p] = np.float32(0)
+    coefficients[i, MOST_TERMS] = recent[at, terms] if k < recent.shape[0] else frozen[np.uint64(last), terms]
     known = k < powers.shape[0]
-    coefficients[i, MOST_TERMS] = powers[at, 0] if known else np.float32(0)
-    coefficients[i, MOST_TERMS + 1] = powers[at, 1] if known else np.float32(0)
+    coefficients[i, MOST_TERMS + 1] = powers[at, 0] if known else np.float32(0)
+    coefficients[i, MOST_TERMS + 2] = powers[at, 1] if known else np.float32(0)
 
 
 @inline
-def moved(w, m, v, eps, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9):
+def moved(w, m, v, e, shift, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9):
     """Return the weight w after its moments m and v have moved it in the missed steps.
 
-    c0, c1, ... are the row's coefficients. From c_P on, they are 0, which changes no bit of the result.
+    e is that of the row's last step; c0, c1, ... are the row's coefficients. From c_P on, they are 0, which changes no
+    bit of the result.
     """
     s = np.sqrt(v)
-    r = np.float32(1) / (s + eps)
-    u = s * r
-    a = c9 * u + c8
-    a = a * u + c7
-    a = a * u + c6
-    a = a * u + c5
-    a = a * u + c4
-    a = a * u + c3
-    a = a * u + c2
-    a = a * u + c1
-    a = a * u + c0
+    r = np.float32(1) / (s + e)
+    x = (s - shift * e) * r
+    a = c9 * x + c8
+    a = a * x + c7
+    a = a * x + c6
+    a = a * x + c5
+    a = a * x + c4
+    a = a * x + c3
+    a = a * x + c2
+    a = a * x + c1
+    a = a * x + c0
     return w - m * r * a
 
 
@@ -132,17 +165,17 @@ def decay(weights, last, product, inverse):
 
 
 @kernel
-def catch_up(weights, first, second, last, now, product, inverse, recent, frozen, powers, eps):
+def catch_up(weights, first, second, last, now, product, inverse, recent, frozen, powers, shift):
     """Apply the steps after `last`, up to `now`, to a row's weights and its first and second moments, each [D]."""
     if now > last and recent.shape[0] > 0:
         k = np.empty((1, _WIDTH), np.float32)
         _collect(k, 0, last, now, recent, frozen, powers)
         c0, c1, c2, c3, c4 = k[0, 0], k[0, 1], k[0, 2], k[0, 3], k[0, 4]
         c5, c6, c7, c8, c9 = k[0, 5], k[0, 6], k[0, 7], k[0, 8], k[0, 9]
-        beta1, beta2 = k[0, MOST_TERMS], k[0, MOST_TERMS + 1]
+        e, beta1, beta2 = k[0, MOST_TERMS], k[0, MOST_TERMS + 1], k[0, MOST_TERMS + 2]
         for j in range(np.uint64(len(weights))):
             m, v = first[j], second[j]
-            weights[j] = moved(weights[j], m, v, eps, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9)
+            weights[j] = moved(weights[j], m, v, e, shift, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9)
             first[j] = m * beta1
             second[j] = v * beta2
     decay(weights, last, product, inverse)
@@ -172,7 +205,7 @@ def _pack(start, stop, ids, positions, block, row_slots, planes, out):
 @kernel
 def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
     """Write up-to-date weights of rows that are stored as `SplitRows`."""
-    now, product, inverse, recent, frozen, powers, eps = clock
+    now, product, inverse, recent, frozen, powers, shift = clock
     block, out = bare_rows(block), bare(out)
     scratch, D = make_scratch(block), np.uint64(out.shape[1])
     first, second = np.empty(out.shape[1], np.float32), np.empty(out.shape[1], np.float32)
@@ -188,7 +221,7 @@ def _look_up(start, stop, ids, positions, block, row_slots, clock, out):
             m, v = load_slot(block, row, 0, scratch), load_slot(block, row, 1, scratch)
             for j in range(D):
                 first[j], second[j] = m[j], v[j]
-        catch_up(weights, first, second, last, now, product, inverse, recent, frozen, powers, eps)
+        catch_up(weights, first, second, last, now, product, inverse, recent, frozen, powers, shift)
 
 
 @kernel
@@ -197,10 +230,11 @@ def _look_up_flat(start, stop, ids, positions, flat, row_slots, clock, out):
 
     A row of `flat` begins with its D weights. If moments decay, its D first and D second moments follow.
     """
-    now, product, inverse, recent, frozen, _, eps = clock
+    now, product, inverse, recent, frozen, _, shift = clock
     D = np.uint64(out.shape[1])
     k, late = np.empty((_ROWS, _WIDTH), np.float32), np.empty(_ROWS, np.bool_)
-    last_column, terms = np.uint64(row_slots.shape[1] - 1), np.uint64(recent.shape[1])
+    last_column, columns = np.uint64(row_slots.shape[1] - 1), np.uint64(recent.shape[1])
+    e_column, factor_column = np.uint64(MOST_TERMS), np.uint64(MOST_TERMS + 1)
     k[:] = np.float32(0)
     for begin in range(np.uint64(start), np.uint64(stop), np.uint64(_ROWS)):
         end = min(begin + np.uint64(_ROWS), np.uint64(stop))
@@ -209,24 +243,28 @@ def _look_up_flat(start, stop, ids, positions, flat, row_slots, clock, out):
             prefetch_update(row_slots, ids, i, stop)
             at, held = i - begin, row_slots[np.uint64(ids[i]), last_column]
             last = np.int64(held) if held >= np.float32(0) and held < np.float32(now) else now
-            k[at, MOST_TERMS] = np.float32(product * inverse[np.uint64(last)])
-            late[at] = now > last and terms > 0
+            k[at, factor_column] = np.float32(product * inverse[np.uint64(last)])
+            late[at] = now > last and columns > 0
             if late[at]:
+                terms = columns - np.uint64(1)
                 if now - last < recent.shape[0]:
                     for p in range(terms):
                         k[at, p] = recent[np.uint64(now - last), p]
+                    k[at, e_column] = recent[np.uint64(now - last), terms]
                 else:
                     for p in range(terms):
                         k[at, p] = frozen[np.uint64(last), p]
+                    k[at, e_column] = frozen[np.uint64(last), terms]
         for i in range(begin, end):
             at, row, to = i - begin, np.uint64(ids[i]), np.uint64(positions[i])
-            factor = k[at, MOST_TERMS]
+            factor = k[at, factor_column]
             if late[at]:
+                e = k[at, e_column]
                 c0, c1, c2, c3, c4 = k[at, 0], k[at, 1], k[at, 2], k[at, 3], k[at, 4]
                 c5, c6, c7, c8, c9 = k[at, 5], k[at, 6], k[at, 7], k[at, 8], k[at, 9]
                 for j in range(D):
                     w, m, v = flat[row, j], flat[row, D + j], flat[row, D + D + j]
-                    out[to, j] = moved(w, m, v, eps, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9) * factor
+                    out[to, j] = moved(w, m, v, e, shift, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9) * factor
             else:
                 for j in range(D):
                     out[to, j] = flat[row, j] * factor
@@ -234,14 +272,14 @@ def _look_up_flat(start, stop, ids, positions, flat, row_slots, clock, out):
 
 @kernel
 def _bring(start, stop, block, row_slots, clock):
-    now, product, inverse, recent, frozen, powers, eps = clock
+    now, product, inverse, recent, frozen, powers, shift = clock
     last_column, none = np.uint64(row_slots.shape[1] - 1), np.empty(0, np.float32)
     for i in range(np.uint64(start), np.uint64(stop)):
         last = last_step(row_slots, i, now)
         if recent.shape[0] > 0:
-            catch_up(block[i, 0], block[i, 1], block[i, 2], last, now, product, inverse, recent, frozen, powers, eps)
+            catch_up(block[i, 0], block[i, 1], block[i, 2], last, now, product, inverse, recent, frozen, powers, shift)
         else:
-            catch_up(block[i, 0], none, none, last, now, product, inverse, recent, frozen, powers, eps)
+            catch_up(block[i, 0], none, none, last, now, product, inverse, recent, frozen, powers, shift)
         row_slots[i, last_column] = np.float32(now)
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-FEW_TERMS, MOST_TERMS = 4, 10  # terms of Adam's series: for common betas, and for betas with which v decays faster
+FEW_TERMS, MOST_TERMS = 4, 10  # terms of Adam's series
 LEAST = 2.0**-200  # the least product; if it becomes smaller, `History` scales the product and the inverses
 
 Rows = npt.NDArray[np.float32]
@@ -18,10 +18,11 @@ class Clock(NamedTuple):
         now: T, the last step to apply.
         product: D(0, T), times a power of 2. In the clock of an update, the decay of the update's step is included.
         inverse: float64 [any]: 1 / D(0, L) for L = 0 .. T, divided by the same power of 2.
-        recent: float32 [N + 1, P]: M_p(T - k, T) for k = 0 .. N; [0, P] if moments do not decay.
-        frozen: float32 [any, P]: M_p(L, T) for L < T - N; these sums no longer depend on T.
+        recent: float32 [N + 1, P + 1]: M_p(T - k, T), p < P, then e(T - k), for k = 0 .. N; [0, 0] if moments do not
+            decay.
+        frozen: float32 [any, P + 1]: M_p(L, T), then e(L), for L < T - N; these sums no longer depend on T.
         powers: float32 [any, 2]: beta1^k and beta2^k for k = 0, 1, ...; for larger k, both count as 0.
-        eps: Adam's eps.
+        shift: 1 or 0.
     """
 
     now: np.int64
@@ -30,7 +31,7 @@ class Clock(NamedTuple):
     recent: Rows
     frozen: Rows
     powers: Rows
-    eps: np.float32
+    shift: np.float32
 
     @property
     def moments(self) -> bool:

@@ -36,8 +36,8 @@ def _lazy_adam(
     block, grads = bare_rows(block), bare(grads)
     scratch = make_scratch(block)
     if clock is not None:
-        now, product, inverse, recent, frozen, powers, _ = clock
-        k, terms, last_column = np.zeros(MOST_TERMS, np.float32), recent.shape[1], np.uint64(row_slots.shape[1] - 1)
+        now, product, inverse, recent, frozen, powers, shift = clock
+        k, terms, last_column = np.zeros(MOST_TERMS, np.float32), recent.shape[1] - 1, np.uint64(row_slots.shape[1] - 1)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
@@ -56,15 +56,17 @@ def _lazy_adam(
                 if now - last < recent.shape[0]:
                     for p in range(np.uint64(terms)):
                         k[p] = recent[at, p]
+                    e = recent[at, np.uint64(terms)]
                 else:
                     for p in range(np.uint64(terms)):
                         k[p] = frozen[np.uint64(last), p]
+                    e = frozen[np.uint64(last), np.uint64(terms)]
                 decay1 = powers[at, 0] if known else np.float32(0)
                 decay2 = powers[at, 1] if known else np.float32(0)
                 c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 = k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8], k[9]
                 for j in range(np.uint64(len(grad))):
                     m, v = first[j], second[j]
-                    weights[j] = moved(weights[j], m, v, eps, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9) * factor
+                    weights[j] = moved(weights[j], m, v, e, shift, c0, c1, c2, c3, c4, c5, c6, c7, c8, c9) * factor
                     first[j] = m * decay1
                     second[j] = v * decay2
             elif factor != np.float32(1):

@@ -15,6 +15,8 @@ from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.tree import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
+from hostdev.core.history import History
+from hostdev.core.optimizers import take_over_form
 from hostdev.runtime.random_streams import Place
 from hostdev.stores.address import checkpoint_path
 
@@ -39,12 +41,18 @@ def _load_unverified(path: Path, tables: dict[str, Any]) -> Found:
         _require_extra(chain)
         load_tables(chain, tables, check=True)
 
-    before = {name: (table.optimizer.lr, table.seed) for name, table in tables.items()}
+    before = {
+        name: (table.optimizer.lr, table.seed, None if table.history is None else table.history.how)
+        for name, table in tables.items()
+    }
     try:
         return find_newest_valid(path, load)
     except BaseException:  # including Ctrl-C
         for name, table in tables.items():
-            table.optimizer.lr, table.seed = before[name]
+            table.optimizer.lr, table.seed, how = before[name]
+            if how is not None and how != table.history.how:
+                table.adopt(History(how), whole=True)
+                take_over_form(table.optimizer, how)
             if not table.untouched:
                 table.reset()
         raise

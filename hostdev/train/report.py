@@ -35,6 +35,15 @@ from hostdev.train.quality import Point, Quality
 _WAITED = 0.05  # share of the time that reads may hold up before the summary says so
 
 
+def form_lines(tables: dict[str, Any]) -> list[str]:
+    """Return a line for each table that continues in a checkpoint's form of Adam; runs begin without `epsilon_hat`."""
+    return [
+        f"table {name} continues with Adam(epsilon_hat=True), the form of the checkpoint"
+        for name, table in tables.items()
+        if getattr(table.optimizer, "epsilon_hat", False)
+    ]
+
+
 def start_lines(
     config: dict[str, Any],
     data: str,

@@ -220,6 +220,8 @@ class Run:
         # if --max-steps ended the epoch early, its evaluation is dropped: the epoch continues and is evaluated again
         self.quality.restore(more["quality"], epoch if is_unfinished else np.inf)
         self.trainer.load(start.chain, check=self.ranks is None)
+        for line in report.form_lines(self.trainer.tables):
+            print(f"resume   {line}", flush=True)
 
     def _save(self, to: CheckpointManager, step: int, digest: str | None) -> AsyncWriter:
         return self.trainer.save(to, step, self._values(), self._data_files, state_sha256=digest)

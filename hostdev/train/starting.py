@@ -18,6 +18,7 @@ from hostdev.distributed.process_group import Ranks
 from hostdev.stores.address import shown_place
 from hostdev.train.config import TrainConfig
 from hostdev.train.raw_start import begins_with_vocabulary, map_ids
+from hostdev.train.report import form_lines
 from hostdev.train.trainer import Trainer
 
 _REMEDY = "prepare the data with preprocess ... --vocabulary FROM, where FROM is the checkpoint's data set"
@@ -111,7 +112,7 @@ def load(origin: Origin, trainer: Trainer, frozen: str | None = None) -> list[st
     return [
         *origin.notes,
         f"start    from {shown_place(origin.path)}, after step {step:,}; steps of this run count from 0",
-        *(f"start    {line}" for line in fit.lines()),
+        *(f"start    {line}" for line in (*fit.lines(), *form_lines(trainer.tables))),
         f"start    {layers}; learning rates are those of this run",
         *changed,
     ]

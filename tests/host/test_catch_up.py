@@ -15,6 +15,7 @@ from tests import naive
 ROWS, DIM = 40, 5
 MAKERS = {
     "adam": lambda **given: Adam(lr=0.01, **given),
+    "adam, epsilon hat": lambda **given: Adam(lr=0.01, epsilon_hat=True, **given),
     "lazy adam": lambda **given: LazyAdam(lr=0.01, nesterov=True, **given),
     "row-wise adam": lambda **given: RowWiseAdam(lr=0.01, **given),
     "adagrad": lambda **given: Adagrad(lr=0.01, **given),
@@ -52,10 +53,12 @@ def make(name, dtype="fp32", slots="fp32", kind=HostTable, dim=DIM, **given):
 
 
 @pytest.mark.parametrize(("decay", "beta2"), [(0.0, 0.999), (0.3, 0.999), (0.3, 0.99)])
-def test_adam_is_adam_with_all_steps_taken(decay, beta2):
+@pytest.mark.parametrize("hat", [False, True])
+def test_adam_is_adam_with_all_steps_taken(decay, beta2, hat):
     """In float64, with rows that are unused for up to hundreds of steps, and a rate that changes."""
-    table = make("adam", weight_decay=decay, beta2=beta2)
-    assert table.history.clock().recent.shape[1] == (4 if beta2 == 0.999 else 10)  # terms of the series
+    table = make("adam", weight_decay=decay, beta2=beta2, epsilon_hat=hat)
+    terms = 4 if hat and beta2 == 0.999 else 10
+    assert table.history.clock().recent.shape[1] == terms + 1
     w, m, v = table.weights.astype(np.float64), np.zeros((ROWS, DIM)), np.zeros((ROWS, DIM))
     longest = np.zeros(ROWS, np.int64)
     for step, (ids, grads, lr) in enumerate(batches(2000), 1):
@@ -64,7 +67,9 @@ def test_adam_is_adam_with_all_steps_taken(decay, beta2):
         g = np.zeros((ROWS, DIM))
         g[ids] = grads
         m, v = 0.9 * m + 0.1 * g, beta2 * v + (1 - beta2) * g * g
-        w = (1 - lr * decay) * w - lr * np.sqrt(1 - beta2**step) / (1 - 0.9**step) * m / (np.sqrt(v) + 1e-8)
+        correction = np.sqrt(1 - beta2**step)
+        eps = 1e-8 if hat else 1e-8 * correction
+        w = (1 - lr * decay) * w - lr * correction / (1 - 0.9**step) * m / (np.sqrt(v) + eps)
         longest = np.maximum(longest, step - table.row_slots[:, 0])
         if step in (1, 7, 500, 2000):
             np.testing.assert_allclose(table.weights, w, rtol=2e-5, atol=2e-5)
@@ -89,7 +94,7 @@ def test_host_device_and_numpy_agree_to_the_bit(name, dtype, slots):
         for column, values in stored.items():
             np.testing.assert_array_equal(table.columns()[column].numpy(), values, err_msg=column)
     clock = host.history.clock()
-    wanted = naive.brought(stored, clock, moments=name == "adam")
+    wanted = naive.brought(stored, clock, moments=name.startswith("adam"))
     for column, values in {"weights": host.weights, **host.slots}.items():
         np.testing.assert_array_equal(values, wanted[column], err_msg=column)
         torch_s = {"weights": tables[1].weights, **tables[1].slots}[column]
@@ -154,7 +159,7 @@ def test_strong_decay_over_many_steps(steps):
 @pytest.mark.parametrize("beta2", [0.999, 0.99])
 def test_the_sums_are_those_of_their_definition(beta2):
     beta1, N = 0.9, 172
-    history = History(CatchUp(0.2, (beta1, beta2), 1e-8))
+    history = History(CatchUp(0.2, (beta1, beta2), 1e-8, epsilon_hat=True))
     rng = np.random.default_rng(0)
     lrs = rng.random(400)
     for step, lr in enumerate(lrs, 1):
@@ -166,15 +171,40 @@ def test_the_sums_are_those_of_their_definition(beta2):
     for last in (0, 100, 227, 229, 300, 398, 399, 400):
         i = np.arange(1, min(T - last, len(clock.recent) - 1) + 1)
         decays = np.array([np.prod(keep[last : last + k]) for k in i])
-        for p in range(clock.recent.shape[1]):
+        for p in range(clock.recent.shape[1] - 1):
             wanted = np.sum(rates[last + i - 1] * beta1**i * (1 - q**i) ** p / decays)
             k = T - last
             found = clock.recent[k, p] if k < len(clock.recent) else clock.frozen[last, p]
             assert found == pytest.approx(wanted, rel=1e-6, abs=1e-30)
 
 
-def test_steps_one_at_a_time_or_all_at_once_are_the_same_bits():
-    history = History(CatchUp(0.7, (0.9, 0.999), 1e-8))
+@pytest.mark.parametrize("first", [1, 60_000])  # the number of the first step, which a program may set
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.99), (0.5, 0.95), (0.95, 0.999)])
+def test_the_series_is_the_sum_of_the_missed_steps(betas, first):
+    """For roots of v far below, near and far above eps, in float64."""
+    beta1, beta2 = betas
+    history, eps = History(CatchUp(0.01, betas, 1e-8)), 1e-8
+    lrs = np.random.default_rng(0).random(400)
+    for step, lr in enumerate(lrs, first):
+        history.record(lr, step, "t")
+    rates = np.array([adam_rate(lr, beta1, beta2, step) for step, lr in enumerate(lrs, first)], np.float64)
+    epsilons = eps * np.sqrt(1 - beta2 ** np.arange(first, first + 400.0))
+    clock, T, keep = history.clock(), 400, 1 - lrs * 0.01
+    s = np.concatenate([[0.0], np.float32(10.0) ** np.arange(-12, 3)]).astype(np.float64)
+    for last in (1, 2, 10, 100, 227, 390, 399):
+        i = np.arange(1, T - last + 1)
+        decays = np.array([np.prod(keep[last : last + k]) for k in i])
+        divisors = s[:, None] * beta2 ** (i / 2) + epsilons[last:T]
+        wanted = (rates[last:T] * beta1**i / decays / divisors).sum(1)
+        k = T - last
+        *c, e = (clock.recent[k] if k < len(clock.recent) else clock.frozen[last]).astype(np.float64)
+        x = (s - e) / (s + e)
+        np.testing.assert_allclose(np.polyval(c[::-1], x) / (s + e), wanted, rtol=5e-7, err_msg=str(last))
+
+
+@pytest.mark.parametrize("hat", [False, True])
+def test_steps_one_at_a_time_or_all_at_once_are_the_same_bits(hat):
+    history = History(CatchUp(0.7, (0.9, 0.999), 1e-8, epsilon_hat=hat))
     rng = np.random.default_rng(0)
     for step in range(3000):
         history.record(0.1 if step % 700 else rng.random(), step + 1, "t")

@@ -101,14 +101,14 @@ def _bring(rows: Tensor, last: Tensor, clock: Clock, clocks: Clocks) -> None:
         c = torch.where(near, recent[k.clamp(max=N)], frozen[begun.clamp(max=len(frozen) - 1)])
         powers_of = torch.where((k < len(powers)).unsqueeze(1), powers[k.clamp(max=len(powers) - 1)], 0.0)
         m, v = rows[:, 1], rows[:, 2]
-        s = square_root(v)
-        divisor = s + float(clock.eps)
+        s, (c, e) = square_root(v), c.split([c.shape[1] - 1, 1], 1)
+        divisor = s + e
         r = torch.ones_like(divisor) / divisor
-        u = s * r
+        x = (s - float(clock.shift) * e) * r
         terms = c.shape[1]
-        a = c[:, terms - 1 :] * u + c[:, terms - 2 : terms - 1]
+        a = c[:, terms - 1 :] * x + c[:, terms - 2 : terms - 1]
         for p in range(terms - 3, -1, -1):
-            a = a * u + c[:, p : p + 1]
+            a = a * x + c[:, p : p + 1]
         missed = (k > 0).unsqueeze(1)
         w.copy_(torch.where(missed, w - m * r * a, w))
         m.copy_(torch.where(missed, m * powers_of[:, :1], m))
