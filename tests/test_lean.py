@@ -10,7 +10,7 @@ from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.train import lean
-from tests.conftest import ROOT, environment
+from tests.conftest import environment
 
 CODE = """
 import sys
