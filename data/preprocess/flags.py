@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core import cli
-from hostdev.stores.address import local_path
+from hostdev.stores.address import existing, local_path
 
 TASKS = ("binary", "regression")
 THRESHOLD = 1  # values seen once carry no information; they train the out-of-vocabulary id instead
@@ -58,7 +58,7 @@ def add_roles(to: argparse.ArgumentParser) -> None:
     to.add_argument("--decimal", choices=(".", ","), help="the decimal separator of numbers in text (default .)")
     to.add_argument(
         "--features",
-        type=cli.checked(local_path),
+        type=cli.checked(existing(local_path)),
         metavar="FILE",
         help="a TOML file with the kind and the settings of every feature, instead of the column flags",
     )
@@ -100,7 +100,7 @@ def add_earlier(to: argparse.ArgumentParser) -> None:
     """Add --vocabulary and --frozen-vocabulary."""
     to.add_argument(
         "--vocabulary",
-        type=cli.checked(local_path),
+        type=cli.checked(existing(local_path)),
         metavar="FROM",
         help="an earlier data set, whose ids, columns and scaling are kept; new values get ids after the earlier ones",
     )
@@ -128,7 +128,7 @@ def add_looking(to: Any) -> None:
         made: argparse.ArgumentParser = to.add_parser(
             name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False
         )
-        made.add_argument("path", type=cli.checked(local_path), metavar="DIR", help="a data set's folder")
+        made.add_argument("path", type=cli.checked(existing(local_path)), metavar="DIR", help="a data set's folder")
         cli.add_debug(made)
         return made
 
@@ -142,7 +142,7 @@ def add_looking(to: Any) -> None:
     what = "look at a table's first rows and write a features file for --features"
     made: argparse.ArgumentParser = to.add_parser("suggest", help=what, description=what + ".", allow_abbrev=False)
     made.add_argument(
-        "file", type=cli.checked(local_path), metavar="FILE", help="a table in CSV, TSV, Parquet or Arrow"
+        "file", type=cli.checked(existing(local_path)), metavar="FILE", help="a table in CSV, TSV, Parquet or Arrow"
     )
     made.add_argument("--label", metavar="NAME", help="the column with the label (default: chosen by its name)")
     made.add_argument(

@@ -7,7 +7,7 @@ from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.neighbours import INDEXES, METRICS
-from hostdev.stores.address import address_of, checkpoint_path, result_path
+from hostdev.stores.address import checkpoint_path, existing, result_path
 
 PROG = "hostdev.checkpoint"
 FORMATS = ("parquet", "npy", "safetensors", "faiss", "onnx")
@@ -24,7 +24,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         cli.add_debug(one)
         one.add_argument(
             "path",
-            type=cli.checked(checkpoint_path),
+            type=cli.checked(existing(checkpoint_path)),
             metavar="DIR",
             help="a checkpoint, a folder of checkpoints, or a run directory; commands on one checkpoint use the newest",
         )
@@ -36,7 +36,9 @@ def parser(prog: str = PROG) -> cli.Parser:
         "read every file of all checkpoints in DIR, compare checksums, and compute the newest state's digest",
     )
     of_diff = add("diff", "compare two checkpoints; exit code 1 if they differ")
-    of_diff.add_argument("other", type=cli.checked(checkpoint_path), metavar="OTHER", help="the other checkpoint")
+    of_diff.add_argument(
+        "other", type=cli.checked(existing(checkpoint_path)), metavar="OTHER", help="the other checkpoint"
+    )
     of_compact = add("compact", "merge an incremental checkpoint and its parents into a full one")
     of_compact.add_argument(
         "--keep",
@@ -125,9 +127,6 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
         number = getattr(arguments, name, None)
         if number is not None and number < 1:
             raise UserError(f"--{name} must be at least 1, not {number}")
-    for path in (arguments.path, getattr(arguments, "other", arguments.path)):
-        if address_of(path) is None and not path.exists():
-            raise UserError(f"{path} does not exist")
     if arguments.command == "export":
         _check_export(arguments)
     arguments.prog = prog

@@ -8,7 +8,7 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.distributed.rank_environment import read_table
 from hostdev.launch import PROG, check, find_server, start
-from hostdev.stores.address import local_path
+from hostdev.stores.address import existing, local_path
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -18,7 +18,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     )
     made.add_argument(
         "--rank-table",
-        type=cli.checked(local_path),
+        type=cli.checked(existing(local_path)),
         metavar="FILE",
         help="JSON file with the servers and their devices",
     )

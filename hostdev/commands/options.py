@@ -5,14 +5,14 @@ import argparse
 from hostdev.core import cli
 from hostdev.neighbours import METRICS
 from hostdev.predict import WHICH
-from hostdev.stores.address import checkpoint_path
+from hostdev.stores.address import checkpoint_path, existing
 
 
 def add_checkpoint(to: argparse.ArgumentParser) -> None:
     """Add --checkpoint and --which."""
     to.add_argument(
         "--checkpoint",
-        type=cli.checked(checkpoint_path),
+        type=cli.checked(existing(checkpoint_path)),
         required=True,
         metavar="DIR",
         help="a checkpoint, or a folder of checkpoints",

@@ -6,7 +6,7 @@ from pathlib import Path
 from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.stores.address import address_of, result_path, shown_place, source_path
+from hostdev.stores.address import address_of, existing, result_path, shown_place, source_path
 
 PROG = "hostdev.predict"
 
@@ -20,7 +20,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     options.add_model(made)
     made.add_argument(
         "--data",
-        type=cli.checked(source_path),
+        type=cli.checked(existing(source_path)),
         required=True,
         metavar="FILE|DIR",
         help="raw rows (- for standard input), or a data set",
@@ -59,8 +59,6 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         raise UserError("--at has no effect without --by NAME; give both")
     if arguments.at is not None and arguments.at < 1:
         raise UserError(f"--at must be at least 1, not {arguments.at}")
-    if str(arguments.data) != "-" and address_of(arguments.data) is None and not arguments.data.exists():
-        raise UserError(f"--data {arguments.data}: there is no such file or data set")
     with cli.importing(prog):
         from hostdev.predict.command import run
     run(arguments, prog)

@@ -7,7 +7,7 @@ from pathlib import Path
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.options import Options, add_options, parse_options
-from hostdev.stores.address import local_path
+from hostdev.stores.address import existing, local_path
 from hostdev.train import config
 
 PROG = "hostdev.train.quickstart"
@@ -25,7 +25,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     )
     made.add_argument(
         "--criteo",
-        type=cli.checked(local_path),
+        type=cli.checked(existing(local_path)),
         metavar="FILE",
         help=f"Criteo text; without it, {ROWS:,} synthetic rows",
     )
@@ -56,9 +56,6 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         arguments.epochs = EPOCHS
     config.from_flags(arguments)  # check the options before the work begins
     options = parse_options(arguments, threshold=THRESHOLD)
-
-    if arguments.criteo is not None and str(arguments.criteo) != "-" and not arguments.criteo.exists():
-        raise UserError(f"--criteo {arguments.criteo}: there is no such file")
     with cli.importing(prog):
         from hostdev.train.quickstart import run
     run(arguments, options, ROWS)

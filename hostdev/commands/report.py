@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hostdev.core import cli
 from hostdev.report.extra import require_extra
-from hostdev.stores.address import local_path
+from hostdev.stores.address import existing, local_path
 
 PROG = "hostdev.report"
 
@@ -15,7 +15,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.add_argument(
         "runs",
         nargs="+",
-        type=cli.checked(local_path),
+        type=cli.checked(existing(local_path)),
         metavar="RUN",
         help="a run directory, also of a run that has not ended; several are compared",
     )

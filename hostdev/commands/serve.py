@@ -8,12 +8,13 @@ from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.memory import parse_bytes
-from hostdev.stores.address import address_of
+from hostdev.stores.address import existing
 
 PROG = "hostdev.serving"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LEAST_REQUEST_BYTES, _MOST_REQUEST_BYTES = 1 << 10, 1 << 30
 _MOST_WORKERS, _MOST_WAIT_MS = 256, 10_000
+_FILE = cli.checked(existing(Path))
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -45,9 +46,9 @@ def parser(prog: str = PROG) -> cli.Parser:
         help="size of a request, such as 16MB (default 16 MiB)",
     )
     add("--workers", type=int, default=1, metavar="N", help="processes; they share the tables' memory (default 1)")
-    add("--token-file", type=Path, metavar="FILE", help="demand the header Authorization: Bearer TOKEN of this file")
-    add("--tls-cert", type=Path, metavar="FILE", help="certificate chain in PEM, for HTTPS")
-    add("--tls-key", type=Path, metavar="FILE", help="the certificate's unencrypted key in PEM")
+    add("--token-file", type=_FILE, metavar="FILE", help="demand the header Authorization: Bearer TOKEN of this file")
+    add("--tls-cert", type=_FILE, metavar="FILE", help="certificate chain in PEM, for HTTPS")
+    add("--tls-key", type=_FILE, metavar="FILE", help="the certificate's unencrypted key in PEM")
     return made
 
 
@@ -76,7 +77,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
 
 
 def _check(given: dict[str, object]) -> None:
-    """Raise UserError for an option out of its range, and for a path that does not exist."""
+    """Raise UserError for an option out of its range, without another, or that is not a file."""
     ranges = {
         "port": (0, 65_535),
         "max_batch": (1, 1 << 24),
@@ -98,8 +99,4 @@ def _check(given: dict[str, object]) -> None:
     for option in ("token_file", "tls_cert", "tls_key"):
         path = given[option]
         if isinstance(path, Path) and not path.is_file():
-            raise UserError(f"--{option.replace('_', '-')} {path}: there is no such file")
-    checkpoint = given["checkpoint"]
-    assert isinstance(checkpoint, Path)
-    if address_of(checkpoint) is None and not checkpoint.exists():
-        raise UserError(f"--checkpoint {checkpoint}: there is no such checkpoint or folder")
+            raise UserError(f"--{option.replace('_', '-')} {path} is not a file")

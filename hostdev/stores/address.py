@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from hostdev.core.errors import UserError
@@ -67,6 +68,26 @@ def local_path(text: str) -> Path:
     if is_remote(text):
         raise UserError(f"{without_secrets(text)} is an address; this must be a path of this machine")
     return _without_scheme(text)
+
+
+def existing(parse: Callable[[str], Path]) -> Callable[[str], Path]:
+    """Return `parse` for an input: it raises UserError if this machine has no such file or folder.
+
+    A command line then reports a missing input before it asks for other options. `-` is standard input.
+    """
+
+    def parse_existing(text: str) -> Path:
+        path = parse(text)
+        if text != "-" and address_of(path) is None:
+            try:
+                path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                raise UserError(f"{path}: there is no such file or folder") from None
+            except (OSError, ValueError):
+                pass  # whoever opens it says what is wrong
+        return path
+
+    return parse_existing
 
 
 def _without_scheme(text: str) -> Path:

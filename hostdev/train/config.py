@@ -20,7 +20,7 @@ from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.parallel.plan_text import parse_plan
 from hostdev.report.extra import require_extra
-from hostdev.stores.address import checkpoint_path, data_path, local_path, shown_place
+from hostdev.stores.address import checkpoint_path, local_path, shown_place
 from hostdev.train import config_checks
 from hostdev.train.config_checks import option_name as _option
 from hostdev.train.follow_options import FollowOptions, check_follow
@@ -45,7 +45,7 @@ class TrainConfig(FollowOptions, TrackingOptions):
     data: Path | None = _flag(
         "data set written by hostdev preprocess, here or in a store such as s3://BUCKET/DIR (default: a small "
         "synthetic one)",
-        kind=checked(data_path),
+        kind=checked(folder.existing),
         metavar="DIR",
     )
     host_device_mix: bool = _flag(
