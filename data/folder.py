@@ -3,20 +3,15 @@
 from pathlib import Path
 
 from hostdev.core.errors import UserError
-from hostdev.stores.address import address_of, data_path
+from hostdev.stores.address import address_of
 
 FILE_NAME = "manifest.json"
 
 
-def existing(text: str) -> Path:
-    """Return the path of a data set that a flag names, as `data_path`; raise UserError if this machine has none there.
-
-    Nothing is read from a store.
-    """
-    path = data_path(text)
-    if address_of(path) is None:
-        require(path)
-    return path
+def require_input(folder: Path) -> None:
+    """Raise UserError unless a folder of this machine has a manifest; leave one in a store to `require`."""
+    if address_of(folder) is None:
+        require(folder)
 
 
 def require(folder: Path) -> None:

@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.neighbours import INDEXES, METRICS
-from hostdev.stores.address import checkpoint_path, existing, result_path
+from hostdev.stores.address import checkpoint_path, require_input, result_path
 
 PROG = "hostdev.checkpoint"
 FORMATS = ("parquet", "npy", "safetensors", "faiss", "onnx")
@@ -19,12 +20,16 @@ def parser(prog: str = PROG) -> cli.Parser:
     made = cli.parser(prog, "Describe, check, compare, merge and export checkpoints.")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, help: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", allow_abbrev=False)
+    def add(name: str, help: str) -> cli.Parser:
+        one: cli.Parser = commands.add_parser(
+            name, help=help, description=help[0].upper() + help[1:] + ".", allow_abbrev=False
+        )
         cli.add_debug(one)
+        for given in ("path", "other"):
+            one.inputs[given] = partial(require_input, said="{} does not exist")
         one.add_argument(
             "path",
-            type=cli.checked(existing(checkpoint_path)),
+            type=cli.checked(checkpoint_path),
             metavar="DIR",
             help="a checkpoint, a folder of checkpoints, or a run directory; commands on one checkpoint use the newest",
         )
@@ -36,9 +41,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         "read every file of all checkpoints in DIR, compare checksums, and compute the newest state's digest",
     )
     of_diff = add("diff", "compare two checkpoints; exit code 1 if they differ")
-    of_diff.add_argument(
-        "other", type=cli.checked(existing(checkpoint_path)), metavar="OTHER", help="the other checkpoint"
-    )
+    of_diff.add_argument("other", type=cli.checked(checkpoint_path), metavar="OTHER", help="the other checkpoint")
     of_compact = add("compact", "merge an incremental checkpoint and its parents into a full one")
     of_compact.add_argument(
         "--keep",

@@ -14,7 +14,7 @@ _KEYS = -(1 << 63), (1 << 63) - 1
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Print the rows of an embedding table that are nearest to one of them.")
-    options.add_checkpoint(made)
+    options.add_checkpoint(made, "--checkpoint {} does not exist")
     options.add_rows(made, "needed if there are several")
     row = made.add_mutually_exclusive_group(required=True)
     row.add_argument(

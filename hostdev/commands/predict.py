@@ -1,12 +1,13 @@
 """The command line of `predict`."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.stores.address import address_of, existing, result_path, shown_place, source_path
+from hostdev.stores.address import address_of, require_input, result_path, shown_place, source_path
 
 PROG = "hostdev.predict"
 
@@ -16,11 +17,12 @@ def parser(prog: str = PROG) -> cli.Parser:
     made = cli.parser(
         prog, "Write the probability of a positive label, or a number, for each row of a file or a data set."
     )
-    options.add_checkpoint(made)
+    made.inputs["data"] = partial(require_input, said="--data {}: there is no such file or data set")
+    options.add_checkpoint(made, "there is no file or folder {}")
     options.add_model(made)
     made.add_argument(
         "--data",
-        type=cli.checked(existing(source_path)),
+        type=cli.checked(source_path),
         required=True,
         metavar="FILE|DIR",
         help="raw rows (- for standard input), or a data set",

@@ -1,15 +1,16 @@
 """The command line of `preprocess`."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import flags
 from hostdev.data.preprocess.options import Options, add_options, add_seed
-from hostdev.stores.address import existing, local_path, result_path, source_path
+from hostdev.stores.address import local_path, require_input, result_path, source_path
 
 PROG = "hostdev.data.preprocess"
-_RESULT, _SOURCE = cli.checked(result_path), cli.checked(existing(source_path))
+_RESULT, _SOURCE = cli.checked(result_path), cli.checked(source_path)
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -29,7 +30,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     query = commands.add_parser("query", help="from an SQL query over files", allow_abbrev=False)
     query.add_argument("sql", nargs="?", metavar="SQL", help="one SELECT in DuckDB's dialect; quote it for the shell")
     query.add_argument(
-        "--query", type=cli.checked(existing(local_path)), metavar="FILE", help="a file with the query, instead of SQL"
+        "--query", type=cli.checked(local_path), metavar="FILE", help="a file with the query, instead of SQL"
     )
     query.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
     query.add_argument(
@@ -53,6 +54,10 @@ def parser(prog: str = PROG) -> cli.Parser:
         add_seed(command, None)
     for command in (table, query, criteo):
         flags.add_earlier(command)
+        command.inputs["files"] = partial(require_input, said="{}: no such file")
+        command.inputs["query"] = partial(
+            require_input, said="--query {}: the file cannot be read (No such file or directory)"
+        )
     for command in (criteo, synthetic):
         add_options(command)
         add_seed(command, Options().seed)

@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.options import Options, add_options, parse_options
-from hostdev.stores.address import existing, local_path
+from hostdev.stores.address import local_path, require_input
 from hostdev.train import config
 
 PROG = "hostdev.train.quickstart"
@@ -23,9 +24,10 @@ def parser(prog: str = PROG) -> cli.Parser:
         "Preprocess Criteo text (or synthetic data) and train on it with --host-device-mix. "
         "Accepts the options of hostdev.data.preprocess and hostdev.train.",
     )
+    made.inputs["criteo"] = partial(require_input, said="--criteo {}: there is no such file")
     made.add_argument(
         "--criteo",
-        type=cli.checked(existing(local_path)),
+        type=cli.checked(local_path),
         metavar="FILE",
         help=f"Criteo text; without it, {ROWS:,} synthetic rows",
     )

@@ -2,26 +2,28 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.memory import parse_bytes
-from hostdev.stores.address import existing
+from hostdev.stores.address import require_input
 
 PROG = "hostdev.serving"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LEAST_REQUEST_BYTES, _MOST_REQUEST_BYTES = 1 << 10, 1 << 30
 _MOST_WORKERS, _MOST_WAIT_MS = 256, 10_000
-_FILE = cli.checked(existing(Path))
 
 
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Answer requests for predictions over HTTP (Open Inference Protocol v2, and JSON rows).")
     add = made.add_argument
-    options.add_checkpoint(made)
+    options.add_checkpoint(made, "--checkpoint {}: there is no such checkpoint or folder")
+    for option in ("token_file", "tls_cert", "tls_key"):
+        made.inputs[option] = partial(require_input, said=f"--{option.replace('_', '-')} {{}}: there is no such file")
     add("--follow", action="store_true", help="take newer checkpoints of the folder while serving")
     options.add_model(made)
     add("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
@@ -46,9 +48,9 @@ def parser(prog: str = PROG) -> cli.Parser:
         help="size of a request, such as 16MB (default 16 MiB)",
     )
     add("--workers", type=int, default=1, metavar="N", help="processes; they share the tables' memory (default 1)")
-    add("--token-file", type=_FILE, metavar="FILE", help="demand the header Authorization: Bearer TOKEN of this file")
-    add("--tls-cert", type=_FILE, metavar="FILE", help="certificate chain in PEM, for HTTPS")
-    add("--tls-key", type=_FILE, metavar="FILE", help="the certificate's unencrypted key in PEM")
+    add("--token-file", type=Path, metavar="FILE", help="demand the header Authorization: Bearer TOKEN of this file")
+    add("--tls-cert", type=Path, metavar="FILE", help="certificate chain in PEM, for HTTPS")
+    add("--tls-key", type=Path, metavar="FILE", help="the certificate's unencrypted key in PEM")
     return made
 
 
@@ -99,4 +101,4 @@ def _check(given: dict[str, object]) -> None:
     for option in ("token_file", "tls_cert", "tls_key"):
         path = given[option]
         if isinstance(path, Path) and not path.is_file():
-            raise UserError(f"--{option.replace('_', '-')} {path} is not a file")
+            raise UserError(f"--{option.replace('_', '-')} {path}: there is no such file")

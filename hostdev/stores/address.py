@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from hostdev.core.errors import UserError
@@ -70,24 +69,16 @@ def local_path(text: str) -> Path:
     return _without_scheme(text)
 
 
-def existing(parse: Callable[[str], Path]) -> Callable[[str], Path]:
-    """Return `parse` for an input: it raises UserError if this machine has no such file or folder.
-
-    A command line then reports a missing input before it asks for other options. `-` is standard input.
-    """
-
-    def parse_existing(text: str) -> Path:
-        path = parse(text)
-        if text != "-" and address_of(path) is None:
-            try:
-                path.stat()
-            except (FileNotFoundError, NotADirectoryError):
-                raise UserError(f"{path}: there is no such file or folder") from None
-            except (OSError, ValueError):
-                pass  # whoever opens it says what is wrong
-        return path
-
-    return parse_existing
+def require_input(path: Path, said: str) -> None:
+    """Raise UserError unless a path exists, is an address, or is - for standard input; {} in `said` is the path."""
+    if str(path) == "-" or address_of(path) is not None:
+        return
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(said.format(path)) from None
+    except (OSError, ValueError):
+        pass  # whoever opens it says what is wrong
 
 
 def _without_scheme(text: str) -> Path:

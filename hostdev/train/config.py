@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.cache.options import AUTO, POLICIES, WINDOW, rows_of
-from hostdev.core.cli import checked
+from hostdev.core.cli import Parser, checked
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.keys import UNKNOWN
@@ -20,7 +20,7 @@ from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.parallel.plan_text import parse_plan
 from hostdev.report.extra import require_extra
-from hostdev.stores.address import checkpoint_path, local_path, shown_place
+from hostdev.stores.address import checkpoint_path, data_path, local_path, shown_place
 from hostdev.train import config_checks
 from hostdev.train.config_checks import option_name as _option
 from hostdev.train.follow_options import FollowOptions, check_follow
@@ -45,7 +45,7 @@ class TrainConfig(FollowOptions, TrackingOptions):
     data: Path | None = _flag(
         "data set written by hostdev preprocess, here or in a store such as s3://BUCKET/DIR (default: a small "
         "synthetic one)",
-        kind=checked(folder.existing),
+        kind=checked(data_path),
         metavar="DIR",
     )
     host_device_mix: bool = _flag(
@@ -471,6 +471,8 @@ def _fields(names: Collection[str] | None) -> "list[Field[Any]]":
 
 def add_flags(to: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
     """Add a flag for every field of `TrainConfig`, or for the fields `names`."""
+    if isinstance(to, Parser):
+        to.inputs["data"] = folder.require_input
     for item in _fields(names):
         options = {key: value for key, value in item.metadata.items() if value is not None}
         if options.get("type") is None:
