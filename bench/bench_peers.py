@@ -13,46 +13,26 @@ import sys
 import venv
 from pathlib import Path
 
+from bench import pins
 from bench.record import make_parser, record
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".peers"
-INSTALLS = {
-    "mindspore": [["mindspore==2.10.0"]],
-    "torch": [["torch==2.13.0"], ["--no-deps", "fbgemm-gpu-cpu==1.8.0", "numpy"]],
-    "recbole": [["torch==2.13.0"], ["recbole==1.2.1", "numpy==1.26.4", "pandas<3", "scipy<1.16"]],
-    "fuxictr": [["torch==2.13.0"], ["fuxictr==2.3.10", "polars<1.30", "pandas<3"]],
-    "torchrec": [
-        ["torch==2.13.0"],
-        ["--no-deps", "torchrec==1.9.2", "fbgemm-gpu-cpu==1.8.0", "tensordict"],  # with them comes a CUDA build
-        [
-            "numpy",
-            "pandas",
-            "tqdm",
-            "iopath",
-            "pyre-extensions",
-            "typing-inspect",
-            "torchmetrics==1.0.3",
-            "portalocker",
-            "pyvers",
-        ],
-    ],
-}
 COMPUTE_ROWS = 184_965
 
 
 def find_python(name: str) -> str:
-    """Return the Python of a peer's environment, which is installed if it does not exist."""
+    """Return the Python of a peer's environment, which is installed if it does not exist or has other pins."""
     if name == "hostdev":
         return sys.executable
     folder = ENVIRONMENTS / name
-    ready = folder / ".ready"
-    if not ready.exists():
+    ready, wanted = folder / ".ready", pins.path_of(name).read_text()
+    if not ready.exists() or ready.read_text() != wanted:
         print(f"installing {name} into {folder}", flush=True)
         venv.create(folder, with_pip=True, clear=True)
-        for arguments in INSTALLS[name]:
-            subprocess.run([folder / "bin/python", "-m", "pip", "install", "--quiet", *arguments], check=True)
-        ready.touch()
+        for command in pins.install_commands(name, folder / "bin/python"):
+            subprocess.run(command, check=True)
+        ready.write_text(wanted)
     return str(folder / "bin/python")
 
 

@@ -8,6 +8,12 @@ from hostdev.stores.address import address_of
 FILE_NAME = "manifest.json"
 
 
+def require_input(folder: Path) -> None:
+    """Raise UserError unless a folder of this machine has a manifest; leave one in a store to `require`."""
+    if address_of(folder) is None:
+        require(folder)
+
+
 def require(folder: Path) -> None:
     """Raise UserError unless `folder` has a manifest. For one in a store, read the manifest and the vocabulary anew."""
     if (address := address_of(folder)) is not None:

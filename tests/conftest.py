@@ -175,5 +175,6 @@ def digest_of(folder):
 
 
 def environment(tmp_path):
-    """Return the environment for a command: this checkout, and an empty cache folder."""
+    """Return the environment for a command: this checkout, and an empty cache folder, which is not in the checkout."""
+    assert ROOT not in (tmp_path, *tmp_path.parents)  # matplotlib's list of fonts there was committed once
     return {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "200"}

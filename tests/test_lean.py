@@ -10,7 +10,7 @@ from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.train import lean
-from tests.conftest import ROOT, environment
+from tests.conftest import environment
 
 CODE = """
 import sys
@@ -28,7 +28,7 @@ def test_a_run_imports_neither_torchs_compiler_nor_pandas(tmp_path):
     options = ["--data", tmp_path / "data", "--batch-size", 100, "--emb-dim", 4, "--max-steps", 2, "--device", "cpu"]
     options += ["--host-device-mix", "--run-dir", tmp_path / "run"]
     command = [sys.executable, "-c", CODE, *map(str, options)]
-    done = subprocess.run(command, env=environment(ROOT), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr.strip()) == (0, "")
 
 

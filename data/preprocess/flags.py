@@ -1,17 +1,19 @@
 """The flags of `preprocess`. This module imports little, so that a wrong flag is reported at once."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hostdev.core import cli
-from hostdev.stores.address import local_path
+from hostdev.data import folder
+from hostdev.stores.address import local_path, require_input
 
 TASKS = ("binary", "regression")
 THRESHOLD = 1  # values seen once carry no information; they train the out-of-vocabulary id instead
 
 
-def add_table(to: argparse.ArgumentParser) -> None:
+def add_table(to: cli.Parser) -> None:
     """Add the flags of `TableOptions`, except those of `add_split` and `add_split_files`."""
     add_roles(to)
     add_text(to)
@@ -28,8 +30,10 @@ def add_text(to: argparse.ArgumentParser) -> None:
     to.add_argument("--skip-lines", type=int, metavar="N", help="lines to skip at the start of each text file")
 
 
-def add_roles(to: argparse.ArgumentParser) -> None:
+def add_roles(to: cli.Parser) -> None:
     """Add the flags for the roles of columns."""
+    unread = "--features {}: the file cannot be read (No such file or directory)"
+    to.inputs["features"] = partial(require_input, said=unread)
 
     def add(flag: str, metavar: str, text: str) -> None:
         to.add_argument(flag, action="append", metavar=metavar, help=text)
@@ -96,8 +100,9 @@ def add_split_files(to: argparse.ArgumentParser) -> None:
         )
 
 
-def add_earlier(to: argparse.ArgumentParser) -> None:
+def add_earlier(to: cli.Parser) -> None:
     """Add --vocabulary and --frozen-vocabulary."""
+    to.inputs["vocabulary"] = folder.require_input
     to.add_argument(
         "--vocabulary",
         type=cli.checked(local_path),
@@ -124,10 +129,11 @@ def add_scheduler(to: argparse.ArgumentParser) -> None:
 def add_looking(to: Any) -> None:
     """Add the subcommands `check`, `info` and `suggest` to `hostdev.data.preprocess`."""
 
-    def add(name: str, what: str) -> argparse.ArgumentParser:
-        made: argparse.ArgumentParser = to.add_parser(
+    def add(name: str, what: str) -> cli.Parser:
+        made: cli.Parser = to.add_parser(
             name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False
         )
+        made.inputs["path"] = partial(require_input, said="{} is not a data set: there is no such folder")
         made.add_argument("path", type=cli.checked(local_path), metavar="DIR", help="a data set's folder")
         cli.add_debug(made)
         return made
@@ -140,7 +146,8 @@ def add_looking(to: Any) -> None:
         help="a new file for the picture (default: info.png, or a numbered name if that exists)",
     )
     what = "look at a table's first rows and write a features file for --features"
-    made: argparse.ArgumentParser = to.add_parser("suggest", help=what, description=what + ".", allow_abbrev=False)
+    made: cli.Parser = to.add_parser("suggest", help=what, description=what + ".", allow_abbrev=False)
+    made.inputs["file"] = partial(require_input, said="{}: no such file")
     made.add_argument(
         "file", type=cli.checked(local_path), metavar="FILE", help="a table in CSV, TSV, Parquet or Arrow"
     )

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,55 +18,33 @@ import pyarrow.compute as pc
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.columns import MISSING_NUMBERS
+from hostdev.data.preprocess import roles
 from hostdev.data.preprocess.files import TableFile
 from hostdev.data.preprocess.naming import listed, short
+from hostdev.data.preprocess.sampled import SampledColumn, sample
 
-ROWS = 100_000  # maximum number of rows to examine
-_MARKS = ("?", r"\N", "-", "unknown", "Unknown", "UNKNOWN", "missing", "none", "<NA>", "(null)")
 _SEPARATORS = ("|", ";", ",", "^", " ")
-_LABELS = re.compile(r"(is_)?(label|click(ed)?|target|y|conver(sion|ted)|purchased?|bought|liked?|churn(ed)?)", re.I)
-_RATINGS = re.compile(r"(rating|stars?|score|overall)", re.I)
-_IDS = re.compile(
-    r"(.*[^a-z])?(id|code|no|nr|number|zip|postcode|sku|isbn|asin|category|type|class)(_?\d+)?|C\d+", re.I
-)
-_TIMES = re.compile(r"(.*[^a-z])?(time|timestamp|date|datetime|day|ts|created_at)", re.I)
+_DOUBTFUL = (";", ",", " ")  # separators that also occur within a single text
+_BAGS = {"tags", "genres", "categories", "keywords", "items", "ids", "history", "list", "seq", "sequence", "topics"}
+_TEXTS = {
+    *("title", "name", "text", "review", "description", "query", "city", "country", "address", "comment", "headline"),
+    *("summary", "body", "author", "artist", "brand", "street", "state", "subject", "message", "question", "sentence"),
+}
+_FUNCTION_WORDS = "the|a|an|of|and|in|on|to|for|with|is|der|die|das|und|le|la|les|de|du|el|los|y|et"
+_CODE = r"[^ ]*[0-9][^ ]*|[A-Z_]{2,}"  # a part of a bag that is no word
 _FEW = 100  # up to this many distinct integers may be categories
-_RARE = 0.01  # one of _MARKS is a missing-value marker if at least this share of the rows has it
 _PADS = 0.5  # a value above this share of a bag's values may be padding
 _VECTORS = 0.99  # minimum share of a column's lists that have the same length for it to be a vector
 _WEIGHTED = r"^(?s:.+):[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?$"  # a value with its weight, such as red:0.5
 _MARKED = 0.99  # minimum share of a bag's values that must have a weight for all to be read as weighted
 _SHARED = 0.5  # a bag shares the ids of a column that has more than this share of the bag's values
 _SKEWED = 100.0  # a maximum above this many times the median suggests log scaling
-
-
-@dataclass
-class _Column:
-    """A sampled column.
-
-    `type` is its type in the file. `texts` has all values as text, or the lists of a list column; `known` has those
-    that are not missing. `marks` has the missing-value markers that occur in the column.
-    """
-
-    name: str
-    type: pa.DataType
-    texts: pa.Array
-    known: pa.Array
-    marks: list[str]
-
-    @property
-    def distinct(self) -> int:
-        """Number of distinct values that are not missing."""
-        return int(pc.count_distinct(self.known).as_py())
-
-    @property
-    def numbers(self) -> Any:
-        """The values that are not missing, as float64, or None if some are not numbers."""
-        try:
-            return self.known.cast(pa.float64()).to_numpy(zero_copy_only=False)
-        except pa.ArrowInvalid:
-            return None
+_UNIQUE = 0.9  # above this share of distinct values, a column tells the rows apart
+_MIXED = 0.3  # minimum share of words that occur first as well as later in a text, for them to be values of a bag
+_NUMBER = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
+_NUMBERS = rf"\[? *{_NUMBER}((, *|;| +){_NUMBER})* *\]?"  # one or more numbers in a text
+_DECIMAL_COMMA = r"[-+]?[0-9]+(,[0-9]+)?"
+_WRITTEN_LISTS = r"\[.*\]|\{.*\}|\(.*\)"
 
 
 @dataclass
@@ -76,129 +54,121 @@ class Suggestion:
     name: str
     settings: dict[str, Any] | None
     reason: str
-    more: dict[str, str]  # further reasons, by setting
+    more: dict[str, str] = field(default_factory=dict)  # further reasons, by setting
+    asks: bool = False  # the values do not show what the column is
 
 
-def suggest(file: TableFile, label: str | None) -> tuple[str, list[Suggestion], bool]:
-    """Return a features file as text, the suggestion for each column, and whether there is a label.
+@dataclass
+class Proposal:
+    """A features file as text, a suggestion for each column but the label and the weight, and if there is a label."""
 
-    Raises UserError if the file has no rows, or no column named `label`.
+    text: str
+    features: list[Suggestion]
+    has_label: bool
+
+
+def suggest(file: TableFile, given: str | None) -> Proposal:
+    """Return a proposal for a table; `given` names the label, None chooses one.
+
+    Raises UserError if the file has no rows, has several columns of a name, or has no column named `given`.
     """
-    table = _sample(file)
-    columns = [_column(name, file.get_type(name), table[name]) for name in file.names]
-    if label is not None and label not in file.names:
-        raise UserError(f"{file.input.name} has no column {label!r} for --label; it has {listed(file.names)}")
-    chosen, rule, why = _label(columns, label)
-    found = [_suggest(column) for column in columns if column.name != chosen]
-    _share(found, {column.name: column for column in columns})
-    lines = [f"# Features of {file.input.name}, based on its first {len(table):,} rows; review and edit each line.", ""]
-    if chosen is not None:
-        lines.append(f"label = {_toml(chosen)}  # {why}")
-        if rule is not None:
-            kinds = _by_name(columns, chosen).distinct
-            lines.append(f"positive = {_toml(rule)}  # the label has {kinds:,} values")
+    columns = sample(file)
+    if given is not None and given not in file.names:
+        raise UserError(f"{file.input.name} has no column {given!r} for --label; it has {listed(file.names)}")
+    label = roles.find_label(columns, given)
+    rest = [column for column in columns if column.name != label.name]
+    weight = roles.find_weight(rest)
+    by_name = {column.name: column for column in columns}
+    found = [_suggest(column, label) for column in rest if column.name != weight]
+    decimal = _decimal(found, by_name)
+    _share(found, by_name)
+    rows = f"{len(columns[0].texts):,}"
+    lines = [f"# Features of {file.input.name}, based on its first {rows} rows; review and edit each line.", ""]
+    if label.name is not None:
+        lines.append(f"label = {_toml(label.name)}  # {label.reason}")
+        if label.rule is not None:
+            lines.append(f"positive = {_toml(label.rule)}  # the label has {by_name[label.name].distinct:,} values")
+    if weight is not None:
+        lines.append(f"weight = {_toml(weight)}  # of each row in the loss, by its name")
     marks = sorted({mark for column in columns for mark in column.marks})
     if marks:
         lines.append(f"missing = {_toml(marks)}  # these look like missing-value markers")
+    if decimal:
+        lines.append('decimal = ","  # numbers have decimal commas')
     for one in found:
         lines += ["", *_lines(one)]
-    return "\n".join(lines) + "\n", found, chosen is not None
+    return Proposal("\n".join(lines) + "\n", found, label.name is not None)
 
 
-def _sample(file: TableFile) -> pa.Table:
-    """Return the first rows, at most ROWS."""
-    batches, rows = [], 0
-    for part in file.parts(file.names, 0):
-        batches.append(file.parse(part, file.names).batch)
-        rows += len(batches[-1])
-        if rows >= ROWS:
-            break
-    if not rows:
-        raise UserError(f"{file.input.name}: the file has no rows")
-    return pa.Table.from_batches(batches).slice(0, ROWS).combine_chunks()
-
-
-def _column(name: str, found: pa.DataType, values: pa.ChunkedArray) -> _Column:
-    """Return a column with its values as text, and the missing-value markers among them."""
-    array = values.combine_chunks()
-    array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
-    if arrow.classify_type(found) in ("list", "nested"):
-        return _Column(name, found, array, array.drop_null(), [])
-    array = arrow.decoded(array)
-    if arrow.classify_type(found) == "text":
-        array = arrow.cast_where_possible(array, pa.string())[0]
-    texts = pc.utf8_trim_whitespace(pc.fill_null(array.cast(pa.string()), ""))
-    counts = {one["values"]: one["counts"] for one in pc.value_counts(texts).to_pylist()}
-    marks = [mark for mark in _MARKS if counts.get(mark, 0) >= _RARE * len(texts)]
-    none = pa.array([*MISSING_NUMBERS, *marks])
-    return _Column(name, found, texts, texts.filter(pc.invert(pc.is_in(texts, value_set=none))), marks)
-
-
-def _by_name(columns: Sequence[_Column], name: str) -> _Column:
-    return next(column for column in columns if column.name == name)
-
-
-def _label(columns: Sequence[_Column], given: str | None) -> tuple[str | None, str | None, str]:
-    """Return the label's column or None, the rule for positive labels (None: 1 and true), and the reason."""
-    candidates = [column for column in columns if column.name == given] if given is not None else []
-    why = "given"
-    if given is None:
-        candidates = [column for column in columns if _LABELS.fullmatch(column.name)]
-        candidates += [column for column in columns if _RATINGS.fullmatch(column.name)]
-        why = "by its name"
-    for column in candidates:
-        if arrow.classify_type(column.type) in ("list", "nested", "other"):
-            continue
-        values = set(pc.unique(column.known).to_pylist())
-        if {value.lower() for value in values} <= {"0", "1", "0.0", "1.0", "true", "false"}:
-            return column.name, None, why
-        numbers = column.numbers
-        if numbers is not None and len(numbers):
-            middle = float(np.quantile(numbers, 0.5, method="lower"))
-            above = middle if middle < numbers.max() else float(np.unique(numbers)[-2:][0])
-            return column.name, f">{above:g}", f"{why}; the rule selects the larger values: check it"
-        if len(values) == 2:
-            rare = min(values, key=lambda value: pc.sum(pc.equal(column.known, value)).as_py())
-            return column.name, rare, f"{why}; the rule selects the rarer value: check it"
-    return (given, None, why) if given is not None else (None, None, "")
-
-
-def _suggest(column: _Column) -> Suggestion:
+def _suggest(column: SampledColumn, label: roles.Label) -> Suggestion:
     """Return the settings for a column, or the reason to leave it out."""
-    kind, n = arrow.classify_type(column.type), len(column.texts)
-    if kind == "nested":
-        return Suggestion(
-            column.name, None, f"of type {short(column.type, 40)}: flatten it with `preprocess query`", {}
-        )
-    if kind == "list" and pa.types.is_floating(column.type.value_type):
+    if column.kind == "nested":
+        return Suggestion(column.name, None, f"of type {short(column.type, 40)}: flatten it with `preprocess query`")
+    if column.kind == "list" and pa.types.is_floating(column.type.value_type):
         return _vector(column)
-    if kind == "list":
+    if column.kind == "list":
         return _bag(column, None)
+    missing = 1 - len(column.known) / len(column.texts)
+    if column.distinct == 0 or (column.distinct == 1 and missing in (0, 1)):
+        return Suggestion(column.name, None, "fewer than two distinct values")
+    for why in (roles.second_label(column, label), roles.may_be_weight(column)):
+        if why is not None:
+            return Suggestion(column.name, None, why, asks=True)
+    why = roles.time_reason(column) or roles.position_reason(column)
+    if why is not None:
+        return Suggestion(column.name, None, why)
+    if column.distinct == 1:
+        return Suggestion(column.name, {"kind": "categorical"}, f"one value, missing in {missing:.0%} of the rows")
+    return _text(column) if column.numbers is None else _numeric_or_ids(column)
+
+
+def _text(column: SampledColumn) -> Suggestion:
+    """Return the settings for a column of texts that are not all numbers, or the reason to leave it out."""
     distinct = column.distinct
-    if distinct <= 1:
-        return Suggestion(column.name, None, "fewer than two distinct values", {})
-    if kind == "other" or _TIMES.fullmatch(column.name):
-        why = "a time: split with --test-after, or extract hour and weekday with `preprocess query`"
-        return Suggestion(column.name, None, why, {})
-    numbers = column.numbers if kind in ("text", "number") else None
-    if numbers is not None:
-        return _numeric_or_ids(column, numbers, distinct)
+    if column.matches(_NUMBERS) and pc.mean(pc.match_substring(column.known, ".")).as_py() > 0.5:
+        return _vector(column)
+    if column.matches(_WRITTEN_LISTS):
+        return Suggestion(column.name, None, "lists or objects written as text: convert them with `preprocess query`")
+    if column.matches(_DECIMAL_COMMA, 1.0) and not _is_plural(column):
+        return Suggestion(column.name, {"kind": "numeric"}, f"numbers with decimal commas, {distinct:,} values")
     separator = _separator(column)
     if separator is not None:
         return _bag(column, separator)
-    if distinct > 0.9 * n and n > 100:
+    if _is_unique(column):
         length = pc.mean(pc.utf8_length(column.known)).as_py()
-        return Suggestion(column.name, None, f"nearly every row has a different value (of {length:.0f} characters)", {})
-    return Suggestion(column.name, {"kind": "categorical"}, f"text, {distinct:,} values", {})
+        return Suggestion(column.name, None, f"nearly every row has a different value (of {length:.0f} characters)")
+    return Suggestion(column.name, {"kind": "categorical"}, f"text, {distinct:,} values")
 
 
-def _numeric_or_ids(column: _Column, numbers: Any, distinct: int) -> Suggestion:
+def _is_unique(column: SampledColumn) -> bool:
+    return column.distinct > _UNIQUE * len(column.texts) and len(column.texts) > 100
+
+
+def _decimal(found: Sequence[Suggestion], columns: Mapping[str, SampledColumn]) -> bool:
+    """Return whether numbers have decimal commas; leave out columns that have them if others have decimal points."""
+    numeric = [one for one in found if one.settings is not None and one.settings["kind"] in ("numeric", "vector")]
+    commas = [one for one in numeric if one.settings == {"kind": "numeric"} and columns[one.name].numbers is None]
+    points = [one.name for one in numeric if pc.any(pc.match_substring(columns[one.name].known, ".")).as_py()
+              and columns[one.name].kind == "text"]  # fmt: skip
+    for one in commas if points else ():
+        one.settings, one.asks = None, True
+        one.reason = (
+            f"decimal commas, but {points[0]} has decimal points: convert one of the two with `preprocess query`"
+        )
+    return bool(commas) and not points
+
+
+def _numeric_or_ids(column: SampledColumn) -> Suggestion:
+    """Return the settings for a column of numbers, or the reason to leave it out."""
+    numbers, distinct = column.numbers, column.distinct
     whole = bool((numbers == np.floor(numbers)).all())
-    if whole and _IDS.fullmatch(column.name):
-        return Suggestion(column.name, {"kind": "categorical"}, f"integers, named like ids; {distinct:,} values", {})
+    if whole and roles.is_named_like_ids(column):
+        if _is_unique(column):
+            return Suggestion(column.name, None, "ids of which nearly every row has a different one")
+        return Suggestion(column.name, {"kind": "categorical"}, f"integers, named like ids; {distinct:,} values")
     if whole and distinct <= _FEW and numbers.max() - numbers.min() < 2 * _FEW:
         why = f'{distinct} distinct integers; to use them as numbers: kind = "numeric"'
-        return Suggestion(column.name, {"kind": "categorical"}, why, {})
+        return Suggestion(column.name, {"kind": "categorical"}, why)
     settings: dict[str, Any] = {"kind": "numeric"}
     reasons: dict[str, str] = {}
     size = np.abs(numbers)
@@ -206,37 +176,81 @@ def _numeric_or_ids(column: _Column, numbers: Any, distinct: int) -> Suggestion:
     if middle and most > _SKEWED * middle:
         settings["scaling"] = "log"
         reasons["scaling"] = f"the largest number is {most / middle:,.0f} times the median"
-    what = "integers" if whole else "numbers"
-    return Suggestion(column.name, settings, f"{what} from {numbers.min():g} to {numbers.max():g}", reasons)
+    what, ids = ("integers", '; if they are ids: kind = "categorical"') if whole else ("numbers", "")
+    return Suggestion(column.name, settings, f"{what} from {numbers.min():g} to {numbers.max():g}{ids}", reasons)
 
 
-def _separator(column: _Column) -> str | None:
-    """Return a separator that occurs in many texts and splits them into repeating parts, or None."""
+def _separator(column: SampledColumn) -> str | None:
+    """Return a separator that occurs in many texts and splits them into repeating parts, or None.
+
+    Names and titles also have blanks and commas; there, a bag must have a name that says so, or values that are no
+    words, or words that occur at any place.
+    """
     texts = column.known.slice(0, 10_000)
     for separator in _SEPARATORS:
         having = pc.sum(pc.match_substring(texts, separator)).as_py() or 0
         if having < 0.2 * len(texts) or (separator == " " and having < 0.5 * len(texts)):
             continue
-        parts = pc.list_flatten(pc.split_pattern(texts, separator))
+        parts = pc.utf8_trim_whitespace(pc.list_flatten(pc.split_pattern(texts, separator)))
         parts = _without_weights(parts) if _are_weighted(parts) else parts
-        if pc.count_distinct(parts).as_py() < 0.5 * len(parts) and pc.mean(pc.utf8_length(parts)).as_py() < 30:
+        if pc.count_distinct(parts).as_py() >= 0.5 * len(parts) or pc.mean(pc.utf8_length(parts)).as_py() >= 30:
+            continue
+        if separator not in _DOUBTFUL or _is_plural(column) or _splits_into_values(column, separator, parts):
             return separator
     return None
 
 
-def _vector(column: _Column) -> Suggestion:
-    """Return the settings for lists of floating-point numbers, or the reason to leave them out."""
-    lengths = pc.value_counts(pc.list_value_length(column.known)).to_pylist()
+def _is_plural(column: SampledColumn) -> bool:
+    """Return whether a column's name says that it has several values."""
+    words = {word for word in column.words if not word.isdigit()}
+    last = column.words[-1] if column.words else ""
+    return bool(words & _BAGS) or bool(re.fullmatch(r".{2,}[^sui]s", last) and last != "news")
+
+
+def _splits_into_values(column: SampledColumn, separator: str, parts: pa.Array) -> bool:
+    """Return whether a separator splits texts into values of a bag, instead of names or titles into pieces."""
+    if set(column.words) & _TEXTS:
+        return False
+    lists = pc.split_pattern(pc.unique(column.known.slice(0, 10_000)), separator)
+    lists = lists.filter(pc.greater(pc.list_value_length(lists), 1))
+    varies = pc.count_distinct(pc.list_value_length(lists)).as_py() > 1
+    if pc.mean(pc.match_substring_regex(parts, f"^(?:{_CODE})?$")).as_py() > _UNIQUE:
+        return varies or _mixed(lists) >= _MIXED
+    if separator == " ":
+        words = pc.mean(pc.match_substring_regex(pc.utf8_lower(parts), f"^(?:{_FUNCTION_WORDS})$|[.,!?'\"]$")).as_py()
+        capitals = pc.mean(pc.utf8_is_upper(pc.utf8_slice_codeunits(parts, 0, 1))).as_py()
+        if not varies or words > 0.02 or 0.1 < capitals < _UNIQUE:
+            return False
+    return _mixed(lists) >= _MIXED
+
+
+def _mixed(lists: pa.ListArray) -> float:
+    """Return the share of values that occur both first and later in lists."""
+    first = pc.utf8_trim_whitespace(pc.list_element(lists, 0))
+    later = pc.utf8_trim_whitespace(pc.list_flatten(pc.list_slice(lists, 1)))
+    both = [pc.sum(pc.is_in(one, value_set=other)).as_py() or 0 for one, other in ((first, later), (later, first))]
+    return float(sum(both) / max(1, len(first) + len(later)))
+
+
+def _vector(column: SampledColumn) -> Suggestion:
+    """Return the settings for lists of floating-point numbers, or texts with them, or the reason to leave them out."""
+    settings: dict[str, Any] = {"kind": "vector"}
+    if column.kind == "list":
+        all_lengths = pc.list_value_length(column.known)
+    else:
+        all_lengths = pc.count_substring_regex(column.known, _NUMBER)
+        settings |= {"separator": ";"} if pc.any(pc.match_substring(column.known, ";")).as_py() else {}
+    lengths = pc.value_counts(all_lengths).to_pylist()
     if not lengths:
-        return Suggestion(column.name, None, "no values", {})
+        return Suggestion(column.name, None, "no values")
     most = max(lengths, key=lambda one: one["counts"])
     if most["counts"] < _VECTORS * len(column.known) or not most["values"]:
         shown = f"lists of numbers with {len(lengths):,} different lengths"
-        return Suggestion(column.name, None, f"{shown}: average them with `preprocess query`", {})
-    return Suggestion(column.name, {"kind": "vector", "length": most["values"]}, "number lists of the same length", {})
+        return Suggestion(column.name, None, f"{shown}: average them with `preprocess query`")
+    return Suggestion(column.name, settings | {"length": most["values"]}, "number lists of the same length")
 
 
-def _bag(column: _Column, separator: str | None) -> Suggestion:
+def _bag(column: SampledColumn, separator: str | None) -> Suggestion:
     values = _bag_values(column, separator, weighted=False)
     settings: dict[str, Any] = {"kind": "bag"} | ({} if separator is None else {"separator": separator})
     reasons = {}
@@ -255,7 +269,7 @@ def _bag(column: _Column, separator: str | None) -> Suggestion:
     )
 
 
-def _bag_values(column: _Column, separator: str | None, *, weighted: bool) -> pa.Array:
+def _bag_values(column: SampledColumn, separator: str | None, *, weighted: bool) -> pa.Array:
     """Return the values of all rows as text, without their weights if they are weighted."""
     if separator is None:
         values = arrow.as_plain_text(arrow.decoded(pc.list_flatten(column.known)))
@@ -273,7 +287,7 @@ def _without_weights(values: pa.Array) -> pa.Array:
     return pc.replace_substring_regex(values, r":[^:]*$", "")
 
 
-def _share(found: Sequence[Suggestion], columns: Mapping[str, _Column]) -> None:
+def _share(found: Sequence[Suggestion], columns: Mapping[str, SampledColumn]) -> None:
     """Let each bag share the ids of a categorical column that has most of the bag's values, if there is one."""
     ids = [one for one in found if one.settings is not None and one.settings["kind"] == "categorical"]
     for one in found:
@@ -314,11 +328,12 @@ def write(file: TableFile, label: str | None, out: Path) -> list[str]:
     """Write the proposal to the new file `out`; return lines that describe it."""
     if out.exists():
         raise UserError(f"{out} exists already; give another name with --out, or remove it")
-    text, found, has_label = suggest(file, label)
-    out.write_text(text, encoding="utf-8")
-    counts = Counter("" if one.settings is None else one.settings["kind"] for one in found)
+    proposal = suggest(file, label)
+    out.write_text(proposal.text, encoding="utf-8")
+    counts = Counter("" if one.settings is None else one.settings["kind"] for one in proposal.features)
     left = counts.pop("", 0)
     each = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no feature"
     more = f", {counted(left, 'column')} left out" if left else ""
-    told = [] if has_label else ["no column looks like a label: name the label with --label NAME"]
+    told = [] if proposal.has_label else ["no column looks like a label: name the label with --label NAME"]
+    told += [f"check {one.name}: {one.reason}" for one in proposal.features if one.asks]
     return [f"{out}: {each}{more}; review it, then run", *told]

@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.neighbours import INDEXES, METRICS
-from hostdev.stores.address import address_of, checkpoint_path, result_path
+from hostdev.stores.address import checkpoint_path, require_input, result_path
 
 PROG = "hostdev.checkpoint"
 FORMATS = ("parquet", "npy", "safetensors", "faiss", "onnx")
@@ -19,9 +20,13 @@ def parser(prog: str = PROG) -> cli.Parser:
     made = cli.parser(prog, "Describe, check, compare, merge and export checkpoints.")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, help: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", allow_abbrev=False)
+    def add(name: str, help: str) -> cli.Parser:
+        one: cli.Parser = commands.add_parser(
+            name, help=help, description=help[0].upper() + help[1:] + ".", allow_abbrev=False
+        )
         cli.add_debug(one)
+        for given in ("path", "other"):
+            one.inputs[given] = partial(require_input, said="{} does not exist")
         one.add_argument(
             "path",
             type=cli.checked(checkpoint_path),
@@ -125,9 +130,6 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
         number = getattr(arguments, name, None)
         if number is not None and number < 1:
             raise UserError(f"--{name} must be at least 1, not {number}")
-    for path in (arguments.path, getattr(arguments, "other", arguments.path)):
-        if address_of(path) is None and not path.exists():
-            raise UserError(f"{path} does not exist")
     if arguments.command == "export":
         _check_export(arguments)
     arguments.prog = prog

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.distributed.rank_environment import read_table
 from hostdev.launch import PROG, check, find_server, start
-from hostdev.stores.address import local_path
+from hostdev.stores.address import local_path, require_input
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -16,6 +17,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made = cli.parser(
         prog, "Start the processes that a rank table assigns to this host; give the program and its options after --."
     )
+    made.inputs["rank_table"] = partial(require_input, said="rank table {}: No such file or directory")
     made.add_argument(
         "--rank-table",
         type=cli.checked(local_path),

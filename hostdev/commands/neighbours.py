@@ -6,7 +6,6 @@ from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.neighbours import METRICS
-from hostdev.stores.address import address_of
 
 PROG = "hostdev.neighbours"
 _KEYS = -(1 << 63), (1 << 63) - 1
@@ -15,7 +14,7 @@ _KEYS = -(1 << 63), (1 << 63) - 1
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Print the rows of an embedding table that are nearest to one of them.")
-    options.add_checkpoint(made)
+    options.add_checkpoint(made, "--checkpoint {} does not exist")
     options.add_rows(made, "needed if there are several")
     row = made.add_mutually_exclusive_group(required=True)
     row.add_argument(
@@ -32,8 +31,6 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line and print the nearest rows."""
     arguments = parser(prog).parse_args(argv)
     arguments.metric = arguments.metric or METRICS[0]
-    if address_of(arguments.checkpoint) is None and not arguments.checkpoint.exists():
-        raise UserError(f"--checkpoint {arguments.checkpoint} does not exist")
     if arguments.k < 1:
         raise UserError(f"--k must be at least 1, not {arguments.k}")
     if arguments.of_id is not None and not _KEYS[0] <= arguments.of_id <= _KEYS[1]:

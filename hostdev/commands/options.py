@@ -1,15 +1,17 @@
 """Options that several commands have with the same meaning."""
 
 import argparse
+from functools import partial
 
 from hostdev.core import cli
 from hostdev.neighbours import METRICS
 from hostdev.predict import WHICH
-from hostdev.stores.address import checkpoint_path
+from hostdev.stores.address import checkpoint_path, require_input
 
 
-def add_checkpoint(to: argparse.ArgumentParser) -> None:
-    """Add --checkpoint and --which."""
+def add_checkpoint(to: cli.Parser, missing: str) -> None:
+    """Add --checkpoint and --which; `missing` is the message if the path {} does not exist."""
+    to.inputs["checkpoint"] = partial(require_input, said=missing)
     to.add_argument(
         "--checkpoint",
         type=cli.checked(checkpoint_path),

@@ -1,12 +1,13 @@
 """The command line of `predict`."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.stores.address import address_of, result_path, shown_place, source_path
+from hostdev.stores.address import address_of, require_input, result_path, shown_place, source_path
 
 PROG = "hostdev.predict"
 
@@ -16,7 +17,8 @@ def parser(prog: str = PROG) -> cli.Parser:
     made = cli.parser(
         prog, "Write the probability of a positive label, or a number, for each row of a file or a data set."
     )
-    options.add_checkpoint(made)
+    made.inputs["data"] = partial(require_input, said="--data {}: there is no such file or data set")
+    options.add_checkpoint(made, "there is no file or folder {}")
     options.add_model(made)
     made.add_argument(
         "--data",
@@ -59,8 +61,6 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         raise UserError("--at has no effect without --by NAME; give both")
     if arguments.at is not None and arguments.at < 1:
         raise UserError(f"--at must be at least 1, not {arguments.at}")
-    if str(arguments.data) != "-" and address_of(arguments.data) is None and not arguments.data.exists():
-        raise UserError(f"--data {arguments.data}: there is no such file or data set")
     with cli.importing(prog):
         from hostdev.predict.command import run
     run(arguments, prog)

@@ -1,12 +1,13 @@
 """The command line of `preprocess`."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import flags
 from hostdev.data.preprocess.options import Options, add_options, add_seed
-from hostdev.stores.address import local_path, result_path, source_path
+from hostdev.stores.address import local_path, require_input, result_path, source_path
 
 PROG = "hostdev.data.preprocess"
 _RESULT, _SOURCE = cli.checked(result_path), cli.checked(source_path)
@@ -53,6 +54,10 @@ def parser(prog: str = PROG) -> cli.Parser:
         add_seed(command, None)
     for command in (table, query, criteo):
         flags.add_earlier(command)
+        command.inputs["files"] = partial(require_input, said="{}: no such file")
+        command.inputs["query"] = partial(
+            require_input, said="--query {}: the file cannot be read (No such file or directory)"
+        )
     for command in (criteo, synthetic):
         add_options(command)
         add_seed(command, Options().seed)

@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.options import Options, add_options, parse_options
-from hostdev.stores.address import local_path
+from hostdev.stores.address import local_path, require_input
 from hostdev.train import config
 
 PROG = "hostdev.train.quickstart"
@@ -23,6 +24,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         "Preprocess Criteo text (or synthetic data) and train on it with --host-device-mix. "
         "Accepts the options of hostdev.data.preprocess and hostdev.train.",
     )
+    made.inputs["criteo"] = partial(require_input, said="--criteo {}: there is no such file")
     made.add_argument(
         "--criteo",
         type=cli.checked(local_path),
@@ -56,9 +58,6 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         arguments.epochs = EPOCHS
     config.from_flags(arguments)  # check the options before the work begins
     options = parse_options(arguments, threshold=THRESHOLD)
-
-    if arguments.criteo is not None and str(arguments.criteo) != "-" and not arguments.criteo.exists():
-        raise UserError(f"--criteo {arguments.criteo}: there is no such file")
     with cli.importing(prog):
         from hostdev.train.quickstart import run
     run(arguments, options, ROWS)

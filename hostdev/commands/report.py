@@ -1,10 +1,11 @@
 """The command line of `report`."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from hostdev.core import cli
 from hostdev.report.extra import require_extra
-from hostdev.stores.address import local_path
+from hostdev.stores.address import local_path, require_input
 
 PROG = "hostdev.report"
 
@@ -19,6 +20,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         metavar="RUN",
         help="a run directory, also of a run that has not ended; several are compared",
     )
+    made.inputs["runs"] = partial(require_input, said="there is no run directory {}")
     made.add_argument(
         "--out",
         type=cli.checked(local_path),

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.memory import parse_bytes
-from hostdev.stores.address import address_of
+from hostdev.stores.address import require_input
 
 PROG = "hostdev.serving"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -20,7 +21,9 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Answer requests for predictions over HTTP (Open Inference Protocol v2, and JSON rows).")
     add = made.add_argument
-    options.add_checkpoint(made)
+    options.add_checkpoint(made, "--checkpoint {}: there is no such checkpoint or folder")
+    for option in ("token_file", "tls_cert", "tls_key"):
+        made.inputs[option] = partial(require_input, said=f"--{option.replace('_', '-')} {{}}: there is no such file")
     add("--follow", action="store_true", help="take newer checkpoints of the folder while serving")
     options.add_model(made)
     add("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
@@ -76,7 +79,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
 
 
 def _check(given: dict[str, object]) -> None:
-    """Raise UserError for an option out of its range, and for a path that does not exist."""
+    """Raise UserError for an option out of its range, without another, or that is not a file."""
     ranges = {
         "port": (0, 65_535),
         "max_batch": (1, 1 << 24),
@@ -99,7 +102,3 @@ def _check(given: dict[str, object]) -> None:
         path = given[option]
         if isinstance(path, Path) and not path.is_file():
             raise UserError(f"--{option.replace('_', '-')} {path}: there is no such file")
-    checkpoint = given["checkpoint"]
-    assert isinstance(checkpoint, Path)
-    if address_of(checkpoint) is None and not checkpoint.exists():
-        raise UserError(f"--checkpoint {checkpoint}: there is no such checkpoint or folder")

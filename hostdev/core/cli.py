@@ -25,7 +25,45 @@ _is_own = False  # whether the process runs only a command
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an invalid option in one line."""
+    """An argument parser that reports an invalid option in one line.
+
+    Attributes:
+        inputs: By argument, a function that raises UserError if a value is an input that does not exist. It is called
+            before the parser asks for an argument that is missing, and before the command sees the arguments.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.inputs: dict[str, Callable[[Any], object]] = {}
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments like argparse, and check that inputs exist."""
+        found = super().parse_args(args, namespace)
+        self._check_inputs(found)
+        return found
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments like argparse."""
+        namespace = argparse.Namespace() if namespace is None else namespace
+        try:
+            return super().parse_known_args(args, namespace)
+        except UserError as error:
+            if "required" in str(error):
+                self._check_inputs(namespace)
+            raise
+
+    def _check_inputs(self, namespace: argparse.Namespace) -> None:
+        """Check the inputs that are given, also of the chosen sub-command."""
+        for name, require in self.inputs.items():
+            value = getattr(namespace, name, None)
+            for one in value if isinstance(value, list) else [value]:
+                if one is not None:
+                    require(one)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                chosen = action.choices.get(getattr(namespace, action.dest, None))
+                if chosen is not None:
+                    chosen._check_inputs(namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage and exiting."""

@@ -4,6 +4,7 @@ import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
 import json
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,6 +114,8 @@ def _write_index(faiss: Any, options: Options, rows: Rows, out: Path, progress: 
             f"{format_bytes(available_bytes())} are free; choose a --column, or --index flat"
         )
     name = quote(f"{rows.table}.{rows.space}" if rows.has_names else rows.table, safe=" ")
+    if (out / f"{name}.faiss").exists():  # names with dots may have been joined to the same name
+        name = f"{name}-{zlib.crc32(repr((rows.table, rows.space)).encode(errors='surrogatepass')):08x}"
     index, names = f"{name}.faiss", f"{name}.parquet"
     left_out = _fill(faiss, options, rows, out / index, out / names, progress)
     recall = _check(faiss, options, rows, out / index, out / names)

@@ -9,15 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from hostdev.core.errors import UserError, naming
 from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar, counted, note
 from hostdev.data import manifest
 from hostdev.data.folder import require
+from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.meaning import difference, with_known_ids
+from hostdev.data.preprocess.reading import Reading, all_readings
 from hostdev.data.preprocess.unlabelled import Part, rows_in
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
+from hostdev.predict.groups import By
 from hostdev.predict.measures import Measures
 from hostdev.predict.output import Output, kept_columns
 from hostdev.predict.predictor import Predictor
@@ -65,7 +70,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
             Output(partial, schema, is_csv=out.suffix.lower() == ".csv", more=kept) as output,
             bar(work.total, "predicting", work.unit, unit_scale=True) as progress,
         ):
-            measures = Measures(schema, arguments.by, scores)
+            measures = Measures(schema, _by(arguments, predictor), scores)
             for part in work.parts:
                 logits = predictor.logits_by_batch(part.batch)
                 if unknown is not None:
@@ -89,6 +94,21 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
         note(f"{prog}: warning: {line}")
     for line in quality:
         print(line)
+
+
+def _by(arguments: argparse.Namespace, predictor: Predictor) -> By | None:
+    """Return how --by groups the rows."""
+    name, path = arguments.by, arguments.data
+    if name is None:
+        return None
+    if not path.is_dir():
+        return By(name, all_readings(predictor.data.options, [name])[name])
+    found = manifest.read(path)
+    if name not in found.schema.ids:
+        return By(name, Reading())  # refused at the first rows
+    encoding = Encoding(found, None if found.vocabulary is None else path / found.vocabulary)
+    [missing] = encoding.find_ids(name, pa.nulls(1, pa.string())).tolist()
+    return By(name, Reading(), -1 if missing < found.schema.first_value else missing)
 
 
 def _find_data(path: Path) -> Path:

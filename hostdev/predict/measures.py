@@ -11,7 +11,7 @@ from hostdev.core.progress import counted
 from hostdev.data.preprocess.unlabelled import Part
 from hostdev.data.schema import Schema
 from hostdev.data.targets import columns_of
-from hostdev.predict.groups import Groups
+from hostdev.predict.groups import By, Groups
 from hostdev.predict.predictor import probabilities
 from hostdev.train.target_scores import TargetScores
 
@@ -30,11 +30,11 @@ class Measures:
         UserError: `by` is given, but no label is 0 or 1.
     """
 
-    def __init__(self, schema: Schema, by: str | None, scores: TargetScores) -> None:
+    def __init__(self, schema: Schema, by: By | None, scores: TargetScores) -> None:
         self._schema, self._scores = schema, scores
         self._binary = [name not in schema.targets.numeric for name in schema.labels]
         if by is not None and not any(self._binary):
-            raise UserError(f"--by {by} has no effect on predictions of numbers; leave out --by")
+            raise UserError(f"--by {by.column} has no effect on predictions of numbers; leave out --by")
         self._groups = [Groups(by, schema) if by is not None and binary else None for binary in self._binary]
         self._expected: list[list[float]] = [[] for _ in schema.labels]  # sums of the probabilities of labelled rows
         self._positives = [0] * len(schema.labels)

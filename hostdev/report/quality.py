@@ -11,7 +11,7 @@ from hostdev.report.page import Cell, Chart, Section, Table
 from hostdev.report.reading import RunData
 from hostdev.report.scores import Counts
 from hostdev.report.series import shorten
-from hostdev.report.values import NONE, clean, count, entry, metric, number, share
+from hostdev.report.values import NONE, clean, clean_name, count, entry, metric, number, share
 
 METRICS = {"auc": "AUC", "logloss": "log loss", "rmse": "RMSE", "mae": "MAE"}
 _RISING = "auc"  # the only metric of which more is better
@@ -167,7 +167,7 @@ def scores(runs: Sequence[RunData]) -> Section:
     made = []
     for label in labels[:_MOST_LABELS]:
         counts = {run.name: run.scores[label] for run in runs if label in run.scores}
-        about = f" of {clean(label, 60)}" if len(labels) > 1 else ""
+        about = f" of {clean_name(label, 60)}" if len(labels) > 1 else ""
         finding = "; ".join(_calibration(name, each, len(counts)) for name, each in counts.items())
         finding += ". On the dashed line, predictions equal what was observed; bars are two standard errors."
         made.append(Chart(f"Calibration{about}", finding, charts.calibration(names, counts)))

@@ -28,7 +28,7 @@ from hostdev.core.run_files import (
     read_losses,
 )
 from hostdev.report.scores import Counts, newest
-from hostdev.report.values import clean, entry, table
+from hostdev.report.values import clean, clean_name, entry, table
 from hostdev.stores.address import is_remote
 
 RUNNING, KILLED = "running", "ended without a summary"
@@ -94,7 +94,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
         found[real] = str(path)
     names = [path.resolve().name or str(path) for path in paths]
     unique = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
-    return [_read(path, clean(name, 80)) for path, name in zip(paths, unique, strict=True)]
+    return [_read(path, clean_name(name, 80)) for path, name in zip(paths, unique, strict=True)]
 
 
 def _require_run(path: Path) -> None:

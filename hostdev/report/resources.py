@@ -6,7 +6,7 @@ from typing import Any
 from hostdev.report import charts
 from hostdev.report.page import Cell, Chart, Section, Table
 from hostdev.report.reading import RunData
-from hostdev.report.values import NONE, clean, count, entry, number, numbers, seconds, share, size, table
+from hostdev.report.values import NONE, clean, clean_name, count, entry, number, numbers, seconds, share, size, table
 
 _MOST_OPS = 12
 _MIB = 1 << 20
@@ -52,7 +52,7 @@ def _op_times(run: RunData) -> dict[str, dict[str, Any]]:
     for op, times in run.ops.items():
         for scope, part in (table(times, "by_scope") or {"": times}).items():
             if number(part, "total_us") is not None:
-                found[clean(f"{op} ({scope})" if scope else op, 80)] = part
+                found[clean_name(f"{op} ({scope})" if scope else op, 80)] = part
     return found
 
 
@@ -205,7 +205,7 @@ def _caches(runs: Sequence[RunData], names: list[str]) -> Found:
         found = {**table(run.summary, "caches"), **({"": one} if (one := table(run.summary, "cache")) else {})}
         for name, cache in found.items():
             steps = max(1.0, number(cache, "batches") or 1.0)
-            label = clean(name, 60)
+            label = clean_name(name, 60)
             for direction, field in (("to the device", "bytes_to_device"), ("to the host", "bytes_to_host")):
                 value = (number(cache, field) or 0.0) / steps
                 part = f"{direction} ({label})" if label else direction

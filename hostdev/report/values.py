@@ -1,6 +1,7 @@
 """Values of run directories' JSON files, which may lack entries or hold others than expected; and their text."""
 
 import math
+import zlib
 from typing import Any
 
 from hostdev.core.memory import format_bytes
@@ -32,13 +33,21 @@ def table(content: Any, *path: str) -> dict[str, Any]:
 
 def numbers(content: Any, *path: str) -> dict[str, float]:
     """Return the numbers in the dict below these keys, by name."""
-    found = {clean(str(name)): number(each) for name, each in table(content, *path).items()}
+    found = {clean_name(str(name)): number(each) for name, each in table(content, *path).items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def clean(text: str, most: int = 300) -> str:
     """Return untrusted text on one line of valid Unicode."""
     return printable(text, most).encode("utf-8", "backslashreplace").decode()
+
+
+def clean_name(name: str, most: int = 300) -> str:
+    """Return an untrusted name as `clean` does; a changed one ends with a checksum, so that names stay distinct."""
+    made = clean(name, most)
+    if made == name:
+        return made
+    return f"{clean(name, most - 11)} #{zlib.crc32(name.encode(errors='surrogatepass')):08x}"
 
 
 def count(value: float | None) -> str:

@@ -69,6 +69,18 @@ def local_path(text: str) -> Path:
     return _without_scheme(text)
 
 
+def require_input(path: Path, said: str) -> None:
+    """Raise UserError unless a path exists, is an address, or is - for standard input; {} in `said` is the path."""
+    if str(path) == "-" or address_of(path) is not None:
+        return
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(said.format(path)) from None
+    except (OSError, ValueError):
+        pass  # whoever opens it says what is wrong
+
+
 def _without_scheme(text: str) -> Path:
     found = _SCHEME.match(text)
     return Path(text if found is None else text[found.end() :])

@@ -4,6 +4,7 @@ import os
 import re
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from hostdev.core.printable import printable
 
 MOST_WAITING = 100_000  # values that wait to be sent; more are dropped
 _BATCH = 1000  # values in a request: MLflow's limit
+_LONGEST = 250  # characters of a name: MLflow's limit
 _SECONDS = 2.0  # between two requests with fewer values
 _USER = re.compile(r"//[^/@\s]*@")
 _OTHERS = re.compile(r"[^\w\-. /:]")  # characters that MLflow allows in no name
@@ -40,7 +42,7 @@ class Sender:
 
     def __init__(self, begin: Callable[[], Callable[[list[Value]], object]]) -> None:
         self._begin = begin
-        self._waiting: deque[Value] = deque()
+        self._names, self._waiting = Names(), deque[Value]()
         self._wake = threading.Condition()
         self._is_flushing = self._is_closing = False
         self._end: Callable[[], object] | None = None
@@ -55,7 +57,7 @@ class Sender:
             if len(self._waiting) >= MOST_WAITING:
                 self.dropped += 1
                 return
-            self._waiting.append(Value(clean_name(name), float(value), step, int(time.time() * 1000)))
+            self._waiting.append(Value(self._names.clean(name), float(value), step, int(time.time() * 1000)))
             if len(self._waiting) >= _BATCH:
                 self._wake.notify_all()
 
@@ -115,9 +117,30 @@ class Sender:
             self._wake.notify_all()
 
 
-def clean_name(name: str) -> str:
-    """Return a name with an underscore for each character that MLflow does not take; at most 250 characters."""
-    return _OTHERS.sub("_", name.encode(errors="replace").decode())[:250]
+class Names:
+    """Turns names into names that MLflow takes: an underscore for each other character, and at most 250 characters.
+
+    Different names stay different: if two become equal, the later one ends with a checksum of what it was.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def clean(self, name: str) -> str:
+        """Return the name for MLflow, always the same one."""
+        if name not in self._names:
+            made = "/".join(map(_clean_part, name.split("/")))[:_LONGEST]
+            if made in self._taken:
+                made = f"{made[: _LONGEST - 9]}-{zlib.crc32(name.encode(errors='surrogatepass')):08x}"
+            self._names[name] = made
+            self._taken.add(made)
+        return self._names[name]
+
+
+def _clean_part(part: str) -> str:
+    made = _OTHERS.sub("_", part.encode(errors="replace").decode())
+    return f"_{made}" if not made.strip(".") or made.startswith("..") else made  # refused, as parts of paths
 
 
 def describe_error(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from hostdev.core.errors import HostdevError
 from hostdev.core.printable import printable
 from hostdev.core.run_files import CONFIG, CURVE, MLFLOW, REPORT, SUMMARY
 from hostdev.tracking.callback import EndInfo, RunInfo
-from hostdev.tracking.mlflow_sending import Sender, Value, clean_name, connect, describe_error, make_send
+from hostdev.tracking.mlflow_sending import Names, Sender, Value, connect, describe_error, make_send
 from hostdev.tracking.mlflow_writer import add_quantiles
 from hostdev.tracking.tracker import Norms, Tracker, clean, files_of, final_figures, flatten
 
@@ -77,8 +77,9 @@ class MLflowTracker(Tracker):
     def _send_params(self, values: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
+        names = Names()
         params = [
-            Param(clean_name(name), clean(printable(str(value), _PARAM_CHARACTERS))) for name, value in values.items()
+            Param(names.clean(name), clean(printable(str(value), _PARAM_CHARACTERS))) for name, value in values.items()
         ]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS])

@@ -95,6 +95,44 @@ def test_groups_of_a_data_set(films, tmp_path, capsys):
         assert not (tmp_path / "q.parquet").exists()
 
 
+@pytest.mark.parametrize("hashed", [False, True])
+def test_rows_without_a_user_are_left_out(films, tmp_path, capsys, hashed):
+    """In files of each kind, and in a data set, where a missing value has an id like any other."""
+    frame = pd.read_csv(films / "films.csv", dtype=str)
+    frame.loc[::3, "user"] = None
+    frame.loc[1::9, "user"] = "?"
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    frame.to_parquet(tmp_path / "t.parquet")
+    numbers = frame.assign(user=frame["user"].str[1:].where(frame["user"] != "?").astype(float))
+    numbers.to_parquet(tmp_path / "numbers.parquet")
+    flags = ["--label", "liked", "--categorical", "user,item", "--missing", "?", "--test-fraction", "0.5"]
+    flags += ["--hash-buckets", 100_003] if hashed else []
+    assert run(preprocess, "table", tmp_path / "t.csv", *flags, "--out", tmp_path / "data") == 0
+    options = ["--data", tmp_path / "data", "--batch-size", 300, "--epochs", 1, "--device", "cpu", "--emb-dim", 4]
+    assert run(train, *options, "--checkpoint-every", 100, "--run-dir", tmp_path / "run") == 0
+    there = ~frame["user"].isin(["?"]) & frame["user"].notna()
+    assert 0 < there.sum() < len(frame)
+    for name in ("t.csv", "t.parquet", "numbers.parquet", "data"):
+        column = "user" if name != "numbers.parquet" else "who"
+        path = tmp_path / name
+        if column == "who":
+            numbers.rename(columns={"user": "who"}).assign(user=frame["user"]).to_parquet(path)
+        capsys.readouterr()
+        command = ["--checkpoint", tmp_path / "run", "--data", path, "--out", tmp_path / f"{name}.p.parquet"]
+        assert run(predict, *command, "--by", column) == 0
+        printed = capsys.readouterr().out
+        shown = re.search(rf"by {column}: GAUC (\S+) over the \d+ of (\d+) values", printed)
+        assert re.search(rf"\d+ rows left out because {column} is missing", printed)
+        if name == "data":
+            assert int(shown[2]) <= 40
+            continue
+        assert f"{len(frame) - there.sum()} rows left out because {column} is missing" in printed
+        found = pq.read_table(tmp_path / f"{name}.p.parquet").to_pandas()[there.to_numpy()]
+        groups = pd.factorize(frame["user"][there])[0].astype(np.uint64)
+        expected = rank(groups, found["probability"].to_numpy(np.float32), found["label"].to_numpy() == 1, 10)
+        assert (f"{expected.gauc:.4f}", expected.groups) == (shown[1], int(shown[2]))
+
+
 def test_no_rows(films, tmp_path, capsys):
     """A file with columns and no row: no figures, and a file with columns."""
     frame = pd.read_csv(films / "films.csv", dtype=str).head(0)

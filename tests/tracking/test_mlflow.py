@@ -190,3 +190,34 @@ def test_no_secret_is_printed(monkeypatch, text):
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "s3cret")
     found = sending.describe_error(ValueError(text))
     assert not any(secret in found for secret in ("p%40ss", "p@ss", "s3cret", "me@"))
+
+
+def test_names_that_mlflow_refuses_stay_distinct(client):
+    """Also labels with odd characters; MLflow takes the names that it allows as they are."""
+    usual = ["test/a b-c.d:e/auc", "loss/training", "test/käufe/auc", "x" * 250]
+    names = sending.Names()
+    assert list(map(names.clean, usual)) == usual
+    labels = ["buy?", "buy!", "buy_", "", ".", "..", "...", "..a", "a\n", "a\t", "a_", "é\udcff", "é\udcfe"]
+    odd = [f"test/{label}/auc" for label in labels]
+    odd += ["..", "...", "..b/a", "/b/a", "b//a", "c/", "x" * 251, "x" * 250 + "y", "x" * 300, "x" * 299 + "y"]
+    cleaned = list(map(names.clean, odd))
+    assert len({*cleaned, *usual}) == len(odd) + len(usual)
+    assert cleaned == list(map(names.clean, odd))
+    assert cleaned[0] == "test/buy_/auc"
+    assert max(map(len, cleaned)) <= 250
+    run_id = client.create_run("0").info.run_id
+    for step, name in enumerate(cleaned):
+        client.log_metric(run_id, name, step)
+    assert sorted(client.get_run(run_id).data.metrics.values()) == list(range(len(odd)))
+
+
+def test_labels_whose_names_become_equal(client):
+    run_id = client.create_run(client.create_experiment("x")).info.run_id
+    with MLflowWriter(run_id) as writer:
+        for step in range(3):
+            writer.add_scalar("test/buy?/auc", 0.25, step)
+            writer.add_scalar("test/buy!/auc", 0.75, step)
+    metrics = client.get_run(run_id).data.metrics
+    assert sorted(metrics.values()) == [0.25, 0.75]
+    for name, value in metrics.items():
+        assert [one.value for one in client.get_metric_history(run_id, name)] == [value] * 3

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from time import sleep
 from typing import Any
 
 from hostdev.core.errors import TransientError, UserError, in_words
@@ -19,6 +20,7 @@ from hostdev.data.preprocess.scheduler_flag import parse_scheduler
 _CONNECT_SECONDS = 20
 _FIRST_WORKER_SECONDS = 60
 _CLOSE_SECONDS = 10
+_CHECKS, _CHECK_AGAIN_SECONDS = 10, 0.5
 _LOGGERS = ("distributed", "tornado", "asyncio")
 
 
@@ -40,13 +42,31 @@ class Connection:
         return sum(self.client.nthreads().values())
 
     def check(self, reference: Reference) -> None:
-        """Check all workers that are there.
+        """Check all workers that are there; one that is lost meanwhile is left out, as one lost later is.
 
-        Raises TransientError, by its name, for a worker that does not see the work folder or has other versions.
+        Raises TransientError, by its name, for a worker that does not see the work folder or has other versions; and
+        if the scheduler is lost, or no worker is left and none comes.
         """
-        found = self.client.run(tasks.check, reference, on_error="return")
+        for _ in range(_CHECKS):
+            try:
+                self.client.wait_for_workers(1, timeout=_FIRST_WORKER_SECONDS)
+                found = self.client.run(tasks.check, reference, on_error="return")
+            except TimeoutError:
+                break
+            except OSError:
+                raise TransientError(f"the scheduler at {self.address} no longer answers") from None
+            if memory := self._memory(found):
+                self.memory = min(memory)
+                return
+            sleep(_CHECK_AGAIN_SECONDS)  # until the scheduler has noticed that the workers are lost
+        raise TransientError(f"{self.address} has no worker any more; run again once there is one")
+
+    def _memory(self, found: dict[str, Any]) -> list[int]:
+        """Return the bytes of memory of the workers that have answered; see `check`."""
         memory = []
         for worker, answer in found.items():
+            if isinstance(answer, OSError):  # of the connection: the task returns those of the worker's own
+                continue
             if isinstance(answer, BaseException):
                 raise TransientError(
                     f"worker {worker} cannot run hostdev's tasks ({in_words(answer)}); install this version of hostdev "
@@ -55,9 +75,7 @@ class Connection:
             if answer["error"] is not None:
                 raise TransientError(answer["error"]["message"])
             memory.append(answer["memory"])
-        if not memory:
-            raise TransientError(f"{self.address} has no worker any more; run again once there is one")
-        self.memory = min(memory)
+        return memory
 
     def close_files(self) -> None:
         """Let all workers close the files that tasks have left open; one that is lost has none."""

@@ -40,7 +40,12 @@ def run(reference: Reference, kind: str, arguments: tuple[Any, ...], known: File
     except HostdevError as error:
         return {"error": first.describe_error(error)}
     except (OSError, MemoryError) as error:
-        return {"error": {"kind": "TransientError", "message": f"{in_words(error)} ({worker_name()})"}}
+        return {"error": _failed(error)}
+
+
+def _failed(error: OSError | MemoryError) -> dict[str, Any]:
+    """Describe an error of this worker's machine."""
+    return {"kind": "TransientError", "message": f"{in_words(error)} ({worker_name()})"}
 
 
 def check(reference: Reference, dask_worker: Any = None) -> dict[str, Any]:
@@ -50,6 +55,8 @@ def check(reference: Reference, dask_worker: Any = None) -> dict[str, Any]:
         open_job(reference)
     except HostdevError as error:
         return {"error": first.describe_error(error), "memory": 0}
+    except (OSError, MemoryError) as error:
+        return {"error": _failed(error), "memory": 0}
     free = available_bytes()
     manager = getattr(dask_worker, "memory_manager", None)
     limit = getattr(manager, "memory_limit", None) or free

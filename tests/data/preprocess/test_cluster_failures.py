@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from hostdev.core.errors import TransientError, UserError
+from hostdev.data.preprocess.cluster import connection as connecting
 from hostdev.data.preprocess.cluster import job, learning, prepare, runner, tasks
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.work import claim
@@ -255,6 +256,63 @@ def test_workers_that_do_not_fit_are_refused_by_name(text, tmp_path, processes, 
     with pytest.raises(TransientError, match=said):
         make(text, tmp_path / "out", processes.address)
     assert [path.name for path in tmp_path.iterdir()] == ["dask"]
+
+
+def test_a_worker_is_killed_while_it_is_checked(text, tmp_path, expected, processes):
+    """It is lost, not wrong: the other one does the work."""
+    processes.start_worker(
+        preload=REPLACED + "def check(*_, **__):\n    import os\n    os._exit(9)\ntasks.check = check\n"
+    )
+    processes.start_worker()
+    from distributed import Client
+
+    with Client(processes.address) as client:
+        client.wait_for_workers(2, timeout=60)
+    make(text, tmp_path / "out", processes.address)
+    assert files_of(tmp_path / "out") == expected
+
+
+class Answers:
+    """A client of workers that give these answers, one after the other."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def wait_for_workers(self, n, timeout):
+        if self.answers[0] is None:
+            raise TimeoutError
+
+    def run(self, *_, on_error):
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+LOST, FINE = OSError("in <TCP (closed)>"), {"error": None, "memory": 7}
+
+
+def test_answers_of_workers_that_are_checked(monkeypatch):
+    monkeypatch.setattr(connecting, "_CHECK_AGAIN_SECONDS", 0)
+    for answers in (
+        [{"a": LOST, "b": FINE}],
+        [{"a": LOST}, {"b": FINE}],
+        [{}, {"b": {**FINE, "memory": 9}, "c": FINE}],
+    ):
+        made = connecting.Connection(Answers(*answers), "here")
+        made.check(("job", "sum"))
+        assert made.memory == 7
+    for answers, said in (
+        ([{"a": ImportError("no hostdev"), "b": FINE}], "worker a .*install"),
+        (
+            [{"a": {"error": {"kind": "TransientError", "message": "Permission denied (a)"}, "memory": 0}}],
+            "^Permission",
+        ),
+        ([{"a": LOST}, None], "here has no worker"),
+        ([{"a": LOST}, LOST], "scheduler at here"),
+    ):
+        with pytest.raises(TransientError, match=said):
+            connecting.Connection(Answers(*answers), "here").check(("job", "sum"))
 
 
 def test_a_worker_is_killed(text, tmp_path, expected, processes):

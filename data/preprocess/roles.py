@@ -1,0 +1,295 @@
+"""Roles that `preprocess suggest` finds for columns that are no features: labels, weights, times, positions, leaks."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hostdev.data.preprocess.naming import short
+from hostdev.data.preprocess.sampled import SampledColumn
+
+_LABELS = re.compile(
+    r"((is|was|has)_)?(label|click(ed|s)?|clk|target|y|conver(sion|t|ted)|purchased?|buy|bought|liked?|churn(ed)?)"
+)
+_RATINGS = re.compile(r"((book|film|item|movie|product|review|song|user)_)?(ratings?|stars?|score)|overall")
+_OUTCOMES = {
+    *("label", "target", "click", "clicks", "clicked", "clk", "nonclk", "convert", "converted", "conversion"),
+    *("purchase", "purchased", "buy", "bought", "order", "ordered", "reordered", "install", "installed", "like"),
+    *("liked", "share", "shared", "follow", "followed", "comment", "commented", "cart", "fav", "favorite", "favourite"),
+    *("churn", "churned", "subscribed", "signup", "registered", "watched", "finished", "completed", "skipped", "cvr"),
+}
+_BEFORE = {"last", "prior", "previous", "prev", "past", "ever", "before", "history", "old"}
+_POSITIVE = {"1", "1.0", "true", "t", "yes", "y", "positive", "pos", "click", "clicked", "buy", "bought", "converted"}
+_NEGATIVE = ("0", "0.0", "false", "no", "n", "f", "-1", "")
+_BINARY = (
+    {"0", "1", "0.0", "1.0", "true", "false"},
+    {"yes", "no"},
+    {"y", "n"},
+    {"t", "f"},
+    {"-1", "1"},
+    {"-1", "+1"},
+)
+_WEIGHTS = re.compile(
+    r"((sample|row|instance|example|case|importance|loss|train|training|ips|inverse_propensity)_weights?|ips|fnlwgt"
+    r"|weight_?column)"
+)
+_MAYBE_WEIGHTS = re.compile(
+    r"w|((sampling|class|pos|neg|positive|negative|label|user|event|click|inverse)_)?(weights?|wgt|importance)"
+    r"|(.*_)?(propensity|propensity_score|ips_score)"
+)
+_IDS = re.compile(
+    r"(.*[^a-z])?(id|code|no|nr|number|zip|postcode|sku|isbn|asin|category|type|class)(_?\d+)?|C_?\d+"
+    r"|(user|item|movie|film|ad|product|session|device|customer|client|article|site|app|book|song|query|shop)_?id"
+    r"|([acgipsuv]|gu|uu)id",
+    re.I,
+)
+_CHANCE = 1e-4  # a value beside which all labels are equal is suspicious if chance makes it so more rarely than this
+_LEAST = 20  # rows with either label, for a number to be found to separate them
+
+_YEAR, _MONTH, _DAY = r"(?:19|20|21)\d\d", r"(?:0?[1-9]|1[0-2])", r"(?:0?[1-9]|[12]\d|3[01])"
+_MONTH_NAME = r"(?i:jan|feb|mar|mär|apr|may|mai|jun|jul|aug|sep|okt|oct|nov|dec|dez)[a-zäé]*\.?"
+_WEEKDAY = r"(?:(?i:mon|tue|wed|thu|fri|sat|sun)[a-z]*,? )?"
+_DATE = "|".join([
+    rf"{_YEAR}[-/.]{_MONTH}[-/.]{_DAY}",
+    rf"{_YEAR}-(?:0[1-9]|1[0-2]|W\d\d(?:-\d)?)",
+    rf"{_YEAR}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])",
+    rf"\d{{1,2}}([-/]|\. ?)\d{{1,2}}([-/]|\. ?){_YEAR}",
+    r"\d\d[-/.]\d\d[-/.]\d\d|\d{1,2}/\d{1,2}/\d\d",
+    rf"{_DAY}[-/. ]{{1,2}}{_MONTH_NAME}[-/, ]{{1,2}}(?:{_YEAR}|\d\d)",
+    rf"{_MONTH_NAME} {_DAY}(?:st|nd|rd|th)?,? {_YEAR}",
+])  # fmt: skip
+_CLOCK = r"(?:[01]?\d|2[0-4]):?[0-5]\d(?::?[0-6]\d(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\.?)?"
+_COLONS = r"(?:[01]?\d|2[0-4]):[0-5]\d(?::[0-6]\d(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\.?)?"
+_ZONE = r"(?: ?(?:Z|UTC|GMT|[A-Z]{3,4}|[-+]\d\d(?::?\d\d)?))?(?: ?\[[A-Za-z_/]+\])?(?: \([A-Z]+\))?"
+_TIME_TEXT = (
+    rf"{_WEEKDAY}(?:{_DATE})(?:(?:[T:_]| at |,? +){_CLOCK}{_ZONE})?"
+    rf"|(?:T?{_COLONS}{_ZONE})"
+    rf"|{_WEEKDAY}{_MONTH_NAME} {{1,2}}{_DAY} {_COLONS}(?: [A-Z]{{3,4}})? {_YEAR}"
+)
+_TIME_WORDS = {
+    *("time", "timestamp", "stamp", "date", "datetime", "day", "ts", "dt", "epoch", "unixtime", "when"),
+}
+_AT = {"created", "updated", "clicked", "seen", "shown", "viewed", "event", "modified", "posted", "visited", "logged"}
+_PERIOD = re.compile(r"(.*_)?(hour|minute|month|weekday|dow|quarter|day_of_(the_)?(week|month|year)|of_day)")
+_UNITS = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
+_EPOCH = (1e9, 2.1e9)  # seconds from 1970: 2001 to 2036
+_FEW_ROWS = 100  # up to this many rows may have ids that increase with every row
+_POSITIONS = {
+    "",
+    "index",
+    "idx",
+    "row",
+    "rowid",
+    "row_id",
+    "rownum",
+    "row_number",
+    "unnamed_0",
+    "n",
+    "no",
+    "nr",
+    "line",
+}
+
+Truth = npt.NDArray[np.bool_]
+
+
+class Label(NamedTuple):
+    """The label's column, or None; the rule for positive labels (None: 1 and true); the reason; which rows are positive
+    and which rows have a label [n], both None where the rule cannot tell."""
+
+    name: str | None
+    rule: str | None
+    reason: str
+    positive: Truth | None = None
+    known: Truth | None = None
+
+
+def find_label(columns: Sequence[SampledColumn], given: str | None) -> Label:
+    """Choose the label: `given`, or a column with a usual name, preferably one with two values."""
+    if given is not None:
+        candidates, why = [column for column in columns if column.name == given], "given"
+    else:
+        named = [column for column in columns if _LABELS.fullmatch("_".join(column.words))]
+        candidates = [column for column in named if is_binary(column)]
+        candidates += [column for column in named if not is_binary(column)]
+        candidates += [column for column in columns if _RATINGS.fullmatch("_".join(column.words))]
+        why = "by its name"
+    for column in candidates:
+        if column.kind in ("list", "nested", "other"):
+            continue
+        known = pc.not_equal(column.values, "").to_numpy(zero_copy_only=False)
+        values = {value.lower() for value in pc.unique(column.known).to_pylist()}
+        if values <= _BINARY[0]:
+            positive = _is_in(column, ("1", "1.0", "true"))
+            return Label(column.name, None, why, positive, known)
+        numbers = column.numbers
+        if numbers is not None and len(numbers):
+            middle = float(np.quantile(numbers, 0.5, method="lower"))
+            above = middle if middle < numbers.max() else float(np.unique(numbers)[-2:][0])
+            positive = np.zeros(len(known), np.bool_)
+            positive[known] = numbers > above
+            reason = f"{why}; the rule selects the larger values: check it"
+            return Label(column.name, f">{above:g}", reason, positive, known)
+        if column.distinct == 2:
+            texts = pc.unique(column.known).to_pylist()
+            usual = [text for text in texts if text.lower() in _POSITIVE]
+            rare = min(texts, key=lambda value: pc.sum(pc.equal(column.known, value)).as_py())
+            rule, what = (usual[0], "value that says yes") if len(usual) == 1 else (rare, "rarer value")
+            positive = pc.equal(column.values, rule).to_numpy(zero_copy_only=False)
+            return Label(column.name, rule, f"{why}; the rule selects the {what}: check it", positive, known)
+    return Label(given, None, why if given is not None else "")
+
+
+def is_binary(column: SampledColumn) -> bool:
+    """Return whether a column has 0 and 1, true and false, yes and no, or the like; a value may also be missing."""
+    if column.kind not in ("text", "number", "bool") or not 1 <= column.distinct <= 2:
+        return False
+    values = {value.lower() for value in pc.unique(column.known).to_pylist()}
+    return any(values <= pair for pair in _BINARY)
+
+
+def second_label(column: SampledColumn, label: Label) -> str | None:
+    """Return why a column beside the label looks like another outcome, known only after the label, or None."""
+    if label.name is None or column.kind in ("list", "nested"):
+        return None
+    binary = is_binary(column)
+    feature = 'kind = "categorical"' if binary or column.numbers is None else 'kind = "numeric"'
+    also = f"; a second label: [labels.NAME]; if it is known before: {feature}"
+    if binary and (words := set(column.words)) & _OUTCOMES and not words & _BEFORE:
+        return f"named like an outcome, which is known only after the event{also}"
+    leak = _leak(column, label, binary=binary)
+    return None if leak is None else f"{leak}: is it known only after the event?{also}"
+
+
+def _leak(column: SampledColumn, label: Label, *, binary: bool) -> str | None:
+    """Return how a column's values give the label away, or None."""
+    if label.positive is None or label.known is None or not label.known.any():
+        return None
+    positive, values = label.positive[label.known], column.values.filter(pa.array(label.known))
+    share = float(positive.mean())
+    if share in (0, 1):
+        return None
+    encoded = values.dictionary_encode()
+    codes = encoded.indices.to_numpy(zero_copy_only=False)
+    usual = int(np.bincount(codes).argmax())
+    rows = int((codes != usual).sum())
+    if rows and positive[codes != usual].all() and share**rows < _CHANCE:
+        value = short(repr(encoded.dictionary[usual].as_py()), 30)
+        return f"all {rows:,} rows with another value than {value} have a positive label"
+    if binary:
+        is_no = _is_in(column, _NEGATIVE)[label.known]
+        rows = int(is_no.sum())
+        if 0 < rows < len(is_no) and not positive[is_no].any() and (1 - share) ** rows < _CHANCE:
+            return "every row with a positive label has a positive value here"
+    if column.numbers is None or is_named_like_ids(column):
+        return None
+    has = pc.not_equal(values, "")
+    numbers = values.filter(has).cast(pa.float64()).to_numpy(zero_copy_only=False)
+    positive = positive[has.to_numpy(zero_copy_only=False)]
+    above, below = numbers[positive], numbers[~positive]
+    if min(len(above), len(below)) >= _LEAST and (above.min() > below.max() or above.max() < below.min()):
+        return "its numbers separate the positive labels from the others"
+    return None
+
+
+def _is_in(column: SampledColumn, values: Sequence[str]) -> Truth:
+    """Return which rows have one of these values, in upper or lower case [n]."""
+    found: Truth = pc.is_in(pc.utf8_lower(column.values), value_set=pa.array(values)).to_numpy(zero_copy_only=False)
+    return found
+
+
+def is_named_like_ids(column: SampledColumn) -> bool:
+    """Return whether a column's name says that its numbers are ids."""
+    return bool(_IDS.fullmatch("_".join(column.words)) or _IDS.fullmatch(column.name))
+
+
+def find_weight(columns: Sequence[SampledColumn]) -> str | None:
+    """Return the name of the column with the rows' weights, or None if no name is clear."""
+    return next((one.name for one in columns if _WEIGHTS.fullmatch("_".join(one.words)) and _can_weigh(one)), None)
+
+
+def may_be_weight(column: SampledColumn) -> str | None:
+    """Return why a column may be the rows' weight, or None."""
+    if not (_MAYBE_WEIGHTS.fullmatch("_".join(column.words)) or _WEIGHTS.fullmatch("_".join(column.words))):
+        return None
+    if not _can_weigh(column) or is_binary(column):
+        return None
+    weight = f"weight = {json.dumps(column.name)}"
+    return f'the weight of each row in the loss? Then {weight} at the top; if it is measured: kind = "numeric"'
+
+
+def _can_weigh(column: SampledColumn) -> bool:
+    numbers = column.numbers
+    return numbers is not None and len(numbers) > 0 and bool((numbers >= 0).all() and np.isfinite(numbers).all())
+
+
+def time_reason(column: SampledColumn) -> str | None:
+    """Return why a column has times, or None: by its type, its texts, its numbers, or its name."""
+    what = "split with --test-after, or extract hour and weekday with `preprocess query`"
+    if column.kind == "other":
+        return f"a time: {what}"
+    if column.kind not in ("text", "number"):
+        return None
+    if column.numbers is None:
+        return f"a time: {what}" if column.matches(_TIME_TEXT) else None
+    name = "_".join(column.words)
+    named = any(word in _TIME_WORDS for word in column.words[-1:]) or name.endswith("_at") or name in _AT
+    if is_named_like_ids(column) and not named:
+        return None
+    if found := _numbers_as_time(column.numbers, named=named or bool(_PERIOD.fullmatch(name))):
+        return f"a time: {what} ({found})"
+    if _PERIOD.fullmatch(name) and column.numbers.max() <= 366:
+        return None
+    return f'a time, by its name: {what}; if it is a duration: kind = "numeric"' if named else None
+
+
+def _numbers_as_time(numbers: Any, *, named: bool) -> str | None:
+    """Return what kind of time numbers are, or None."""
+    low, high = float(numbers.min()), float(numbers.max())
+    for unit, per_second in _UNITS.items():
+        if _EPOCH[0] * per_second <= low and high <= _EPOCH[1] * per_second:
+            return f"{unit} since 1970"
+    if not (numbers == np.floor(numbers)).all() or (len(numbers) < 20 and not named):
+        return None
+    whole = numbers.astype(np.int64) if high < 2**62 else np.zeros(0, np.int64)
+    for digits, form in ((6, "YYYYMM"), (8, "YYYYMMDD"), (10, "YYYYMMDDHH"), (12, "YYYYMMDDHHMM")):
+        if len(whole) and 10 ** (digits - 1) <= low and high < 10**digits and _is_calendar(whole, digits):
+            return form
+    if named and len(whole) and low >= 10**7 and high < 10**8 and _is_calendar(whole + 20 * 10**8, 10):
+        return "YYMMDDHH"
+    if len(whole) and low >= 10**13 and high < 10**14 and _is_calendar(whole // 100, 12):
+        return "YYYYMMDDHHMMSS"
+    return None
+
+
+def _is_calendar(whole: npt.NDArray[np.int64], digits: int) -> bool:
+    """Return whether all numbers are a year, a month and so on, written with this many digits."""
+    limits = [(1900, 2100), (1, 12), (1, 31), (0, 24), (0, 59)][: digits // 2 - 1]
+    for low, high in reversed(limits[1:]):
+        part = whole % 100
+        if not ((part >= low) & (part <= high)).all():
+            return False
+        whole = whole // 100
+    return bool(((whole >= limits[0][0]) & (whole <= limits[0][1])).all())
+
+
+def position_reason(column: SampledColumn) -> str | None:
+    """Return why a column only numbers the rows, or None."""
+    numbers = column.numbers
+    if numbers is None or len(numbers) < len(column.texts) or column.distinct < len(numbers):
+        return None
+    steps, named = np.diff(numbers), "_".join(column.words) in _POSITIONS
+    if len(numbers) <= _FEW_ROWS and not named:
+        return None
+    if (steps == 1).all():
+        return "the row's own position"
+    if not (numbers == np.floor(numbers)).all():
+        return None
+    if (steps > 0).all():
+        return "it increases with every row: a position or a time"
+    return "a number of its own in every row" if named or np.ptp(numbers) == len(numbers) - 1 else None
