@@ -15,7 +15,8 @@ from hostdev import FTRL, SGD, Adam, Disk, HostTable, LazyAdam, RowWiseAdam, Unu
 from hostdev.host.disk import segments as segments_module
 from hostdev.host.disk import store as store_module
 from hostdev.host.disk.folder import TableFolder
-from hostdev.host.disk.readers import Planes
+from hostdev.host.disk.readers import Planes, Read
+from hostdev.host.disk.sizes import MemorySize, count_most
 from hostdev.host.key_table import KeyTable
 from hostdev.kernels import disk_records
 from hostdev.kernels.disk_records import Format
@@ -162,6 +163,37 @@ def test_threads_read_while_others_update(tmp_path, small):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("source", ["initial values", "disk"])
+def test_rows_that_another_thread_brings_are_awaited(source, tmp_path, small, monkeypatch):
+    """Two loops, or a loop and a call, may need a row at once that is nowhere or on disk."""
+    table = filled(tmp_path) if source == "disk" else pair(tmp_path)[1]
+    tier, begun, may_end, done = table.storage.tier, threading.Event(), threading.Event(), []
+    rows = on_disk(table)[:20] if source == "disk" else np.arange(20)
+
+    def slowly(call):
+        def run(*arguments):
+            begun.set()
+            may_end.wait(20)
+            call(*arguments)
+            done.append(1)
+
+        return run
+
+    if source == "disk":
+        monkeypatch.setattr("hostdev.host.disk.readers.Read.work", slowly(Read.work))
+    else:
+        monkeypatch.setattr(tier, "_fill", slowly(tier._fill))
+    first = threading.Thread(target=lambda: table.apply(rows, np.zeros((20, 8), np.float32)))
+    first.start()
+    assert begun.wait(20)
+    pinned = tier.try_pin(rows, change=False)
+    threading.Timer(0.1, may_end.set).start()
+    tier.await_rows(pinned)
+    assert done
+    tier.unpin(pinned)
+    first.join()
 
 
 def test_blocks_have_the_checksum_that_their_description_says():
@@ -324,12 +356,53 @@ def test_what_a_killed_run_left_is_removed_and_what_runs_is_not(tmp_path):
     other.remove()
 
 
-def test_batches_that_do_not_fit_are_refused(tmp_path, small):
+@pytest.mark.parametrize(("optimizer", "formats"), [(LazyAdam, 0), (LazyAdam, 2), (Adam, 1)])
+def test_rows_that_do_not_fit_have_memory_of_their_own_for_a_while(optimizer, formats, tmp_path, small, capsys):
+    random = np.random.default_rng(5)
+    one, other = pair(tmp_path, kept=300, optimizer=optimizer, **FORMATS[formats])
+    tier = other.storage.tier
+    for count in (2_000, 100, ROWS, 250, 1_200, 300, 40, 40):
+        ids = random.permutation(ROWS)[:count]
+        grads = random.standard_normal((count, 8)).astype(np.float32)
+        for table in (one, other):
+            table.apply(ids, grads)
+            with table.writing(ids[:700]) as edit:
+                edit.weights[::7] = 0.5
+    require_equal(one, other)
+    assert tier.nbytes == tier.count * tier.size.frame_bytes + tier.store.nbytes  # what it had more, it has given back
+    found = other.storage.summary()
+    assert found["exceeded"] == 3 and found["exceeded_bytes"] == (ROWS - tier.count) * tier.size.frame_bytes
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and "'t'" in error and "2,000" in error and f"{tier.count:,}" in error
+    disk = Disk(tmp_path / "disk", memory=found["needed_bytes"])
+    assert HostTable(ROWS, 8, optimizer(), name="t", storage=disk, **FORMATS[formats]).storage.tier.count == ROWS
+
+
+def test_the_advised_memory_has_room_as_has_any_larger_one(small):
+    size = MemorySize(1_000_000, 96, Format.of(96, 1 << 16))
+    for batch in (1, 7, 100, 4_321, 200_000, 999_999, 1_000_000):
+        least = size.get_bytes(batch)
+        for nbytes in [*range(least, least + 1_000), *range(least, 3 * least + (1 << 22), 5_003)]:
+            assert count_most(size.count_frames(nbytes), size.rows) >= batch
+
+
+def test_rows_that_the_host_has_no_memory_for_are_refused(tmp_path, small, monkeypatch):
     _, table = pair(tmp_path, kept=300)
-    step = table.step
-    with pytest.raises(UserError, match=r"table 't': a batch needs 2,000 of its rows in memory, .* at least"):
-        table.apply(np.arange(2_000), np.ones((2_000, 8), np.float32))
+    step, apply = table.step, lambda: table.apply(np.arange(2_000), np.ones((2_000, 8), np.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr("hostdev.host.disk.tier.available_bytes", lambda: 100_000)
+        with pytest.raises(UserError, match=r"table 't': 2,000 rows .* 97.7 KiB are free"):
+            apply()
     assert table.step == step
+    apply()  # the memory is there now
+    monkeypatch.setattr("hostdev.host.disk.frame_arrays.free_addresses", lambda: 200_000)
+    _, table = pair(tmp_path, kept=300)
+    with pytest.raises(UserError, match=r"table 't': 2,000 rows .*ulimit -v"):
+        apply()
+    table.apply(np.arange(600), np.ones((600, 8), np.float32))  # for these, there are addresses
+
+
+def test_too_little_memory_for_any_rows_is_refused(tmp_path, small):
     with pytest.raises(UserError, match="has 1,000 bytes of memory, but needs at least"):
         HostTable(ROWS, 8, SGD(), name="t", storage=Disk(tmp_path, memory=1_000))
 
