@@ -247,7 +247,8 @@ def _arrived(files: dict[str, Any]) -> str:
     """Return as text how many files a run with --follow has taken."""
     rest = f"; {files['waiting_rows']:,} rows of them wait for a full batch" if files["waiting_rows"] else ""
     over = f"; the quality above is that of the last {files['window']['files']}" if files["window"] else ""
-    return f"{files['taken']:,} files taken, {files['set_aside']:,} set aside{rest}{over}"
+    changed = f", {files['changed']:,} changed afterwards" if files["changed"] else ""
+    return f"{files['taken']:,} files taken, {files['set_aside']:,} set aside{changed}{rest}{over}"
 
 
 def _pipeline(pipeline: dict[str, Any]) -> str:

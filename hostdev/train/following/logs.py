@@ -13,10 +13,12 @@ from hostdev.data.arrivals.folder import hash_of
 
 
 class Expected(NamedTuple):
-    """A file that the killed process took after the checkpoint."""
+    """A file that the killed process took after the checkpoint; see `Pending` for `nbytes` and `after`."""
 
     name: str
     sha256: str
+    nbytes: int | None = None
+    after: int = 0
 
 
 class FileLogs:
@@ -42,7 +44,7 @@ class FileLogs:
                 if line["number"] <= taken:
                     end = after
                 else:
-                    self.expected.append(Expected(str(line.get("file")), str(line.get("sha256"))))
+                    self.expected.append(_expected(line))
             self._files.truncate(end)
             self._known: set[int] = set()
             end = 0
@@ -69,6 +71,16 @@ class FileLogs:
         for file in (self._files, self._aside):
             with contextlib.suppress(OSError):
                 file.close()
+
+
+def _expected(line: dict[str, Any]) -> Expected:
+    nbytes, after = line.get("bytes"), line.get("after")
+    return Expected(
+        str(line.get("file")),
+        str(line.get("sha256")),
+        nbytes if isinstance(nbytes, int) else None,
+        after if isinstance(after, int) else 0,
+    )
 
 
 def _number(line: dict[str, Any]) -> int:
