@@ -153,7 +153,6 @@ def test_a_full_disk_is_saved(run, in_process, every, tmp_path, monkeypatch):
         ([*ON_DISK, "--model", "wide_deep", "--l2", "table"], "--l2 table would read all rows from disk in every step"),
         (["--table-window", 4], "--table-window has no effect without --table-dir; leave out --table-window"),
         ([*ON_DISK, "--table-window", 2_000], "--table-window must be in 0..1024 batches, not 2000"),
-        ([*ON_DISK[:3], "90KB"], "of its rows in memory, but its Disk has memory for"),
     ],
 )
 def test_what_is_refused(in_process, data, options, error):

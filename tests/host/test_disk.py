@@ -4,6 +4,7 @@ import copy
 import errno
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from hostdev import FTRL, SGD, Adam, Disk, HostTable, LazyAdam, RowWiseAdam, Unused, UserError
+from hostdev.core.errors import DiskFullError
 from hostdev.host.disk import segments as segments_module
 from hostdev.host.disk import store as store_module
 from hostdev.host.disk.folder import TableFolder
@@ -298,6 +300,26 @@ def test_a_full_disk_is_said_and_rows_are_kept(tmp_path, small, monkeypatch):
             other.apply(ids, np.ones((100, 8), np.float32))
             one.apply(ids, np.ones((100, 8), np.float32))
     require_equal(one, other)  # all steps that were taken
+
+
+def test_a_folder_that_is_removed_is_not_called_a_full_disk(tmp_path, small):
+    table = filled(tmp_path)
+    shutil.rmtree(tmp_path / "disk")
+    with pytest.raises(UserError, match="table 't': its folder .*hostdev-table-t-.* was removed") as raised:
+        for start in range(0, 10 * ROWS, 100):
+            table.apply(np.arange(start, start + 100) % ROWS, np.ones((100, 8), np.float32))
+    assert not isinstance(raised.value, DiskFullError)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_why_no_segment_can_be_made(code, tmp_path, small, monkeypatch):
+    def fail(file, offset, size):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(segments_module.os, "posix_fallocate", fail)
+    with pytest.raises(UserError, match=os.strerror(code)) as raised:
+        filled(tmp_path)
+    assert isinstance(raised.value, DiskFullError) == (code == errno.EDQUOT)
 
 
 def test_a_write_that_fails_ends_training_in_one_line(tmp_path, small, monkeypatch):
