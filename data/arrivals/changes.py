@@ -5,12 +5,13 @@ from threading import Event
 from typing import NamedTuple
 
 from hostdev.core.errors import in_words
+from hostdev.core.run_files import GROWN, REPLACED
 from hostdev.data.arrivals.endings import ends_line
 from hostdev.data.arrivals.folder import Folder, State
 from hostdev.data.arrivals.seen import Taken, digest_bits
 from hostdev.data.preprocess import places
 
-UNSETTLED, SAME, GROWN, REPLACED = "unsettled", "same", "grown", "replaced"
+UNSETTLED, SAME = "unsettled", "same"
 _AT_ONCE = 1 << 22  # bytes
 
 

@@ -14,7 +14,8 @@ import pyarrow.csv
 import pytest
 
 from hostdev.commands import train
-from hostdev.data.arrivals.changes import GROWN, REPLACED, SAME, UNSETTLED, examine
+from hostdev.core.run_files import GROWN, REPLACED
+from hostdev.data.arrivals.changes import SAME, UNSETTLED, examine
 from hostdev.data.arrivals.endings import has_end
 from hostdev.data.arrivals.folder import Folder, State
 from hostdev.data.arrivals.seen import Seen, Taken, digest_bits

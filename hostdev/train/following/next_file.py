@@ -8,8 +8,8 @@ from itertools import islice
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
-from hostdev.core.run_files import FILES_LOG
-from hostdev.data.arrivals.changes import GROWN, REPLACED, SAME, UNSETTLED, Change
+from hostdev.core.run_files import FILES_LOG, GROWN, REPLACED
+from hostdev.data.arrivals.changes import SAME, UNSETTLED, Change
 from hostdev.data.arrivals.converting import LATE, REPEATED, Again, Converted, Part, Refused
 from hostdev.data.arrivals.folder import Folder, key_of
 from hostdev.data.arrivals.seen import Taken, digest_bits
