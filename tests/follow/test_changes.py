@@ -120,6 +120,13 @@ def test_changes_of_known_files_are_told_and_counted(in_process, example, arrive
     code, _, error = in_process(train, *every, *END, "--resume")
     assert code == 0 and "changed" not in error  # told once
     assert digest_of(run_dir) == digest_of(whole)
+    write(folder / "day1.csv", day(table, 5))  # and other changes again
+    with (folder / "day6.csv").open("ab") as file:
+        file.write(more[-9:])
+    code, _, error = in_process(train, *every, *END, "--resume", "--follow-grown")
+    assert code == 0 and changes(run_dir)[0]["day1.csv"] == "replaced" and error.count("day6.csv") == 0
+    assert lines(run_dir)[-1]["file"] == "day6.csv" and lines(run_dir)[-1]["rows"] == 7
+    assert json.loads((run_dir / "summary.json").read_text())["files"]["changed"] == 7
 
 
 def test_new_lines_of_the_last_file_are_taken(in_process, example, arrived, whole, table, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from hostdev.core.errors import naming
-from hostdev.core.run_files import ASIDE_LOG, FILES_LOG
+from hostdev.core.run_files import ASIDE_LOG, FILES_LOG, GROWN, REPLACED
 from hostdev.data.arrivals.folder import hash_of
 
 
@@ -29,10 +29,13 @@ class FileLogs:
     Args:
         folder: The run directory.
         taken: The number of files that the checkpoint has, whose lines stay; 0 for a new run.
+
+    Attributes:
+        changed: Number of lines about changes of known files.
     """
 
     def __init__(self, folder: Path, taken: int) -> None:
-        self.folder = folder
+        self.folder, self.changed = folder, 0
         self.expected: list[Expected] = []
         with naming(folder):
             self._files = (folder / FILES_LOG).open("a+", buffering=1)
@@ -50,6 +53,7 @@ class FileLogs:
             end = 0
             for end, line in _lines(self._aside):  # noqa: B007  (used after the loop)
                 self._known.add(_number(line))
+                self.changed += line.get("why") in (GROWN, REPLACED)
             self._aside.truncate(end)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -62,6 +66,7 @@ class FileLogs:
         if (number := _number(line)) in self._known:
             return False
         self._known.add(number)
+        self.changed += line.get("why") in (GROWN, REPLACED)
         with naming(self.folder):
             self._aside.write(json.dumps(line) + "\n")
         return True

@@ -53,6 +53,9 @@ class NextFile:
         self._asked: int | None = None  # later looks show all that has happened since the last file was taken
         self._since = time.monotonic()  # no file has come since
         self._troubles: set[str] = set()  # files, or the folder, whose trouble was mentioned
+        last = state.seen.last
+        if takes_grown and last is not None and (taken := state.seen.get(last)) is not None:
+            state.seen.note(last, taken._replace(stamp=-1))  # an earlier run may have left its new rows alone
 
     def take(self, wait: Wait) -> Converted | None:
         """Return the next file; None if no more is to be taken, or `wait` returns False.
@@ -165,18 +168,15 @@ class NextFile:
                 self._note_change(name, change)
         return changing
 
-    def _note_change(self, name: str, change: Change, why: str = "") -> None:
-        """Record a change of a file, whose rows are not trained on, and tell it."""
-        taken = change.taken._replace(stamp=change.state.stamp)
-        if change.kind != SAME:  # more of the same is not told again
-            digest = 0 if change.kind == GROWN else taken.digest
-            taken = taken._replace(size=change.state.size, digest=digest)
-            self._state.changed += 1
+    def _note_change(self, name: str, change: Change) -> None:
+        """Tell that a file has changed, and do not look at it until its next change."""
+        if change.kind != SAME:
             what = "taken" if change.taken.lines else "set aside"
             where = shown_place(self._folder.open(name))
-            reason = f"{where} has changed after it was {what}: {change.about}; {why or self._advise(name, change)}"
+            reason = f"{where} has changed after it was {what}: {change.about}; {self._advise(name, change)}"
             self._write_aside(Refused(name, change.kind, reason))
-        self._state.seen.note(name, taken)
+            self._state.changed = self._logs.changed
+        self._state.seen.note(name, change.taken._replace(stamp=change.state.stamp))
 
     def _advise(self, name: str, change: Change) -> str:
         if change.kind == GROWN and change.taken.lines:
@@ -192,7 +192,8 @@ class NextFile:
         if isinstance(found, Again) and found.reason is not None:
             self._mention(name, found.reason)
         if isinstance(found, Refused):
-            self._note_change(name, change, f"its new rows are not trained on ({found.reason})")
+            self._write_aside(found)
+            self._state.seen.note(name, change.taken._replace(stamp=change.state.stamp))
             return Again(name, None)
         return found
 
