@@ -1,7 +1,9 @@
 """Tables on disk from the command line: the same digests, resuming, verifying, a full disk, and what is refused."""
 
 import errno
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -71,6 +73,25 @@ def test_the_digest_is_that_of_memory(run, every, data, tmp_path):
     assert "AUC" in run(predict, "--checkpoint", "one", *scores)
 
 
+@BOTH
+def test_batches_that_do_not_fit_end_no_run(in_process, every, tmp_path):
+    """They take more memory for a while, which is told once and counted; the advised memory has room for all."""
+    trained = [*every, "--epochs", 1, "--pipeline-depth", 3, "--checkpoint-every", 25]
+    assert in_process(train, *trained, "--run-dir", "memory")[0] == 0
+    disk = ["--table-dir", "disk", "--table-memory"]
+    code, out, error = in_process(train, *trained, *disk, "75KB", "--run-dir", "one")
+    assert code == 0, error
+    assert digest_of(tmp_path / "one") == digest_of(tmp_path / "memory")
+    summary = json.loads((tmp_path / "one/summary.json").read_text())["disk"]
+    short = sorted(name for name, one in summary.items() if one["exceeded"])
+    assert short and sorted(line.split("'")[1] for line in error.splitlines() if "Disk" in line) == short
+    [advised] = re.findall(r"(--table-memory \S+) has room", out)
+    code, out, error = in_process(train, *trained, "--table-dir", "disk", *advised.split(), "--run-dir", "two")
+    assert code == 0 and "has room" not in out and "Disk" not in error
+    summary = json.loads((tmp_path / "two/summary.json").read_text())["disk"]
+    assert not any(one["exceeded"] for one in summary.values())
+
+
 @VOCABULARY_IS_SLOW
 def test_by_two_processes(run, every, tmp_path):
     """Checkpoints hold the segments of all processes; any number of processes resumes from them."""
@@ -132,7 +153,6 @@ def test_a_full_disk_is_saved(run, in_process, every, tmp_path, monkeypatch):
         ([*ON_DISK, "--model", "wide_deep", "--l2", "table"], "--l2 table would read all rows from disk in every step"),
         (["--table-window", 4], "--table-window has no effect without --table-dir; leave out --table-window"),
         ([*ON_DISK, "--table-window", 2_000], "--table-window must be in 0..1024 batches, not 2000"),
-        ([*ON_DISK[:3], "90KB"], "of its rows in memory, but its Disk has memory for"),
     ],
 )
 def test_what_is_refused(in_process, data, options, error):

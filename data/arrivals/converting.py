@@ -1,26 +1,45 @@
 """Conversion of an arrived file to encoded rows, piece by piece; a file that cannot be read is refused as a whole."""
 
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from threading import Event
 from typing import NamedTuple
 
+import numpy as np
+
 from hostdev.core.errors import HostdevError, TransientError, UserError, in_words
 from hostdev.core.progress import counted
+from hostdev.data.arrivals.endings import has_end
 from hostdev.data.arrivals.example import Example
 from hostdev.data.arrivals.folder import Folder, State
+from hostdev.data.arrivals.seen import Taken, digest_bits
 from hostdev.data.arrivals.spool import Spool, SpoolError
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.inputs import is_empty
 from hostdev.data.preprocess.raw import BEGINNING, WrongRowError
 from hostdev.data.preprocess.rejected import Rejected
 from hostdev.data.preprocess.row_counts import MAX_REJECTED
+from hostdev.data.rows import Piece
 from hostdev.stores.address import shown_place
 from hostdev.stores.store import StoreError
 
 EMPTY, REFUSED, REPEATED, LATE = "empty", "refused", "repeated", "late"  # why a file is set aside
 _AT_ONCE = 1 << 22  # bytes
+
+
+class Part(NamedTuple):
+    """A part of a file: its first `nbytes` bytes, None for all, without the first `after` rows."""
+
+    nbytes: int | None = None
+    after: int = 0
+
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True)
@@ -32,6 +51,9 @@ class Converted:
         sha256: The digest of its bytes.
         rejected: Number of rows that cannot be read; these are left out.
         first: One line about the first of them; None if there are none.
+        lines: Number of rows in these bytes, with rejected ones and with those that had been taken before.
+        part: Which part of the file this is.
+        skipped: Number of rows in the spool that had been taken before.
     """
 
     name: str
@@ -40,11 +62,30 @@ class Converted:
     rejected: int
     first: str | None
     spool: Spool
+    lines: int = 0
+    part: Part = WHOLE
+    skipped: int = 0
 
     @property
     def rows(self) -> int:
         """The number of rows."""
-        return self.spool.rows
+        return self.spool.rows - self.skipped
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the file up to the end of these rows."""
+        return self.state.size if self.part.nbytes is None else self.part.nbytes
+
+    @property
+    def taken(self) -> Taken:
+        """What `Seen` remembers of the file once its rows are taken."""
+        stamp = self.state.stamp if self.nbytes == self.state.size else 0
+        return Taken(self.nbytes, stamp, digest_bits(self.sha256), self.lines)
+
+    def read(self, first: int = 0) -> Iterator[tuple[int, Piece]]:
+        """Yield pieces from the one with row `first` on, each with the number of rows before it; it may be negative."""
+        for before, piece in self.spool.read(self.skipped + first):
+            yield before - self.skipped, piece
 
     def close(self) -> None:
         """Remove the rows; those that were read from the spool stay."""
@@ -58,13 +99,18 @@ class Refused(NamedTuple):
     why: str
     reason: str
     sha256: str | None = None
+    state: State | None = None
 
 
 class Again(NamedTuple):
-    """A file to be looked at again: it has changed or vanished (`reason` is None), or the system failed to read it."""
+    """A file to be looked at again: it has changed or vanished (`reason` is None), or the system failed to read it.
+
+    `is_open`: it lacks its end or cannot be read, and may still be written.
+    """
 
     name: str
     reason: str | None
+    is_open: bool = False
 
 
 class _StoppedError(Exception):
@@ -72,7 +118,15 @@ class _StoppedError(Exception):
 
 
 def convert(
-    folder: Folder, name: str, state: State, example: Example, spools: Path, stop: Event
+    folder: Folder,
+    name: str,
+    state: State,
+    example: Example,
+    spools: Path,
+    stop: Event,
+    part: Part = WHOLE,
+    *,
+    is_quiet: bool = True,
 ) -> Converted | Refused | Again:
     """Return a file's rows, or why there are none.
 
@@ -81,6 +135,8 @@ def convert(
         example: Encodes the rows.
         spools: The folder for temporary files.
         stop: Ends the conversion early; the result is then `Again`.
+        part: Which part of the file to convert.
+        is_quiet: Whether the file has not changed for so long that it will not; if not, it must have an end.
 
     Raises:
         SpoolError: The disk of `spools` is full.
@@ -89,10 +145,14 @@ def convert(
     found: Converted | Refused | Again
     try:
         path = folder.open(name)
+        if not (is_quiet or has_end(path)):
+            return Again(name, None, is_open=True)
         if is_empty(path):
-            found = Refused(name, EMPTY, f"{shown_place(path)}: the file is empty")
+            digest = _try_digest(path, part.nbytes, stop)
+            found = Refused(name, EMPTY, f"{shown_place(path)}: the file is empty", digest, state)
         else:
-            found = _convert(path, name, state, example, spools, stop)
+            with _first_bytes(path, part.nbytes, state, spools) as source:
+                found = _convert(source, name, state, example, spools, stop, part)
     except SpoolError:
         raise
     except (_StoppedError, FileNotFoundError):
@@ -100,13 +160,15 @@ def convert(
     except StoreError as error:  # while a store is away, files wait
         return Again(name, None if error.may_pass else str(error))
     except UserError as error:
-        found = Refused(name, REFUSED, str(error))
+        found = Refused(name, REFUSED, str(error), _try_digest(path, part.nbytes, stop), state)
     except (TransientError, OSError) as error:
         found = Again(name, in_words(error))
     try:
         is_same = folder.state(name) == state
     except OSError:
         is_same = False
+    if is_same and isinstance(found, Refused) and not is_quiet:
+        return Again(name, None, is_open=True)
     if is_same:
         return found
     if isinstance(found, Converted):
@@ -114,10 +176,30 @@ def convert(
     return Again(name, None)
 
 
-def _convert(path: Path, name: str, state: State, example: Example, spools: Path, stop: Event) -> Converted | Refused:
-    digest = _digest(path, stop)
+@contextmanager
+def _first_bytes(path: Path, nbytes: int | None, state: State, spools: Path) -> Iterator[Path]:
+    """Provide a file with the first `nbytes` bytes of a file: a copy, if it has more."""
+    if nbytes is None or nbytes >= state.size:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(dir=spools, prefix=".part-") as folder:
+        copy = Path(folder) / path.name
+        with places.open_bytes(path) as source, copy.open("wb") as target:
+            while nbytes and (data := source.read(min(nbytes, _AT_ONCE))):
+                target.write(data)
+                nbytes -= len(data)
+        try:
+            yield copy
+        except UserError as error:
+            raise UserError(str(error).replace(str(copy), shown_place(path))) from None
+
+
+def _convert(
+    path: Path, name: str, state: State, example: Example, spools: Path, stop: Event, part: Part
+) -> Converted | Refused:
+    digest = _digest(path, None, stop)
     source, spool = example.open(path), Spool(spools)
-    lines, rejected, first = 0, 0, None
+    lines, rejected, first, skipped = 0, 0, None, 0
     try:
         for block in source.blocks(BEGINNING):
             if stop.is_set():
@@ -126,38 +208,53 @@ def _convert(path: Path, name: str, state: State, example: Example, spools: Path
                 rows = source.parse(block, hashed=True)
             except WrongRowError as error:
                 raise UserError(f"{error.file}, row {lines + error.row}, {error.reason}") from None
-            if len(rows.rejected):
-                first = first or rows.rejected.after(lines)[0]
-                rejected += len(rows.rejected)
-            lines += len(rows) + len(rows.rejected)
+            before, lines = lines, lines + len(rows) + len(rows.rejected)
+            if lines <= part.after:
+                continue
+            old = max(0, part.after - before)  # lines of this block that had been taken before
+            old_rejected = int(np.count_nonzero(rows.rejected.numbers <= old))
+            if len(rows.rejected) > old_rejected:
+                first = first or rows.rejected.after(before)[old_rejected]
+                rejected += len(rows.rejected) - old_rejected
+            skipped += old - old_rejected
             spool.write(example.encode(rows))
-        if rejected > MAX_REJECTED * lines:
+        if rejected > MAX_REJECTED * (lines - part.after):
             assert first is not None
             raise UserError(
-                f"{shown_place(path)}: {counted(rejected, 'row')} of {lines:,} cannot be read, more than "
+                f"{shown_place(path)}: {counted(rejected, 'row')} of {lines - part.after:,} cannot be read, more than "
                 f"{MAX_REJECTED:.0%}; the first is {_shown(first)}"
             )
-        if not spool.rows:
+        if spool.rows == skipped:
             spool.close()
-            return Refused(name, EMPTY, f"{shown_place(path)}: the file has no rows", digest)
+            return Refused(name, EMPTY, f"{shown_place(path)}: the file has no rows", digest, state)
     except BaseException as error:
         spool.close()
         if isinstance(error, HostdevError) and not isinstance(error, UserError | TransientError | SpoolError):
             raise UserError(str(error)) from None
         raise
-    return Converted(name, digest, state, rejected, None if first is None else _shown(first), spool)
+    shown = None if first is None else _shown(first)
+    return Converted(name, digest, state, rejected, shown, spool, lines, part, skipped)
 
 
 def _shown(line: Rejected) -> str:
     return f"{line.file}:{line.line}: {line.reason}"
 
 
-def _digest(path: Path, stop: Event) -> str:
-    """Return the SHA-256 of a file's bytes."""
-    found = sha256()
+def _digest(path: Path, nbytes: int | None, stop: Event) -> str:
+    """Return the SHA-256 of a file's bytes, or of the first ones."""
+    found, left = sha256(), math.inf if nbytes is None else nbytes
     with places.open_bytes(path, buffered=False) as file:
-        while data := file.read(_AT_ONCE):
+        while left and (data := file.read(int(min(left, _AT_ONCE)))):
             found.update(data)
+            left -= len(data)
             if stop.is_set():
                 raise _StoppedError
     return found.hexdigest()
+
+
+def _try_digest(path: Path, nbytes: int | None, stop: Event) -> str | None:
+    """Return the digest of a refused file, by which a change of it is noticed; None if it cannot be read."""
+    try:
+        return _digest(path, nbytes, stop)
+    except (_StoppedError, StoreError, TransientError, OSError):
+        return None

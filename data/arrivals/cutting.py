@@ -21,7 +21,7 @@ class BatchCutter:
 
     def cut(self, file: Converted, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of the rows that wait and of a file's rows from row `first` on; the rest waits."""
-        for before, piece in file.spool.read(first):
+        for before, piece in file.read(first):
             rows, start = Rows([piece], None), max(0, first - before)
             while start < len(rows):
                 taken = min(self._size - self.waiting, len(rows) - start)

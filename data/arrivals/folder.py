@@ -21,23 +21,36 @@ _MOST_NAMES = 1 << 14  # whose keys and hashes are kept
 Key = tuple[list[tuple[int, str]], str]
 
 
+@lru_cache(_MOST_NAMES)
+def hash_of(name: str) -> int:
+    """Return 64 bits that stand for a name; two of a million names are equal with a probability of 3e-8."""
+    return _bits(name)
+
+
+def _bits(text: str) -> int:
+    return int.from_bytes(blake2b(os.fsencode(text), digest_size=8).digest(), "little")
+
+
 class State(NamedTuple):
-    """What changes when a file is written to: its size in bytes, and its time of modification in nanoseconds."""
+    """What changes when a file is written to: its size in bytes, and its time of modification in nanoseconds.
+
+    `identity` also changes when another file takes its place.
+    """
 
     size: int
     modified: int
+    identity: str = ""
+
+    @property
+    def stamp(self) -> int:
+        """63 bits that stand for the size and the identity."""
+        return _bits(f"{self.size} {self.identity}") >> 1
 
 
 @lru_cache(_MOST_NAMES)
 def key_of(name: str) -> Key:
     """Return the sort key of a file's name: numbers in names are compared as numbers, as `preprocess` does."""
     return order_by_name(name)
-
-
-@lru_cache(_MOST_NAMES)
-def hash_of(name: str) -> int:
-    """Return 64 bits that stand for a name; two of a million names are equal with a probability of 3e-8."""
-    return int.from_bytes(blake2b(os.fsencode(name), digest_size=8).digest(), "little")
 
 
 class Folder:
@@ -54,6 +67,8 @@ class Folder:
     Raises:
         UserError: The folder does not exist.
     """
+
+    most_looked = 512  # files taken before whose states are looked at each time
 
     def __init__(self, path: Path, mark: str | None = None) -> None:
         if not path.is_dir():
@@ -94,7 +109,7 @@ class Folder:
             found = self.open(name).stat()
         except FileNotFoundError:
             return None
-        return State(found.st_size, found.st_mtime_ns)
+        return State(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns} {found.st_ino}")
 
     def open(self, name: str) -> Path:
         """Return the path of a file that can be read. The file may no longer exist."""
@@ -108,6 +123,8 @@ class Folder:
 
 class StoreFolder(Folder):
     """A folder in a store; see `Folder`. A file of an object store appears when it is complete."""
+
+    most_looked = 32  # each is a request
 
     def __init__(self, path: Path, mark: str | None = None) -> None:
         address = address_of(path)
@@ -137,7 +154,7 @@ class StoreFolder(Folder):
         """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
         with _as_os_error():
             found = self._store.about(name)
-        return None if found is None else State(found.size, found.changed)
+        return None if found is None else State(found.size, found.changed, found.version)
 
     def has_folders(self) -> bool:
         """Return whether the folder has sub-folders whose files are not listed."""

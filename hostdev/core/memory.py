@@ -66,6 +66,17 @@ def available_bytes() -> int:
     return available // _sharing
 
 
+def free_addresses() -> int | None:
+    """Return the bytes of addresses that this process may still reserve; None if they are not limited (ulimit -v)."""
+    try:
+        import resource  # not on Windows
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    except (ImportError, OSError):
+        return None
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - int(psutil.Process().memory_info().vms))
+
+
 def _control_groups() -> list[Path]:
     """Return the folders of this process's memory control group and of its ancestors (cgroup v2, then v1)."""
     found = [_CGROUP, _CGROUP / "memory"]

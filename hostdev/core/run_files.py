@@ -15,6 +15,7 @@ TENSORBOARD, MLFLOW = "tensorboard", "mlflow.json"  # of --log-to
 KEYS_LOG, KEYS_PICTURE = "keys.log", "keys.png"  # of tables by key
 CONFIG, SUMMARY, CURVE, REPORT = "config.json", "summary.json", "curve.png", "report.html"
 FILES_LOG, ASIDE_LOG, NEEDED = "files.jsonl", "set_aside.jsonl", "needed.json"  # of --follow
+GROWN, REPLACED = "grown", "replaced"  # `why` of lines of set_aside.jsonl about changes of known files
 
 SCORE_BINS, SCORE_LIMIT = 240, 12.0  # bins of scores.jsonl: of equal width in log-odds from -SCORE_LIMIT to SCORE_LIMIT
 

@@ -22,7 +22,7 @@ from hostdev.core.eviction import Eviction, LeastFrequent, LeastRecent, Smallest
 from hostdev.core.keys import INITIAL, SHARED, ZEROS, decayed
 from hostdev.host.committed_keys import CommittedKeys, newest
 from hostdev.host.key_eviction import Total, choose_least
-from hostdev.host.key_options import MOST_KEYS
+from hostdev.host.key_options import LEAST_SPARE, MOST_KEYS, MOST_SPARE, advise_full
 from hostdev.host.key_plan import NO_KEYS, NO_ROWS, KeyCount, PlannedAheadError, PlannedKeys, Undo
 from hostdev.kernels.buffers import copied, reserved
 from hostdev.kernels.key_counts import KeyCounts
@@ -36,8 +36,8 @@ Rows = npt.NDArray[np.int32]
 Steps = npt.NDArray[np.uint32]
 Norms = Callable[[Rows], npt.NDArray[np.float64]]
 
+_LEAST_SPARE, _MOST_SPARE = LEAST_SPARE, MOST_SPARE
 _DEAD = 0  # in `_last`: the row has no key
-_LEAST_SPARE, _MOST_SPARE = 1 << 16, 1 << 24  # rows that keep an evicted key's values until its step is finished
 _CHECKED_ROWS = 1 << 16  # the memory is checked each time that this many rows are used for the first time
 _MOST = 2**32 - 1  # uses
 
@@ -351,7 +351,7 @@ class KeyIndex:
         return TableFullError(
             f"table {self.name!r} has {live:,} keys, and this batch brings {new:,} new ones, but its capacity is "
             f"{self.capacity:,} rows",
-            "raise capacity, or give evict=",
+            advise_full(self.evict),
         )
 
     def _admit(

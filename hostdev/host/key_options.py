@@ -1,5 +1,7 @@
 """Checks of the options of a table by key."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -8,13 +10,15 @@ from hostdev.core.admission import Admission, MinCount
 from hostdev.core.errors import TableFullError, UserError
 from hostdev.core.eviction import Eviction, Unused
 from hostdev.core.initializers import Initializer, initializer
-from hostdev.core.keys import UNKNOWN
-from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
+from hostdev.core.keys import INITIAL, UNKNOWN
+from hostdev.core.memory import available_bytes, format_bytes, free_addresses, parse_bytes
 from hostdev.kernels.key_directory import MOST_ROWS
 
 KEY_BYTES = 45  # memory of a key beside its row: its entry in the directory, its last step, its uses, and itself
 _LEAST_CAPACITY = 1 << 20
+_ADDRESSES_OF = 2  # of the addresses left, a table that is advised takes at most one part in 2
 MOST_KEYS = MOST_ROWS // 2  # with a row
+LEAST_SPARE, MOST_SPARE = 1 << 16, 1 << 24  # rows that keep an evicted key's values until its step is finished
 
 
 def require_policies(name: str, capacity: int | str | None, admit: Any, evict: Any, unknown: Any) -> None:
@@ -68,6 +72,18 @@ def get_capacity(name: str, capacity: int | str | None, row_bytes: int, ranks: i
     return int(rows)
 
 
+def advise_full(evict: Eviction | None) -> str:
+    """Return what to do if new keys do not fit and the table's rule evicts too few."""
+    if evict is None:
+        return "raise capacity, or give evict="
+    if isinstance(evict, Unused):
+        return (
+            f"{evict!r} has evicted too few: raise capacity, evict keys after fewer steps, or give a rule that evicts "
+            "down to the capacity, such as hostdev.LeastRecent()"
+        )
+    return "raise capacity, or use smaller batches"
+
+
 def require_row_memory(name: str, row_bytes: int, rows: int, keys: int) -> None:
     """Raise UserError unless there is memory for `rows` more rows of a table that has `keys` keys."""
     needed, free = rows * row_bytes, available_bytes()
@@ -77,3 +93,22 @@ def require_row_memory(name: str, row_bytes: int, rows: int, keys: int) -> None:
             "are free",
             "all finished steps are kept. Use a smaller capacity with evict=, admit fewer keys, or free memory",
         )
+
+
+@contextmanager
+def require_addresses(name: str, capacity: int, address_bytes: int, unknown: str) -> Iterator[None]:
+    """Raise UserError in place of MemoryError when addresses for a table of `capacity` keys are reserved.
+
+    `address_bytes` is what a row takes of them.
+    """
+    before = free_addresses()
+    try:
+        yield
+    except MemoryError as error:
+        fact = f"table {name!r}: a capacity of {capacity:,} keys needs too many addresses ({error})"
+        if before is None:
+            raise UserError(f"{fact}; give a smaller capacity, or see vm.overcommit_memory") from None
+        rows = before // _ADDRESSES_OF // address_bytes
+        fits = rows - MOST_SPARE if unknown == INITIAL else min(rows - LEAST_SPARE, max(rows // 2, rows - MOST_SPARE))
+        give = f"give capacity={fits} (--capacity {fits}), or raise the limit" if fits > 0 else "raise the limit"
+        raise UserError(f"{fact}; `ulimit -v` leaves it {format_bytes(before)}; {give}") from None

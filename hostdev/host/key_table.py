@@ -35,6 +35,7 @@ from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_options import (
     KEY_BYTES,
     get_capacity,
+    require_addresses,
     require_initializer,
     require_policies,
     require_row_memory,
@@ -51,6 +52,7 @@ Keys = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
+_INDEX_ADDRESSES = 16  # of each row: its key, last step and uses
 _LOCATION_BYTES = 8  # at most, for each key of a table on disk, to know where its row is
 _AT_ONCE = 1 << 16  # rows that are filled or read at a time
 
@@ -138,6 +140,17 @@ class KeyTable(SteppedKeys):
 
     def _begin(self) -> None:
         """Begin without keys, in new memory."""
+        address_bytes = self.row_bytes - KEY_BYTES + _INDEX_ADDRESSES  # of each row
+        with require_addresses(self.name, self.capacity, address_bytes, self.unknown):
+            self._reserve()
+        self._unknown: dict[str, int] = {}  # rows for keys without a row, by name
+        self._gone: list[Keys] = []  # keys that have lost their rows since the last checkpoint
+        self._first_step = 0  # the table's step count when the index was at step 0
+        self.untouched = True
+        self.unknown_row()
+
+    def _reserve(self) -> None:
+        """Make the index and the storage; raise MemoryError if the system refuses addresses for them."""
         seed = self._initial[0]
         require_memory = partial(require_row_memory, self.name, self.row_bytes)
         self.index = KeyIndex(
@@ -160,11 +173,6 @@ class KeyTable(SteppedKeys):
             get_keys = partial(_keys_of, self.index.keys)
             format_ = RowFormat(self.name, self._key_shape, self.dtype, self.slots_dtype, *self._initial)
             self.storage = DiskStorage(format_, self.disk, get_keys)
-        self._unknown: dict[str, int] = {}  # rows for keys without a row, by name
-        self._gone: list[Keys] = []  # keys that have lost their rows since the last checkpoint
-        self._first_step = 0  # the table's step count when the index was at step 0
-        self.untouched = True
-        self.unknown_row()
 
     @property
     def rows(self) -> int:

@@ -59,6 +59,23 @@ def reserve(size: int, *, huge: bool) -> tuple[mmap.mmap, Any]:
     return memory, raw[start : start + size]
 
 
+def give_back(values: Any) -> None:
+    """Give the memory of whole pages in C-contiguous values, part of a `reserved` array, back to the system.
+
+    The values are undefined afterwards. This has no effect on other arrays.
+    """
+    base = values
+    while isinstance(base, np.ndarray) and base.base is not None:
+        base = base.base
+    memory = base.obj if isinstance(base, memoryview) else base
+    if not isinstance(memory, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    start = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + values.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
 def copied(values: npt.NDArray[Any]) -> Any:
     """Return a copy whose memory the system gets back as soon as it is freed; the allocator would keep it."""
     found = reserved(values.shape, values.dtype)

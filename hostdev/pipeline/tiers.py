@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from hostdev.cache.planner import Planner
 from hostdev.core.signals import deferred, uninterruptible
+from hostdev.host.disk.sizes import count_kept
 from hostdev.host.disk.storage import DiskStorage
-from hostdev.host.disk.tier import NoFramesError, Pinned, Tier, count_kept
+from hostdev.host.disk.tier import Pinned, Tier
 from hostdev.host.table import HostTable
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.results import PlannedGroup, UniqueBatch
@@ -72,8 +73,8 @@ class TableTier:
 class BatchPins:
     """The rows of a batch that are pinned, until `release`."""
 
-    def __init__(self, owner: "PassPins") -> None:
-        self._owner = owner
+    def __init__(self, owner: "PassPins", number: int) -> None:
+        self._owner, self.number = owner, number
         self.held: list[tuple[TableTier, Pinned]] = []
 
     def await_rows(self) -> None:
@@ -122,24 +123,27 @@ class PassPins:
         return all(self._try_pin(table, number, _get_rows(groups[table.group])) for table in self._tables)
 
     def _try_pin(self, table: TableTier, number: int, rows: Ids) -> bool:
-        pins = self._batches.setdefault(number, BatchPins(self))
+        pins = self._batches.setdefault(number, BatchPins(self, number))
         if any(held is table for held, _ in pins.held):
             return True
-        pinned = table.tier.try_pin(rows, change=self._update, reserve=not self._update)
-        if pinned is None:
-            with self._lock:
-                if self._held:
-                    return False
-            raise NoFramesError(
-                "there is no memory for the rows of a batch beside those of the loops that are open; give the Disk of "
-                "its tables more memory, or use smaller batches"
-            )
+        change = self._update
+        pinned = table.tier.try_pin(rows, change=change, reserve=not change)
+        if pinned is None and self._is_used_before(table, number):
+            return False
+        if pinned is None:  # nothing of this pass will leave the memory before the batch's turn
+            pinned = table.tier.try_pin(rows, change=change, exceed=True)
+            assert pinned is not None
         with self._lock:
             pins.held.append((table, pinned))
             self._held.add(pins)
         if self._update:
             table.plan()
         return True
+
+    def _is_used_before(self, table: TableTier, number: int) -> bool:
+        """Return whether an earlier batch of this pass has pinned rows of a table."""
+        with self._lock:
+            return any(pins.number < number and any(held is table for held, _ in pins.held) for pins in self._held)
 
     def has_released(self, before: int) -> bool:
         """Return whether more than `before` batches have been released."""

@@ -18,8 +18,10 @@ from hostdev.core.run_files import (
     CONFIG,
     EVAL_LOG,
     FILES_LOG,
+    GROWN,
     LOSS_LOG,
     OPS_LOG,
+    REPLACED,
     SCORES_LOG,
     SUMMARY,
     EvalLine,
@@ -137,7 +139,7 @@ def _read(path: Path, name: str) -> RunData:
         evaluations=read(EVAL_LOG, lambda file: list(read_evaluations(file)), []),
         scores=read(SCORES_LOG, lambda file: newest(read_json_lines(file)), {}),
         files=read(FILES_LOG, lambda file: list(read_json_lines(file)), []),
-        set_aside=read(ASIDE_LOG, lambda file: sum(1 for _ in read_json_lines(file)), 0),
+        set_aside=read(ASIDE_LOG, _count_aside, 0),
         ranks=_read_ranks(path, read),
         ops=ops,
         ops_calls=calls,
@@ -156,6 +158,11 @@ def _is_running(path: Path) -> bool:
             return locks.lock_state(file.fileno()) == "held"
     except OSError:
         return False
+
+
+def _count_aside(path: Path) -> int:
+    """Return the number of files in set_aside.jsonl that were set aside, without those that were only changed."""
+    return sum(line.get("why") not in (GROWN, REPLACED) for line in read_json_lines(path))
 
 
 def _read_ranks(path: Path, read: Callable[[str, Callable[[Path], Any], Any], Any]) -> dict[int, dict[str, Any]]:

@@ -18,8 +18,8 @@ from hostdev.data.shards import ShardReader
 from hostdev.host.disk.folder import TableFolder
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.segments import SEGMENT_BYTES
+from hostdev.host.disk.sizes import FRAME_BYTES, MemorySize, count_kept, count_most
 from hostdev.host.disk.store import SegmentStore
-from hostdev.host.disk.tier import FRAME_BYTES, count_frames, count_kept
 from hostdev.kernels.disk_records import Format
 from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
@@ -153,9 +153,8 @@ def simulate(
 
 def _count(group: Group, share: float) -> int:
     """Return how many rows of a group fit in the memory of this share of its rows, but for one in eight."""
-    row_bytes, format_ = _formats(group)[0]
-    frames = count_frames(group.rows, int(share * group.rows * (row_bytes + FRAME_BYTES)), row_bytes, format_)
-    return frames - frames // 8
+    size = MemorySize(group.rows, *_formats(group)[0])
+    return count_most(size.count_frames(int(share * group.rows * size.frame_bytes)), group.rows)
 
 
 def _formats(group: Group) -> list[tuple[int, Format]]:

@@ -115,7 +115,8 @@ class Ending:
         at_once = later = resumed = "a --table-dir with more space, or a larger --table-memory"
         if isinstance(error, TableFullError):
             at_once, resumed = "a larger --capacity, or a smaller --batch-size", "a larger --capacity"
-            later = "a larger --capacity, --admit-count or --evict-unused"
+            sooner = "--evict-unused" if run.settings.evict_unused is None else "a smaller --evict-unused"
+            later = f"a larger --capacity or --admit-count, or {sooner}"
         if run.steps == 0:
             self.close_saver(save=False)
             self.end("failed")

@@ -12,6 +12,7 @@ from hostdev.train.config_checks import option_name
 from hostdev.train.option_fields import flag
 
 POLL_SECONDS = 5.0
+QUIET_SECONDS = 30.0
 WINDOW = 24  # files
 _END, _IDLE = "end", "idle:"
 _LONGEST_POLL = 3600.0
@@ -91,6 +92,15 @@ class FollowOptions:
     follow_poll: float | None = flag(
         f"seconds between two looks at the folder of --follow (default {POLL_SECONDS:g})", kind=float, metavar="S"
     )
+    follow_quiet: float | None = flag(
+        "seconds after which a file of --follow that has not changed is taken even if its last line is cut, or set "
+        f"aside if it cannot be read (default {QUIET_SECONDS:g})",
+        kind=float,
+        metavar="S",
+    )
+    follow_grown: bool = flag(
+        "also train on the lines that are added to the file of --follow that was taken last", default=False
+    )
     follow_window: int | None = flag(
         f"files over which --follow also reports the quality (default {WINDOW})", kind=int, metavar="N"
     )
@@ -99,8 +109,8 @@ class FollowOptions:
 def check_follow(settings: Any) -> None:
     """Raise UserError for options that contradict --follow, or have no effect without it."""
     if settings.follow is None:
-        for name in ("follow_until", "follow_mark", "follow_poll", "follow_window"):
-            if getattr(settings, name) is not None:
+        for name in ("follow_until", "follow_mark", "follow_poll", "follow_quiet", "follow_grown", "follow_window"):
+            if getattr(settings, name) not in (None, False):
                 option = option_name(name)
                 raise UserError(f"{option} has no effect without --follow; leave out {option}")
         return
@@ -118,6 +128,9 @@ def check_follow(settings: Any) -> None:
         parse_until(settings.follow_until)
     if settings.follow_mark is not None and (not settings.follow_mark or "/" in settings.follow_mark):
         raise UserError(f"--follow-mark {settings.follow_mark!r}: give the name of a file, such as _SUCCESS")
+    quiet = settings.follow_quiet
+    if quiet is not None and not (math.isfinite(quiet) and quiet >= 0):
+        raise UserError(f"--follow-quiet must be a number of seconds of at least 0, not {quiet}")
     poll = settings.follow_poll
     if poll is not None and not (math.isfinite(poll) and 0 < poll <= _LONGEST_POLL):
         raise UserError(f"--follow-poll must be a number of seconds above 0, at most {_LONGEST_POLL:g}, not {poll}")

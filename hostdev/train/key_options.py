@@ -15,7 +15,7 @@ from hostdev.data.schema import Schema
 from hostdev.distributed.agreement import take_least
 from hostdev.distributed.process_group import ranks
 from hostdev.distributed.world import World
-from hostdev.host.disk.tier import get_location_bytes
+from hostdev.host.disk.sizes import get_location_bytes
 from hostdev.host.key_options import KEY_BYTES
 from hostdev.models.model import Model
 from hostdev.runtime import room

@@ -7,6 +7,7 @@ from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.memory import TableShape, format_bytes
+from hostdev.core.progress import counted
 from hostdev.core.run_files import (
     ASIDE_LOG,
     CONFIG,
@@ -255,7 +256,8 @@ def _arrived(files: dict[str, Any]) -> str:
     """Return as text how many files a run with --follow has taken."""
     rest = f"; {files['waiting_rows']:,} rows of them wait for a full batch" if files["waiting_rows"] else ""
     over = f"; the quality above is that of the last {files['window']['files']}" if files["window"] else ""
-    return f"{files['taken']:,} files taken, {files['set_aside']:,} set aside{rest}{over}"
+    changed = f", {files['changed']:,} changed afterwards" if files["changed"] else ""
+    return f"{files['taken']:,} files taken, {files['set_aside']:,} set aside{changed}{rest}{over}"
 
 
 def _pipeline(pipeline: dict[str, Any]) -> str:
@@ -295,6 +297,11 @@ def _disk_reports(summary: dict[str, Any]) -> list[str]:
     lines = [f"disk           {name}: {_disk(one, max(1, summary['steps']))}" for name, one in disks.items()]
     if sum(one["waited_us"] for one in disks.values()) > _WAITED * wall:
         lines.append("               more memory would make this faster; hostdev advise --disk DIR says how much")
+    if any(one["exceeded"] for one in disks.values()):
+        # Tables share --table-memory in fixed proportions.
+        factor = max(one["needed_bytes"] / one["given_bytes"] for one in disks.values())
+        needed = math.ceil(factor * sum(one["given_bytes"] for one in disks.values()) / (1 << 20))
+        lines.append(f"               --table-memory {needed}MiB has room for the rows of each batch")
     return lines
 
 
@@ -303,10 +310,16 @@ def _disk(disk: dict[str, Any], steps: int) -> str:
     written = sum(disk["written_bytes"].values()) // steps
     missed = disk["missed"] / disk["used"] if disk["used"] else 0.0
     page_cache = "" if disk["direct"] else ", through the system's page cache"
+    exceeded = ""
+    if disk["exceeded"]:
+        exceeded = (
+            f"; rows of a batch did not fit in its memory {counted(disk['exceeded'], 'time')}, and took up to "
+            f"{format_bytes(disk['exceeded_bytes'])} more"
+        )
     return (
         f"{disk['rows_in_memory']:,} of {disk['rows']:,} rows in memory, which had {1 - missed:.2%} of the rows that "
         f"batches used; a step read {disk['read'] // steps:,} rows and wrote {format_bytes(written)}{page_cache}; "
-        f"prefetching waited {disk['waited_us'] / 1e6:.1f} s for reads"
+        f"prefetching waited {disk['waited_us'] / 1e6:.1f} s for reads{exceeded}"
     )
 
 

@@ -17,7 +17,7 @@ from tests.conftest import environment
 
 MODEL = ["--capacity", "20MiB", "--model", "deepfm", "--emb-dim", 4, "--device", "cpu"]
 RULES = ["--admit-count", 2, "--evict-unused", 12, "--batch-size", 300]
-QUICK = ["--follow-poll", 0.05]
+QUICK = ["--follow-poll", 0.05, "--follow-quiet", 0.4]
 END = ["--follow-until", "end", *QUICK]
 DAYS, ROWS = 6, 500
 COLUMNS = ["--label", "clicked", "--numeric", "hour", "--categorical", "user,item,device"]

@@ -81,6 +81,7 @@ def test_a_new_run_begins_with_the_tables_of_another(run, example, arrived, tmp_
         (["--cache-rows", "auto"], "--cache-rows"),
         (["--follow-until", "idle:x"], "--follow-until"),
         (["--follow-poll", 0], "--follow-poll"),
+        (["--follow-quiet", -1], "--follow-quiet"),
         (["--follow-window", 0], "--follow-window"),
         (["--follow-mark", "a/b"], "--follow-mark"),
         (["--follow", "missing"], "missing"),
@@ -98,9 +99,10 @@ def test_refused_data(in_process, small_data, example, arrived, tmp_path):
     assert "--data" in in_process(train, "--follow", "in")[2]
     code, _, error = in_process(train, "--follow", "in", "--data", small_data)
     assert code == 2 and "--ids raw" in error
-    for flag in ("--follow-until", "--follow-mark", "--follow-poll", "--follow-window"):
-        code, _, error = in_process(train, "--data", example, flag, "1")
-        assert code == 2 and flag in error and "--follow" in error
+    flags = ("--follow-until", "--follow-mark", "--follow-poll", "--follow-quiet", "--follow-window")
+    for flag in (*([flag, "1"] for flag in flags), ["--follow-grown"]):
+        code, _, error = in_process(train, "--data", example, *flag)
+        assert code == 2 and flag[0] in error and "without --follow" in error
     every = ["--data", example, *MODEL, *RULES, "--checkpoint-every", 1, "--run-dir", "run"]
     assert in_process(train, "--follow", arrived, *every, "--max-steps", 1, *END)[0] == 0
     more = ["--tables", "dynamic", "--host-device-mix", "--epochs", 1, "--resume"]

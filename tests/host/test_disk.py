@@ -4,6 +4,7 @@ import copy
 import errno
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 
 from hostdev import FTRL, SGD, Adam, Disk, HostTable, LazyAdam, RowWiseAdam, Unused, UserError
+from hostdev.core.errors import DiskFullError
 from hostdev.host.disk import segments as segments_module
 from hostdev.host.disk import store as store_module
 from hostdev.host.disk.folder import TableFolder
-from hostdev.host.disk.readers import Planes
+from hostdev.host.disk.readers import Planes, Read
+from hostdev.host.disk.sizes import MemorySize, count_most
 from hostdev.host.key_table import KeyTable
 from hostdev.kernels import disk_records
 from hostdev.kernels.disk_records import Format
@@ -164,6 +167,37 @@ def test_threads_read_while_others_update(tmp_path, small):
     assert not wrong
 
 
+@pytest.mark.parametrize("source", ["initial values", "disk"])
+def test_rows_that_another_thread_brings_are_awaited(source, tmp_path, small, monkeypatch):
+    """Two loops, or a loop and a call, may need a row at once that is nowhere or on disk."""
+    table = filled(tmp_path) if source == "disk" else pair(tmp_path)[1]
+    tier, begun, may_end, done = table.storage.tier, threading.Event(), threading.Event(), []
+    rows = on_disk(table)[:20] if source == "disk" else np.arange(20)
+
+    def slowly(call):
+        def run(*arguments):
+            begun.set()
+            may_end.wait(20)
+            call(*arguments)
+            done.append(1)
+
+        return run
+
+    if source == "disk":
+        monkeypatch.setattr("hostdev.host.disk.readers.Read.work", slowly(Read.work))
+    else:
+        monkeypatch.setattr(tier, "_fill", slowly(tier._fill))
+    first = threading.Thread(target=lambda: table.apply(rows, np.zeros((20, 8), np.float32)))
+    first.start()
+    assert begun.wait(20)
+    pinned = tier.try_pin(rows, change=False)
+    threading.Timer(0.1, may_end.set).start()
+    tier.await_rows(pinned)
+    assert done
+    tier.unpin(pinned)
+    first.join()
+
+
 def test_blocks_have_the_checksum_that_their_description_says():
     format_ = Format.of(100, 1 << 16)
     rows = np.arange(50 * 100, dtype=np.int64).astype(np.uint8).reshape(50, 100)
@@ -268,6 +302,26 @@ def test_a_full_disk_is_said_and_rows_are_kept(tmp_path, small, monkeypatch):
     require_equal(one, other)  # all steps that were taken
 
 
+def test_a_folder_that_is_removed_is_not_called_a_full_disk(tmp_path, small):
+    table = filled(tmp_path)
+    shutil.rmtree(tmp_path / "disk")
+    with pytest.raises(UserError, match="table 't': its folder .*hostdev-table-t-.* was removed") as raised:
+        for start in range(0, 10 * ROWS, 100):
+            table.apply(np.arange(start, start + 100) % ROWS, np.ones((100, 8), np.float32))
+    assert not isinstance(raised.value, DiskFullError)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_why_no_segment_can_be_made(code, tmp_path, small, monkeypatch):
+    def fail(file, offset, size):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(segments_module.os, "posix_fallocate", fail)
+    with pytest.raises(UserError, match=os.strerror(code)) as raised:
+        filled(tmp_path)
+    assert isinstance(raised.value, DiskFullError) == (code == errno.EDQUOT)
+
+
 def test_a_write_that_fails_ends_training_in_one_line(tmp_path, small, monkeypatch):
     table = filled(tmp_path)
 
@@ -324,12 +378,53 @@ def test_what_a_killed_run_left_is_removed_and_what_runs_is_not(tmp_path):
     other.remove()
 
 
-def test_batches_that_do_not_fit_are_refused(tmp_path, small):
+@pytest.mark.parametrize(("optimizer", "formats"), [(LazyAdam, 0), (LazyAdam, 2), (Adam, 1)])
+def test_rows_that_do_not_fit_have_memory_of_their_own_for_a_while(optimizer, formats, tmp_path, small, capsys):
+    random = np.random.default_rng(5)
+    one, other = pair(tmp_path, kept=300, optimizer=optimizer, **FORMATS[formats])
+    tier = other.storage.tier
+    for count in (2_000, 100, ROWS, 250, 1_200, 300, 40, 40):
+        ids = random.permutation(ROWS)[:count]
+        grads = random.standard_normal((count, 8)).astype(np.float32)
+        for table in (one, other):
+            table.apply(ids, grads)
+            with table.writing(ids[:700]) as edit:
+                edit.weights[::7] = 0.5
+    require_equal(one, other)
+    assert tier.nbytes == tier.count * tier.size.frame_bytes + tier.store.nbytes  # what it had more, it has given back
+    found = other.storage.summary()
+    assert found["exceeded"] == 3 and found["exceeded_bytes"] == (ROWS - tier.count) * tier.size.frame_bytes
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and "'t'" in error and "2,000" in error and f"{tier.count:,}" in error
+    disk = Disk(tmp_path / "disk", memory=found["needed_bytes"])
+    assert HostTable(ROWS, 8, optimizer(), name="t", storage=disk, **FORMATS[formats]).storage.tier.count == ROWS
+
+
+def test_the_advised_memory_has_room_as_has_any_larger_one(small):
+    size = MemorySize(1_000_000, 96, Format.of(96, 1 << 16))
+    for batch in (1, 7, 100, 4_321, 200_000, 999_999, 1_000_000):
+        least = size.get_bytes(batch)
+        for nbytes in [*range(least, least + 1_000), *range(least, 3 * least + (1 << 22), 5_003)]:
+            assert count_most(size.count_frames(nbytes), size.rows) >= batch
+
+
+def test_rows_that_the_host_has_no_memory_for_are_refused(tmp_path, small, monkeypatch):
     _, table = pair(tmp_path, kept=300)
-    step = table.step
-    with pytest.raises(UserError, match=r"table 't': a batch needs 2,000 of its rows in memory, .* at least"):
-        table.apply(np.arange(2_000), np.ones((2_000, 8), np.float32))
+    step, apply = table.step, lambda: table.apply(np.arange(2_000), np.ones((2_000, 8), np.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr("hostdev.host.disk.tier.available_bytes", lambda: 100_000)
+        with pytest.raises(UserError, match=r"table 't': 2,000 rows .* 97.7 KiB are free"):
+            apply()
     assert table.step == step
+    apply()  # the memory is there now
+    monkeypatch.setattr("hostdev.host.disk.frame_arrays.free_addresses", lambda: 200_000)
+    _, table = pair(tmp_path, kept=300)
+    with pytest.raises(UserError, match=r"table 't': 2,000 rows .*ulimit -v"):
+        apply()
+    table.apply(np.arange(600), np.ones((600, 8), np.float32))  # for these, there are addresses
+
+
+def test_too_little_memory_for_any_rows_is_refused(tmp_path, small):
     with pytest.raises(UserError, match="has 1,000 bytes of memory, but needs at least"):
         HostTable(ROWS, 8, SGD(), name="t", storage=Disk(tmp_path, memory=1_000))
 

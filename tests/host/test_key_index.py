@@ -1,6 +1,8 @@
 """The keys of a table by key against a dict in Python: random programs of steps, commits, rollbacks and erased keys."""
 
 import copy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hostdev.core.eviction import LeastFrequent, LeastRecent, SmallestNorm, Unus
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_plan import PlannedAheadError
 from hostdev.kernels.key_directory import EMPTY
+from tests.conftest import ROOT
 from tests.naive_keys import Naive, hash_of, norm_of
 
 CAPACITY, SEED = 12, 5
@@ -201,3 +204,45 @@ def test_a_sketch_counts_at_least_the_uses_and_is_undone():
     every = np.arange(1_000_000)
     have, should = index.find(every) != EMPTY, exact.find(every) != EMPTY
     assert (have | ~should).all() and have.sum() < 1.2 * should.sum()
+
+
+@pytest.mark.parametrize(
+    ("evict", "advice"),
+    [(None, "give evict="), (Unused(9), "fewer steps"), (LeastRecent(keep=1.0), "raise capacity")],
+)
+def test_a_full_table_advises_what_is_not_given(evict, advice):
+    index = KeyIndex("t", 4, evict=evict)
+    with pytest.raises(UserError, match=r"table 't' has .*capacity") as raised:
+        for start in (0, 3):
+            index.plan(np.arange(start, start + 5), np.ones(5, np.int32), lambda rows: np.zeros(len(rows)))
+    assert advice in str(raised.value)
+    assert ("give evict=" in str(raised.value)) == (evict is None)
+
+
+LIMITED = """
+import re, resource, psutil, numpy as np
+import hostdev
+from hostdev.host import key_options
+key_options.available_bytes = lambda: 1 << 40
+memory = psutil.Process().memory_info().vms
+resource.setrlimit(resource.RLIMIT_AS, (memory + (3 << 30),) * 2)
+for disk in (None, hostdev.Disk(FOLDER, memory="8MiB")):
+    rows, dim = (20_000_000, 64) if disk is None else (200_000_000, 64)
+    for unknown in ("shared", "zeros"):
+        try:
+            hostdev.HostTable(None, dim, hostdev.LazyAdam(), name="t", capacity=rows, storage=disk, unknown=unknown)
+        except hostdev.UserError as error:
+            print(error)
+            advised = int(re.findall(r"capacity=(\\d+)", str(error))[0])
+        table = hostdev.HostTable(None, dim, hostdev.LazyAdam(), name="t", capacity=advised, storage=disk)
+        table.apply(np.arange(99), np.ones((99, dim), np.float32))
+        del table
+"""
+
+
+def test_a_limit_of_addresses_is_told_with_what_to_type(tmp_path):
+    program = LIMITED.replace("\\\\", "\\").replace("FOLDER", repr(str(tmp_path)))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert not done.returncode, done.stderr
+    for line, rows in zip(done.stdout.splitlines(), [20_000_000] * 2 + [200_000_000] * 2, strict=True):
+        assert "table 't'" in line and f"{rows:,} keys" in line and "ulimit -v" in line and "--capacity" in line

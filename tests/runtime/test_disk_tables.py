@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hostdev import Adam, Disk, Feature, HostTable, LazyAdam, LeastRecent, MinCount, Runtime, Unused, UserError
+from hostdev import Adam, Disk, Feature, HostTable, LazyAdam, LeastRecent, MinCount, Runtime, Unused
 from hostdev.cache.planner import Planner
 from hostdev.core.digest import StateDigest
 from hostdev.host.disk import readers, store
@@ -246,18 +246,6 @@ def test_checkpoints_are_the_same_files_of_both(way, first, tmp_path):
                 continue
         found.append("")
     assert found[1] == found[2]
-
-
-def test_a_batch_larger_than_the_memory_is_refused_in_one_line(tmp_path):
-    table = make_table(on(tmp_path, 0.02))
-    with (
-        Runtime({"user": table, "bag": Feature(table, pooling="sum")}, device="cpu") as runtime,
-        pytest.raises(UserError, match=r"table 't': a batch needs \d+ of its rows in memory, .* give it at least"),
-    ):
-        for _, rows in runtime.train(batches(0), ids=read_ids):
-            rows["user"].sum().backward()
-    out = table.lookup(np.arange(5))
-    assert np.isfinite(out).all()  # and the table is as it was
 
 
 def test_prediction_inside_a_loop_has_frames_of_its_own(tmp_path):

@@ -25,6 +25,7 @@ from hostdev.kernels.disk_records import DAMAGED, GOOD, UNREADABLE, Format
 SEGMENT_BYTES = 64 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EFBIG}
 _ADOPTED = -1  # in place of the number of written chunks
 _HEADER_WORDS = 2  # of a block: its checksum and its tag
 
@@ -110,10 +111,20 @@ class Segments:
                 os.posix_fallocate(file, 0, size)
             except OSError:
                 os.close(file)
-                path.unlink()
+                path.unlink(missing_ok=True)
                 raise
         except OSError as error:
             self._free.append(segment)
+            if not self.folder.is_dir():
+                raise UserError(
+                    f"table {self.name!r}: its folder {self.folder} was removed while it was in use, and its rows with "
+                    "it; resume from the last checkpoint, and leave the folder alone until the run has ended"
+                ) from None
+            if error.errno not in _NO_ROOM:
+                raise UserError(
+                    f"table {self.name!r}: no file can be made in {self.folder} ({in_words(error)}); resume from the "
+                    "last checkpoint, with another folder if need be"
+                ) from None
             self.is_full = True
             what, advice = f"{format_bytes(size)} more in {self.folder}", "Free space there"
             if error.errno in (errno.EMFILE, errno.ENFILE):

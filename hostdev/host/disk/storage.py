@@ -14,7 +14,8 @@ from hostdev.core.memory import format_bytes
 from hostdev.core.table_dtypes import TableStep
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.rows import COPIED_BYTES, RowFormat
-from hostdev.host.disk.tier import Tier, get_location_bytes
+from hostdev.host.disk.sizes import get_location_bytes
+from hostdev.host.disk.tier import Tier
 from hostdev.host.storage import Float32, Shape, Split, Storage
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.clock import Clock
@@ -50,7 +51,7 @@ class DiskStorage:
     """
 
     def __init__(self, format_: RowFormat, disk: Disk, get_keys: Callable[[Ids], Ids]) -> None:
-        self._whole, self.format, self.window = format_.shape, format_, disk.window
+        self._whole, self.format, self.window, self._given = format_.shape, format_, disk.window, disk.nbytes
 
         def allocate(count: int, keys: npt.NDArray[np.int64]) -> Planes:
             self.frames = self.format.allocate(keys)
@@ -77,6 +78,10 @@ class DiskStorage:
             "memory_bytes": tier.nbytes,
             "used": tier.used,
             "missed": tier.missed,
+            "given_bytes": self._given,
+            "exceeded": tier.exceeded,
+            "exceeded_bytes": tier.most_exceeded * tier.size.frame_bytes,
+            "needed_bytes": tier.needed_bytes,
             "read": store.read_records,
             "read_bytes": store.read_records * store.format.block_bytes,
             "written_bytes": dict(store.written_bytes),

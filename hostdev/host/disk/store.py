@@ -16,13 +16,12 @@ import numpy.typing as npt
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.host.disk.collector import Collector
+from hostdev.host.disk.folder import TableFolder
 from hostdev.host.disk.readers import Planes, Read
 from hostdev.host.disk.segments import SegmentFile, Segments, write_all
 from hostdev.kernels import disk_records, frames
 from hostdev.kernels.buffers import reserve
 from hostdev.kernels.disk_records import Format
-
-_LEAST_BUFFERS = 4
 
 Positions = npt.NDArray[np.int64]
 
@@ -71,9 +70,8 @@ class SegmentStore:
         self.live = self.segments.live
         self._chunks = self.segments.chunks
         self._buffer_of = np.full(most * self._chunks, -1, np.int32)  # the buffer of each chunk that is not written
-        count = max(_LEAST_BUFFERS, buffers)
-        self._words = reserve(count * format_.chunk_bytes, huge=True)[1].view(np.uint64).reshape(count, -1)
-        self._free_buffers = list(range(count))
+        self._words = reserve(buffers * format_.chunk_bytes, huge=True)[1].view(np.uint64).reshape(buffers, -1)
+        self._free_buffers = list(range(buffers))
         self._segment, self._next = -1, 0  # the segment that is being filled, and its records
         self._buffer = -1  # for its last records
         self._spare = -1  # an empty segment
@@ -367,3 +365,14 @@ class SegmentStore:
         for thread in self._threads:
             thread.join()
         self.segments.close()
+
+
+def end_table(store: SegmentStore, folder: TableFolder) -> None:
+    """Close a table's store and remove its folder."""
+    if not folder.is_own:  # this process is a fork of the one that has the threads
+        return
+    if store.is_own_thread:  # garbage is collected in any thread; this one cannot wait for itself
+        threading.Thread(target=end_table, args=(store, folder), name="hostdev-close").start()
+        return
+    store.close()
+    folder.remove()

@@ -16,22 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
-from hostdev.core.memory import format_bytes
+from hostdev.core.memory import available_bytes, format_bytes
+from hostdev.core.progress import note
 from hostdev.host.disk.folder import TableFolder
+from hostdev.host.disk.frame_arrays import reserve_frames
 from hostdev.host.disk.readers import Planes, Read
 from hostdev.host.disk.segments import SEGMENT_BYTES
-from hostdev.host.disk.store import SegmentStore
+from hostdev.host.disk.sizes import MemorySize, count_most, get_location_bytes
+from hostdev.host.disk.store import SegmentStore, end_table
 from hostdev.kernels import disk_records, frames
-from hostdev.kernels.buffers import reserved
-from hostdev.kernels.disk_records import GOOD, Format
+from hostdev.kernels.buffers import give_back, reserved
+from hostdev.kernels.disk_records import Format
 
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
-
-FRAME_BYTES = 32  # memory of a frame beside its row
-_BUFFERS_OF = 16  # buffers for writing take at most one part in 16 of the memory
-_SPARE_BATCHES = 4  # rows of so many batches are in memory although the plan does not keep them
-_RESERVED_OF = 8  # one frame in 8 is for reads and writes outside of the pipeline
 
 
 class NoFramesError(UserError):
@@ -56,7 +54,8 @@ class Tier:
         rows: V.
         nbytes: Memory for frames and buffers.
         row_bytes: Bytes of a row in memory.
-        allocate: Called with M and an int64 [M] for the keys of frames; returns the frames' planes.
+        allocate: Called with a number of frames, and an int64 [that many] for their keys; returns the frames' planes,
+            whose memory should only be reserved, as most frames may never be used.
         get_keys: Returns the keys, integers [N], of rows.
         fill: Called with frames [N] and the keys of rows; writes the rows' initial values.
         segment_bytes: The size of a segment, at least a chunk; None for the usual one.
@@ -80,37 +79,35 @@ class Tier:
         self._keys_change = keys_change
         self._name, self.rows, self._get_keys, self._fill = name, rows, get_keys, fill
         format_ = Format.of(row_bytes, SEGMENT_BYTES if segment_bytes is None else segment_bytes)
-        buffers = nbytes // _BUFFERS_OF // format_.chunk_bytes
-        each = row_bytes + FRAME_BYTES
-        self.count = count_frames(rows, nbytes, row_bytes, format_)
+        self.size = size = MemorySize(rows, row_bytes, format_)
+        self.count = size.count_frames(nbytes)
         if self.count < 1:
-            least = 4 * format_.chunk_bytes + 1024 * each
             raise UserError(
-                f"table {name!r}: its Disk has {nbytes:,} bytes of memory, but needs at least {least:,}, most of them "
-                "for buffers"
+                f"table {name!r}: its Disk has {nbytes:,} bytes of memory, but needs at least {size.least_bytes:,}, "
+                "most of them for buffers"
             )
         self._changed = threading.Condition()
         self.where: Any = reserved((rows,), f"i{get_location_bytes(rows)}")
-        self.keys = np.zeros(self.count, np.int64)
-        self._row_of = np.full(self.count, frames.FREE, np.int64)
-        self._pins = np.zeros(self.count, np.int32)
-        self._saved = np.zeros(self.count, np.int64)
-        self._state = np.zeros(self.count, np.uint8)
-        self._free = np.arange(self.count - 1, -1, -1, dtype=np.int32)
+        arrays = reserve_frames(self.count, size, allocate)
+        self.keys, self._row_of, self._pins, self._saved, self._state, self._free, self.planes = arrays
+        self._most = len(self.keys)  # frames for which there are addresses
+        self._free[: self.count] = np.arange(self.count - 1, -1, -1, dtype=np.int32)
         self._free_count, self._hand, self._pinned = self.count, 0, 0
+        self._end = self.count  # frames from here on have no memory; those from `count` on are beyond the budget
         self._leaving: deque[Positions] = deque()
-        self.planes = allocate(self.count, self.keys)
         self._folder = folder = TableFolder(parent, name)
         shared = self.where, self._saved, self._changed
-        self.store = SegmentStore(name, folder.path, format_, *shared, buffers)
-        self._at_end = weakref.finalize(self, _end, self.store, folder)
+        self.store = SegmentStore(name, folder.path, format_, *shared, size.count_buffers(nbytes))
+        self._at_end = weakref.finalize(self, end_table, self.store, folder)
         self.used = self.missed = 0  # rows that were pinned, and those of them that were not in memory
         self.waited = 0.0  # seconds of waiting for pinned rows
+        self.exceeded = self.most_exceeded = 0  # times that rows had more memory than the budget; most frames beyond it
+        self.needed_bytes = 0  # memory in which the largest of these would have had room
 
     @property
     def nbytes(self) -> int:
         """Memory in bytes, without that of `where`."""
-        return self.count * (self.planes.row_bytes + FRAME_BYTES) + self.store.nbytes
+        return self._end * self.size.frame_bytes + self.store.nbytes
 
     def close(self) -> None:
         """Remove the files. The rows are lost."""
@@ -121,7 +118,9 @@ class Tier:
         for start in range(0, self.rows, 1 << 20):
             self.forget(np.arange(start, min(self.rows, start + (1 << 20))))
 
-    def try_pin(self, rows: Ids, *, change: bool, reserve: bool = False, read: bool = True) -> Pinned | None:
+    def try_pin(
+        self, rows: Ids, *, change: bool, reserve: bool = False, read: bool = True, exceed: bool = False
+    ) -> Pinned | None:
         """Pin rows: keep them in memory until `unpin`, and begin to read those that are on disk.
 
         Args:
@@ -129,33 +128,36 @@ class Tier:
             change: Whether the rows may be written.
             reserve: Whether to use the frames that are reserved for calls outside of the pipeline.
             read: Whether the rows' values are needed; if not, all must be written before `unpin`.
+            exceed: Whether rows that do not fit get memory of their own beyond the budget, until they leave it.
 
         Returns:
-            The pinned rows; None if other rows must be unpinned first.
+            The pinned rows; None, unless `exceed`, if other rows must be unpinned first.
 
         Raises:
-            NoFramesError: The rows do not fit, even alone.
+            NoFramesError: The host has no memory beyond the budget.
             UserError: A read or write of the disk has failed.
         """
-        most = self.count if reserve or self.count == self.rows else self.count - self.count // _RESERVED_OF
-        if len(rows) > most:
-            needed = self.nbytes + (len(rows) - most) * self.nbytes // max(most, 1)
-            raise NoFramesError(
-                f"table {self._name!r}: a batch needs {len(rows):,} of its rows in memory, but its Disk has memory for "
-                f"{most:,}; give it at least {format_bytes(needed)}, or use smaller batches"
-            )
+        most = self.count if reserve or exceed else count_most(self.count, self.rows)
+        line = None
         while True:
             with self._changed:
                 self.store.require_good()
+                self._shrink()
                 missing, fresh = frames.count_missing(rows, self.where, self._pins)
-                if self._pinned and self._pinned + fresh > most:
+                if not exceed and self._pinned + fresh > most:
                     return None
-                if missing <= self._free_count:
+                wanted = missing - self._free_count
+                if wanted > 0 and not self._evict(wanted) and self.store.room():  # all other rows are pinned
+                    if not exceed:
+                        return None
+                    line = self._grow(wanted, self._pinned + int(fresh))
+                    wanted = 0
+                if wanted <= 0:
                     pinned, new = self._pin(rows, change=change, read=read)
                     break
-                if not self._evict(missing - self._free_count) and self.store.room():
-                    return None  # all other rows are pinned
             self.store.await_room()
+        if line is not None:
+            note(line)
         if len(new):
             try:
                 self._fill(new, self.keys[new])
@@ -218,13 +220,14 @@ class Tier:
             self._changed.notify_all()
 
     def await_rows(self, pinned: Pinned) -> None:
-        """Wait until the rows are in memory; raise UserError if one could not be read."""
+        """Wait until the rows are in memory, whoever reads or fills them; raise UserError if one could not be read."""
+        begin = time.perf_counter()
         if pinned.read is not None:
-            begin = time.perf_counter()
             pinned.read.wait()
-            self.waited += time.perf_counter() - begin
-            if pinned.read.failure[0] != GOOD:
-                self.store.require_good()
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._state[pinned.frames] & frames.ARRIVING).any())
+        self.waited += time.perf_counter() - begin
+        self.store.require_good()
 
     def unpin(self, pinned: Pinned) -> None:
         """Allow rows to leave the memory."""
@@ -232,11 +235,59 @@ class Tier:
             pinned.read.wait()
         with self._changed:
             self._pinned -= frames.unpin(pinned.frames, self._pins)
+            self._shrink()
             self._changed.notify_all()
+
+    def _grow(self, wanted: int, rows: int) -> str | None:
+        """Add free frames beyond the budget, as `rows` rows are needed at once; return a line to tell, the first time.
+
+        Needs the lock. `_shrink` has left no frame beyond the budget among the free ones.
+        """
+        free = self.count + np.flatnonzero(self._row_of[self.count : self._end] == frames.FREE)[:wanted]
+        end = self._end + wanted - len(free)
+        beyond, size, needed = end - self.count, self.size.frame_bytes, self.size.get_bytes(rows)
+        text = f"table {self._name!r}: {rows:,} rows are needed at once, but its Disk has memory for {self.count:,}"
+        advice, host = f"a Disk with {-(-needed // (1 << 20))}MiB has room for them", available_bytes()
+        if end > self._most or (end - self._end) * size > host:
+            why = "for its addresses (ulimit -v)" if end > self._most else f"where {format_bytes(host)} are free"
+            raise NoFramesError(f"{text}, and there are not {format_bytes(beyond * size)} more {why}; {advice}")
+        added = np.concatenate([free, np.arange(self._end, end)]).astype(np.int32)
+        self._row_of[added] = frames.FREE
+        self._free[self._free_count : self._free_count + wanted] = added[::-1]
+        self._free_count, self._end = self._free_count + wanted, end
+        self.exceeded += 1
+        self.most_exceeded, self.needed_bytes = max(self.most_exceeded, beyond), max(self.needed_bytes, needed)
+        if self.exceeded > 1:
+            return None
+        return f"{text}; they take {format_bytes(beyond * size)} more for a while, and so may later ones; {advice}"
+
+    def _shrink(self) -> None:
+        """Let rows leave the frames beyond the budget, as far as they can be written, and give their memory back.
+
+        Needs the lock.
+        """
+        if self._end == self.count:
+            return
+        beyond = slice(self.count, self._end)
+        leave = (self._row_of[beyond] >= 0) & (self._pins[beyond] == 0) & (self._state[beyond] & frames.ARRIVING == 0)
+        leaving = (self.count + np.flatnonzero(leave)).astype(np.int32)
+        changed = self._saved[leaving] == frames.CHANGED
+        self._release(np.concatenate([leaving[~changed], leaving[changed][: self.store.room()]]))
+        free = self._free[: self._free_count]
+        within = free[free < self.count]
+        self._free_count = len(within)
+        self._free[: self._free_count] = within
+        if (self._row_of[beyond] == frames.FREE).all():
+            for values in (*self.planes.arrays, self.keys, self._row_of, self._saved, self._pins, self._state):
+                give_back(values[beyond])
+            self._hand, self._end = self._hand % self.count, self.count
 
     def _evict(self, wanted: int) -> int:
         """Free up to `wanted` frames, and return how many; needs the lock."""
-        chosen = self._choose(wanted)
+        return self._release(self._choose(wanted))
+
+    def _release(self, chosen: Positions) -> int:
+        """Free chosen frames, none of which is pinned, as far as changed rows can be written; return how many."""
         if not len(chosen):
             return 0
         changed = np.empty(len(chosen) + 1, np.int32)
@@ -275,7 +326,8 @@ class Tier:
                 break
         if left:
             out = np.empty(left + 1, np.int32)
-            c, self._hand = frames.choose_by_clock(self._hand, self._row_of, self._pins, self._state, left, out)
+            state = self._row_of[: self._end], self._pins, self._state
+            c, self._hand = frames.choose_by_clock(self._hand, *state, left, out)
             chosen.append(out[:c])
         return np.concatenate(chosen)
 
@@ -385,12 +437,8 @@ class Tier:
     @contextmanager
     def held(self, rows: Ids, *, change: bool, read: bool = True) -> Iterator[None]:
         """Pin distinct rows for a `with` block outside of the pipeline."""
-        pinned = self.try_pin(rows, change=change, reserve=True, read=read)
-        if pinned is None:
-            raise NoFramesError(
-                f"table {self._name!r}: {len(rows):,} of its rows do not fit in memory beside those of the batches "
-                "that are in progress; give its Disk more memory"
-            )
+        pinned = self.try_pin(rows, change=change, read=read, exceed=True)
+        assert pinned is not None
         try:
             self.await_rows(pinned)
             yield
@@ -450,29 +498,3 @@ class Tier:
         frames.find(0, len(rows), rows, self.where, places)
         here = places[places >= 0]
         return bool((self._state[here] & frames.ARRIVING).any())
-
-
-def count_frames(rows: int, nbytes: int, row_bytes: int, format_: Format) -> int:
-    """Return how many of a table's rows fit in `nbytes` of memory; less than 1 if the buffers do not."""
-    buffers = max(nbytes // _BUFFERS_OF // format_.chunk_bytes, 4)
-    return min(rows, (nbytes - buffers * format_.chunk_bytes) // (row_bytes + FRAME_BYTES))
-
-
-def count_kept(frames: int, rows: int, batch: int) -> int:
-    """Return how many rows the planner of a tier with so many frames keeps, if a batch has `batch` rows."""
-    return frames if frames == rows else max(frames // 2, frames - _SPARE_BATCHES * batch)
-
-
-def get_location_bytes(rows: int) -> int:
-    """Return the bytes of memory for each of a table's rows, to know where it is."""
-    return 4 if 3 * rows < np.iinfo(np.int32).max else 8  # with dead records, positions may be twice the rows
-
-
-def _end(store: SegmentStore, folder: TableFolder) -> None:
-    if not folder.is_own:  # this process is a fork of the one that has the threads
-        return
-    if store.is_own_thread:  # garbage is collected in any thread; this one cannot wait for itself
-        threading.Thread(target=_end, args=(store, folder), name="hostdev-close").start()
-        return
-    store.close()
-    folder.remove()

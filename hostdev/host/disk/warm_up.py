@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.host.disk.readers import Planes
-from hostdev.host.disk.tier import FRAME_BYTES, Tier
+from hostdev.host.disk.sizes import FRAME_BYTES
+from hostdev.host.disk.tier import Tier
 from hostdev.kernels.disk_records import Format
 
 _ROWS, _WIDTH, _FRAMES = 4096, 1024, 512  # two chunks of rows, of which some must leave the memory

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from hostdev.core.errors import naming
-from hostdev.core.run_files import ASIDE_LOG, FILES_LOG
+from hostdev.core.run_files import ASIDE_LOG, FILES_LOG, GROWN, REPLACED
 from hostdev.data.arrivals.folder import hash_of
 
 
 class Expected(NamedTuple):
-    """A file that the killed process took after the checkpoint."""
+    """A file that the killed process took after the checkpoint; see `Pending` for `nbytes` and `after`."""
 
     name: str
     sha256: str
+    nbytes: int | None = None
+    after: int = 0
 
 
 class FileLogs:
@@ -27,10 +29,13 @@ class FileLogs:
     Args:
         folder: The run directory.
         taken: The number of files that the checkpoint has, whose lines stay; 0 for a new run.
+
+    Attributes:
+        changed: Number of lines about changes of known files.
     """
 
     def __init__(self, folder: Path, taken: int) -> None:
-        self.folder = folder
+        self.folder, self.changed = folder, 0
         self.expected: list[Expected] = []
         with naming(folder):
             self._files = (folder / FILES_LOG).open("a+", buffering=1)
@@ -42,12 +47,13 @@ class FileLogs:
                 if line["number"] <= taken:
                     end = after
                 else:
-                    self.expected.append(Expected(str(line.get("file")), str(line.get("sha256"))))
+                    self.expected.append(_expected(line))
             self._files.truncate(end)
             self._known: set[int] = set()
             end = 0
             for end, line in _lines(self._aside):  # noqa: B007  (used after the loop)
                 self._known.add(_number(line))
+                self.changed += line.get("why") in (GROWN, REPLACED)
             self._aside.truncate(end)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -60,6 +66,7 @@ class FileLogs:
         if (number := _number(line)) in self._known:
             return False
         self._known.add(number)
+        self.changed += line.get("why") in (GROWN, REPLACED)
         with naming(self.folder):
             self._aside.write(json.dumps(line) + "\n")
         return True
@@ -69,6 +76,16 @@ class FileLogs:
         for file in (self._files, self._aside):
             with contextlib.suppress(OSError):
                 file.close()
+
+
+def _expected(line: dict[str, Any]) -> Expected:
+    nbytes, after = line.get("bytes"), line.get("after")
+    return Expected(
+        str(line.get("file")),
+        str(line.get("sha256")),
+        nbytes if isinstance(nbytes, int) else None,
+        after if isinstance(after, int) else 0,
+    )
 
 
 def _number(line: dict[str, Any]) -> int:

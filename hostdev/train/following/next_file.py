@@ -8,9 +8,11 @@ from itertools import islice
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
-from hostdev.core.run_files import FILES_LOG
-from hostdev.data.arrivals.converting import LATE, REPEATED, Again, Converted, Refused
+from hostdev.core.run_files import FILES_LOG, GROWN, REPLACED
+from hostdev.data.arrivals.changes import SAME, UNSETTLED, Change
+from hostdev.data.arrivals.converting import LATE, REPEATED, Again, Converted, Part, Refused
 from hostdev.data.arrivals.folder import Folder, key_of
+from hostdev.data.arrivals.seen import Taken, digest_bits
 from hostdev.data.arrivals.watcher import AHEAD, Look, Watcher
 from hostdev.stores.address import shown_place
 from hostdev.train.follow_options import Until
@@ -31,6 +33,7 @@ class NextFile:
         logs: Receives a line for each file that is set aside; has the files that a killed process took last.
         until: When no further file is taken; None for never.
         note: Writes a line for the user.
+        takes_grown: Whether to take the lines that are added to the file taken last.
     """
 
     def __init__(
@@ -41,13 +44,18 @@ class NextFile:
         logs: FileLogs,
         until: Until | None,
         note: Callable[[str], object],
+        *,
+        takes_grown: bool = False,
     ) -> None:
-        self._note = note
+        self._note, self._takes_grown = note, takes_grown
         self._watcher, self._folder, self._state, self._logs, self._until = watcher, folder, state, logs, until
         self._expected = deque(logs.expected)
         self._asked: int | None = None  # later looks show all that has happened since the last file was taken
         self._since = time.monotonic()  # no file has come since
         self._troubles: set[str] = set()  # files, or the folder, whose trouble was mentioned
+        last = state.seen.last
+        if takes_grown and last is not None and (taken := state.seen.get(last)) is not None:
+            state.seen.note(last, taken._replace(stamp=-1))  # an earlier run may have left its new rows alone
 
     def take(self, wait: Wait) -> Converted | None:
         """Return the next file; None if no more is to be taken, or `wait` returns False.
@@ -66,14 +74,19 @@ class NextFile:
             return file
         look = self._watcher.look(0, 0.0)
         while True:
-            names = self._names(look)
-            if self._is_over(names, look):
+            names, changing = self._names(look), self._note_changes(look)
+            if not changing and self._is_over(names, look):
                 return None
             found: Converted | Refused | Again | None = Again("", None)
-            if names and names[0] in look.settled:
+            last = self._state.seen.last
+            if last is not None and last in changing and self._takes_grown:  # its new rows come before other files
+                names = [last]
+                if look.changed[last].kind == GROWN:
+                    found = self._convert_grown(last, look.changed[last], wait)
+            elif names and names[0] in look.settled:
                 self._watcher.prepare([(name, look.settled[name]) for name in names if name in look.settled])
                 found = self._convert(names[0], look, wait)
-            elif not names and self._asked is None:
+            elif not names and not changing and self._asked is None:
                 self._asked = self._watcher.look_again()
             if isinstance(found, Converted):
                 self._since, self._asked = time.monotonic(), None
@@ -107,7 +120,10 @@ class NextFile:
             state = self._folder.state(name)
             if state is None:
                 raise lost("is gone")
-            found = self._watcher.convert(name, state, lambda: wait(f"reads {name} again"))
+            if expected.nbytes is not None and state.size < expected.nbytes:
+                raise lost("has changed")
+            part = Part(expected.nbytes, expected.after)
+            found = self._watcher.convert(name, state, lambda: wait(f"reads {name} again"), part)
             if found is None or isinstance(found, Converted):
                 if found is not None and found.sha256 != expected.sha256:
                     found.close()
@@ -137,6 +153,50 @@ class NextFile:
             seen.keep(look.names)
         return list(islice((name for name in look.next if not (seen.is_known(name) or seen.is_late(name))), 1 + AHEAD))
 
+    def _note_changes(self, look: Look) -> set[str]:
+        """Tell what has become of known files; return those that still change, or have rows that are to be taken."""
+        seen, changing = self._state.seen, set()
+        for name, change in look.changed.items():
+            taken = seen.get(name)
+            if taken is None or taken.stamp == change.state.stamp:
+                continue  # noted since this look
+            if change.kind == UNSETTLED and change.about:
+                self._mention(name, f"{shown_place(self._folder.open(name))}: {change.about}; trying again")
+            elif change.kind == UNSETTLED or (change.kind == GROWN and name == seen.last and self._takes_grown):
+                changing.add(name)
+            else:
+                self._note_change(name, change)
+        return changing
+
+    def _note_change(self, name: str, change: Change) -> None:
+        """Tell that a file has changed, and do not look at it until its next change."""
+        if change.kind != SAME:
+            what = "taken" if change.taken.lines else "set aside"
+            where = shown_place(self._folder.open(name))
+            reason = f"{where} has changed after it was {what}: {change.about}; {self._advise(name, change)}"
+            self._write_aside(Refused(name, change.kind, reason))
+            self._state.changed = self._logs.changed
+        self._state.seen.note(name, change.taken._replace(stamp=change.state.stamp))
+
+    def _advise(self, name: str, change: Change) -> str:
+        if change.kind == GROWN and change.taken.lines:
+            late = "" if name == self._state.seen.last else ", as it is not the file taken last"
+            option = "" if late or self._takes_grown else "; --follow-grown would take its new lines"
+            return f"these are not trained on{late}{option}"
+        return "it is not trained on again; give new rows to a file with a later name"
+
+    def _convert_grown(self, name: str, change: Change, wait: Wait) -> Converted | Refused | Again | None:
+        """Return the new rows of the file taken last; None if `wait` returns False."""
+        part = Part(after=change.taken.lines)
+        found = self._watcher.convert(name, change.state, lambda: wait(f"reads {name}"), part)
+        if isinstance(found, Again) and found.reason is not None:
+            self._mention(name, found.reason)
+        if isinstance(found, Refused):
+            self._write_aside(found)
+            self._state.seen.note(name, change.taken._replace(stamp=change.state.stamp))
+            return Again(name, None)
+        return found
+
     def _is_over(self, names: list[str], look: Look) -> bool:
         """Return whether no more file is to be taken."""
         until, seen = self._until, self._state.seen
@@ -159,16 +219,23 @@ class NextFile:
             return found
         found.close()
         reason = f"{shown_place(self._folder.open(name))}: the content is that of {same}, which was taken already"
-        return Refused(name, REPEATED, reason, found.sha256)
+        return Refused(name, REPEATED, reason, found.sha256, found.state)
 
     def _set_aside(self, refused: Refused) -> None:
         """Record that a file is not trained on."""
         self._since = time.monotonic()
-        self._state.seen.set_aside(refused.name)
+        state = refused.state
+        taken = Taken() if state is None else Taken(state.size, state.stamp, digest_bits(refused.sha256))
+        self._state.seen.set_aside(refused.name, taken)
         self._state.set_aside += 1
+        self._write_aside(refused)
+
+    def _write_aside(self, refused: Refused) -> None:
+        """Write a line about rows that are not trained on, unless there is one."""
         line = {"file": refused.name, "why": refused.why, "reason": refused.reason, "sha256": refused.sha256}
         if self._logs.set_aside({**line, "at": datetime.now(UTC).isoformat(timespec="seconds")}):
-            self._note(f"set aside ({refused.why}): {refused.reason}")
+            what = "" if refused.why in (GROWN, REPLACED) else f"set aside ({refused.why}): "
+            self._note(what + refused.reason)
 
     def _mention(self, about: str, text: str) -> None:
         """Write a line about a trouble that may pass, once for each file."""

@@ -38,6 +38,8 @@ def make_line(
         "number": number,
         "file": file.name,
         "sha256": file.sha256,
+        "bytes": file.nbytes,
+        "after": file.part.after,
         "rows": file.rows,
         "rejected": file.rejected,
         "step": step,
@@ -110,6 +112,7 @@ def summarize(state: FollowState, labels: tuple[str, ...]) -> dict[str, Any]:
         "files": {
             "taken": state.seen.taken,
             "set_aside": state.set_aside,
+            "changed": state.changed,
             "last": state.seen.last,
             "waiting_rows": state.waiting,
             "window": over or None,

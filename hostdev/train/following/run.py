@@ -23,7 +23,7 @@ from hostdev.tracking.callback import EpochInfo
 from hostdev.train import checkpointing, starting
 from hostdev.train.checkpointing import Progress
 from hostdev.train.config import TrainConfig
-from hostdev.train.follow_options import POLL_SECONDS, WINDOW, Until, parse_until
+from hostdev.train.follow_options import POLL_SECONDS, QUIET_SECONDS, WINDOW, Until, parse_until
 from hostdev.train.following import report
 from hostdev.train.following.logs import Expected, FileLogs
 from hostdev.train.following.next_file import NextFile
@@ -57,6 +57,7 @@ class FollowRun(Run):
         self._example = Example(data)
         self._folder = open_folder(settings.follow, settings.follow_mark)
         self._poll = POLL_SECONDS if settings.follow_poll is None else settings.follow_poll
+        self._quiet = QUIET_SECONDS if settings.follow_quiet is None else settings.follow_quiet
         self._until: Until | None = None if settings.follow_until is None else parse_until(settings.follow_until)
         labels, targets = found.schema.labels, found.schema.targets
         self._is_number = tuple(name in targets.numeric for name in labels)
@@ -110,9 +111,11 @@ class FollowRun(Run):
             )
         self._file_logs = FileLogs(self.files.path, self.state.seen.taken)
         try:
-            with Watcher(self._folder, self.state.seen, self._example, self.files.path, self._poll) as watcher:
+            about = self._folder, self.state.seen, self._example, self.files.path, self._poll
+            with Watcher(*about, quiet=self._quiet) as watcher:
                 known = self._folder, self.state, self._file_logs
-                next_file = NextFile(watcher, *known, self._until, self._waiting.note)
+                grown = self.settings.follow_grown
+                next_file = NextFile(watcher, *known, self._until, self._waiting.note, takes_grown=grown)
                 is_over = self._go_on(next_file, stop) and self._follow(next_file, stop)
             if self._is_stopped(stop):
                 return "interrupted"
@@ -129,7 +132,7 @@ class FollowRun(Run):
     def _go_on(self, next_file: NextFile, stop: GracefulStop) -> bool:
         """Train on the rest of the files that the checkpoint had begun; return False at a signal or --max-steps."""
         for pending in list(self.state.pending):
-            expected = Expected(pending.name, pending.sha256)
+            expected = Expected(pending.name, pending.sha256, pending.nbytes, pending.after)
             otherwise = f"start a new run from the checkpoint with --start-from {self._shown_start()}"
             file = next_file.find(expected, lambda text: self._wait(text, stop), otherwise)
             self._waiting.end()
@@ -189,7 +192,7 @@ class FollowRun(Run):
         if self._is_stopped(stop) or found is None:
             return False
         scored = collector.result()
-        self.state.take(file.name, file.sha256, file.rows)
+        self.state.take(file.name, file.sha256, file.rows, file.nbytes, file.part.after, file.taken)
         self.state.window.add(scored)
         taken, window = self.state.seen.taken, self.state.window
         line = report.make_line(taken, file, self.steps, schema.labels, (found, scored), window)

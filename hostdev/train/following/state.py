@@ -2,21 +2,28 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
-from hostdev.data.arrivals.seen import Seen
+from hostdev.data.arrivals.seen import UNKNOWN, Seen, Taken
 from hostdev.train.following.progressive import Window
 
 
 @dataclass
 class Pending:
-    """A file with rows that are not trained on: its first `done` rows are."""
+    """A file with rows that are not trained on: its first `done` rows are.
+
+    Attributes:
+        nbytes: How many bytes of the file were taken; None for all.
+        after: Rows in them that had been taken before, with rejected ones; `rows` and `done` do not count them.
+    """
 
     name: str
     sha256: str
     rows: int
     done: int = 0
+    nbytes: int | None = None
+    after: int = 0
 
 
 class FollowState:
@@ -29,11 +36,20 @@ class FollowState:
         self.seen, self.window = Seen(), window
         self.pending: deque[Pending] = deque()  # in the order of training; all but the first have no row done
         self.set_aside = 0  # files
+        self.changed = 0  # files that have changed after they were taken or set aside
 
-    def take(self, name: str, sha256: str, rows: int) -> None:
+    def take(
+        self,
+        name: str,
+        sha256: str,
+        rows: int,
+        nbytes: int | None = None,
+        after: int = 0,
+        taken: Taken = UNKNOWN,
+    ) -> None:
         """Record that a file was scored, and that its rows are next."""
-        self.seen.take(name, sha256)
-        self.pending.append(Pending(name, sha256, rows))
+        self.seen.take(name, sha256, taken)
+        self.pending.append(Pending(name, sha256, rows, 0, nbytes, after))
 
     def advance(self, rows: int) -> None:
         """Record that the next rows, of one step, are trained on."""
@@ -58,8 +74,9 @@ class FollowState:
         return {
             "seen": self.seen.as_values(),
             "window": self.window.as_values(),
-            "pending": [[each.name, each.sha256, each.rows, each.done] for each in self.pending],
+            "pending": [list(astuple(each)) for each in self.pending],
             "set_aside": self.set_aside,
+            "changed": self.changed,
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
@@ -68,3 +85,4 @@ class FollowState:
         self.window.restore(values["window"])
         self.pending = deque(Pending(*each) for each in values["pending"])
         self.set_aside = values["set_aside"]
+        self.changed = values.get("changed", 0)
