@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,16 +19,20 @@ from hostdev import __version__
 from hostdev.core.errors import in_words
 from hostdev.serving import columns, openapi, page, protocol
 from hostdev.serving.access import Token
-from hostdev.serving.body import BINARY, JSON, BodyReader, Limits
+from hostdev.serving.body import BINARY, JSON, Body, BodyReader
+from hostdev.serving.collector import paused
 from hostdev.serving.gathering import Answer, ClientGoneError, Gatherer, wrong_version
-from hostdev.serving.json_input import parse_json
+from hostdev.serving.json_input import PIECE_BYTES, Structure, parse_json, scan
+from hostdev.serving.limits import Limits
 from hostdev.serving.metrics import Metrics
 from hostdev.serving.model import ServedModel
 from hostdev.serving.refused import RefusedError, bad
 
-_SMALL = 1 << 16  # bytes; a body up to this size is parsed at once, and a larger one beside the event loop
+_FEW_ROWS = 4096  # whose answer is written at once; a larger one is written beside the event loop
+_BINARY_MEMORY = 8  # bytes of the values that one byte of binary tensors may become; short texts need more than that
 _GONE = 499  # the status in metrics of requests whose clients have gone; none is sent
 
+_T = TypeVar("_T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -132,9 +136,20 @@ class Service:
         version = self._require_model(request)
         with self._bodies.holding() as body:
             content = await body.read(request.headers, request.receive, (JSON, BINARY))
-            length = request.headers.get(protocol.HEADER_LENGTH)
-            inference, given = await _beside(len(content), partial(self._parse_infer, content, length))
-            answer = await self._compute(request, given, inference.rows, version or inference.model[1] or None)
+            content, binary = protocol.split(content, request.headers.get(protocol.HEADER_LENGTH))
+            parse = partial(self._parse_infer, content, binary)
+            inference, given, values = await self._parsed(request, body, content, len(binary), parse)
+            wanted_version = version or inference.model[1] or None
+            try:
+                async with asyncio.timeout(inference.timeout or None):
+                    answer = await self._compute(request, given, inference.rows, values, wanted_version)
+            except TimeoutError:
+                raise RefusedError(
+                    HTTPStatus.SERVICE_UNAVAILABLE, f"the request's timeout of {inference.timeout:g} s is over"
+                ) from None
+        return await _beside(inference.rows, partial(self._inferred, inference, answer))
+
+    def _inferred(self, inference: protocol.Inference, answer: Answer) -> Response:
         model = answer.model
         wanted = inference.outputs
         if wanted is None:
@@ -145,37 +160,66 @@ class Service:
         made, headers = protocol.write(about, outputs)
         return Response(made, headers=headers)
 
-    def _parse_infer(self, content: bytes, length: str | None) -> tuple[protocol.Inference, columns.Columns]:
+    def _parse_infer(
+        self, content: bytes, binary: bytes, structure: Structure | None
+    ) -> tuple[protocol.Inference, columns.Columns, int]:
         model = self._model
-        inference = protocol.parse(content, length, self._limits.most_rows)
+        inference = protocol.parse(content, binary, self._limits, structure)
         self._require_served(*inference.model)
         for name in inference.outputs or ():
             if name not in model.labels:
                 raise bad(f"the model has no output {name!r}; its outputs are {', '.join(model.labels)}")
-        return inference, columns.from_tensors(inference.inputs, model.inputs)
+        inputs = [one for one in inference.inputs if one.name in model.inputs or one.name not in model.labels]
+        given = columns.from_tensors(inputs, model.inputs)
+        return inference, given, self._limits.count_values(given, model.inputs)
 
     async def _predict(self, request: Request) -> Response:
         with self._bodies.holding() as body:
             content = await body.read(request.headers, request.receive, (JSON,))
-            given, rows = await _beside(
-                len(content),
-                lambda: columns.from_rows(
-                    parse_json(content),
-                    self._model.inputs,
-                    self._limits.most_rows,
-                    has_escapes=b"\\u" in content,
-                ),
-            )
-            answer = await self._compute(request, given, rows, None)
-        values = answer.values.tolist()
-        labels = answer.model.labels
-        found: Any = [row[0] for row in values]
-        if len(labels) > 1:
-            found = [dict(zip(labels, row, strict=True)) for row in values]
-        return _json({"model": self._name, "step": answer.model.step, "predictions": found})
+            parse = partial(self._parse_rows, content)
+            given, rows, values = await self._parsed(request, body, content, 0, parse)
+            answer = await self._compute(request, given, rows, values, None)
+        return await _beside(rows, partial(self._predicted, answer))
 
-    async def _compute(self, request: Request, given: columns.Columns, rows: int, version: str | None) -> Answer:
-        return await self._gatherer.predict(given, rows, version, lambda: asyncio.ensure_future(_gone(request.receive)))
+    def _parse_rows(self, content: bytes, structure: Structure | None) -> tuple[columns.Columns, int, int]:
+        inputs = self._model.inputs
+        found = parse_json(content, structure=structure)
+        given, rows = columns.from_rows(found, inputs, self._limits.most_rows, has_escapes=b"\\u" in content)
+        return given, rows, self._limits.count_values(given, inputs)
+
+    def _predicted(self, answer: Answer) -> Response:
+        labels = answer.model.labels
+        found: Any = answer.values[:, 0].tolist()
+        if len(labels) > 1:
+            found = [dict(zip(labels, row, strict=True)) for row in answer.values.tolist()]
+        about = _dumps({"model": self._name, "step": answer.model.step})[:-1]
+        return _as_json(about + b',"predictions":' + protocol.dump_list(found) + b"}")
+
+    async def _parsed(
+        self,
+        request: Request,
+        body: Body,
+        content: bytes,
+        binary_bytes: int,
+        parse: Callable[[Structure | None], _T],
+    ) -> _T:
+        """Return the result of parsing a body: at once, or, if it is large, beside the event loop in its turn."""
+        if len(content) + binary_bytes <= PIECE_BYTES:
+            return parse(None)
+        async with self._bodies.turn:
+            if await request.is_disconnected():
+                raise ClientGoneError
+            structure = await asyncio.to_thread(scan, content)
+            structure.require(self._limits.most_containers)
+            await body.reserve_parsed(structure.memory + _BINARY_MEMORY * binary_bytes)
+            return await asyncio.to_thread(paused()(parse), structure)
+
+    async def _compute(
+        self, request: Request, given: columns.Columns, rows: int, values: int, version: str | None
+    ) -> Answer:
+        return await self._gatherer.predict(
+            given, rows, version, lambda: asyncio.ensure_future(_gone(request.receive)), values
+        )
 
     async def _show_metrics(self, request: Request) -> Response:
         text, kind = self._metrics.text()
@@ -232,9 +276,9 @@ def _authorization(scope: Scope) -> bytes | None:
     return next((value for name, value in scope["headers"] if name == b"authorization"), None)
 
 
-async def _beside(size: int, parse: Callable[[], Any]) -> Any:
-    """Return the result of parsing a body of this size, beside the event loop if it takes long."""
-    return parse() if size <= _SMALL else await asyncio.to_thread(parse)
+async def _beside(rows: int, write: Callable[[], Response]) -> Response:
+    """Return an answer with this many rows, which is written beside the event loop if it takes long."""
+    return write() if rows <= _FEW_ROWS else await asyncio.to_thread(write)
 
 
 async def _gone(receive: Receive) -> None:
@@ -243,9 +287,16 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _json(content: Any, status: int = HTTPStatus.OK) -> Response:
-    body = json.dumps(content, separators=(",", ":")).encode()
+def _dumps(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _as_json(body: bytes, status: int = HTTPStatus.OK) -> Response:
     return Response(body, status, headers={"Content-Type": JSON})
+
+
+def _json(content: Any, status: int = HTTPStatus.OK) -> Response:
+    return _as_json(_dumps(content), status)
 
 
 def _error(refusal: RefusedError) -> Response:

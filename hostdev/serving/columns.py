@@ -11,7 +11,7 @@ from typing import Any
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.naming import listed
 from hostdev.predict.predictor import Predictor
-from hostdev.serving.json_input import parse_json
+from hostdev.serving.json_input import PIECE_BYTES, parse_json, scan
 from hostdev.serving.refused import RefusedError, bad
 from hostdev.serving.tensors import BYTES, Tensor, is_unicode, shown
 
@@ -111,7 +111,11 @@ def _parse_list(text: str | None, row: int, name: str) -> list[Any] | None:
     if text is None or text == "":
         return None
     where = f"row {row + 1}, column {name!r}"
-    found = parse_json(text, where)
+    content = text.encode()
+    structure = scan(content, where) if len(content) > PIECE_BYTES else None
+    if structure is not None and structure.containers > 1:
+        raise bad(f"{where}: a list has a list or an object; give single values")
+    found = parse_json(content, where, structure)
     if not isinstance(found, list):
         raise bad(f"{where}: {shown(found)} is not a list; write the row's values as a JSON list")
     return found

@@ -28,9 +28,10 @@ from hostdev.predict.following import SECONDS, FollowingPredictor, list_checkpoi
 from hostdev.predict.predictor import Predictor
 from hostdev.serving.access import read_token
 from hostdev.serving.app import Service
-from hostdev.serving.body import Limits
 from hostdev.serving.connection import BoundedConnection
 from hostdev.serving.gathering import Gatherer
+from hostdev.serving.json_input import scan
+from hostdev.serving.limits import Limits
 from hostdev.serving.metrics import Metrics
 from hostdev.serving.model import ServedModel
 from hostdev.serving.settings import Settings
@@ -91,6 +92,7 @@ class Serving:
             self._note(str(warning.message))
         model = ServedModel(predictor, self._note)
         model.warm_up()
+        scan(b"[]")  # compiles its kernel
         self.name = settings.model_name or model.default_name
         self._metrics = metrics = Metrics()
         metrics.model(model.step, model.written)
