@@ -51,13 +51,13 @@ def scan(text, piece, levels, brackets, cuts, counts):
                 return UNENDED, start, n
             counts[2] += 1
             counts[3] += (i - start) * (4 if widest >= _WIDEST else 2 if widest >= _WIDE else 1)
-        elif c == _ARRAY or c == _OBJECT:
+        elif c in (_ARRAY, _OBJECT):
             if depth == len(levels):
                 return DEEP, i, n
             counts[0 if c == _OBJECT else 1] += 1
             levels[depth, 0], levels[depth, 1], levels[depth, 2], brackets[depth] = i, i, i, c
             depth += 1
-        elif c == _COMMA or c == _ARRAY_END or c == _OBJECT_END:
+        elif c in (_COMMA, _ARRAY_END, _OBJECT_END):
             if depth == 0 or (c != _COMMA and c != brackets[depth - 1] + 2):
                 return WRONG, i, n
             begin, cut, comma = levels[depth - 1, 0], levels[depth - 1, 1], levels[depth - 1, 2]

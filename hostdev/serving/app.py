@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hostdev import __version__
 from hostdev.core.errors import in_words
 from hostdev.serving import columns, openapi, page, protocol
-from hostdev.serving.access import Token
+from hostdev.serving.access import Token, is_local_name
 from hostdev.serving.body import BINARY, JSON, Body, BodyReader
 from hostdev.serving.collector import paused
 from hostdev.serving.gathering import Answer, ClientGoneError, Gatherer, wrong_version
@@ -45,6 +45,7 @@ class Service:
         metrics: Counts requests.
         limits: Of requests.
         token: That clients must show, or None.
+        local_name: The name that a request's Host may be, besides localhost and addresses; None for any.
         note: Called with a line for an error that no request explains.
     """
 
@@ -55,6 +56,7 @@ class Service:
         metrics: Metrics,
         limits: Limits,
         token: Token | None,
+        local_name: str | None,
         note: Callable[[str], None],
     ) -> None:
         self._name, self._gatherer, self._metrics, self._limits = name, gatherer, metrics, limits
@@ -82,7 +84,7 @@ class Service:
         routes = [Route(path, self._guarded(end), methods=[method]) for method, path, end in ends]
         starlette = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
         starlette.router.redirect_slashes = False
-        self.app: ASGIApp = _Front(starlette, metrics, token)
+        self.app: ASGIApp = _Front(starlette, metrics, token, local_name)
 
     @property
     def _model(self) -> ServedModel:
@@ -245,10 +247,10 @@ class Service:
 
 
 class _Front:
-    """Checks tokens, and counts answers, around an application."""
+    """Checks tokens and hosts, and counts answers, around an application."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, token: Token | None) -> None:
-        self._app, self._metrics, self._token = app, metrics, token
+    def __init__(self, app: ASGIApp, metrics: Metrics, token: Token | None, local_name: str | None) -> None:
+        self._app, self._metrics, self._token, self._local_name = app, metrics, token, local_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -263,17 +265,32 @@ class _Front:
             await send(message)
 
         app: ASGIApp = self._app
-        if self._token is not None and not self._token.allows(scope["path"], _authorization(scope)):
+        if self._token is not None and not self._token.allows(
+            scope["path"], next(_headers(scope, b"authorization"), None)
+        ):
             app = _error(
                 RefusedError(HTTPStatus.UNAUTHORIZED, "give the header Authorization: Bearer TOKEN", closes=True)
             )
+        elif self._local_name is not None:
+            for host in _headers(scope, b"host"):
+                if not is_local_name(host, self._local_name):
+                    app = _error(_wrong_host(host))
         await app(scope, receive, note_status)
         end = getattr(scope.get("endpoint"), "__name__", "other")
         self._metrics.request(end, _GONE if scope.get("hostdev.gone") else status, time.perf_counter() - start)
 
 
-def _authorization(scope: Scope) -> bytes | None:
-    return next((value for name, value in scope["headers"] if name == b"authorization"), None)
+def _headers(scope: Scope, name: bytes) -> Iterator[bytes]:
+    return (value for found, value in scope["headers"] if found == name)
+
+
+def _wrong_host(host: bytes) -> RefusedError:
+    return RefusedError(
+        HTTPStatus.FORBIDDEN,
+        f"the host {host.decode('latin-1')!r} is not accepted; ask an address or localhost, or start the server with "
+        "--host and this name, or with a token",
+        closes=True,
+    )
 
 
 async def _beside(rows: int, write: Callable[[], Response]) -> Response:

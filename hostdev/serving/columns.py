@@ -218,7 +218,11 @@ def _require_alike(values: list[Any], about: Input) -> None:
         kind = _KINDS[type(value)]
         first = first or kind
         if kind != first:
-            raise bad(f"{where}: {shown(value)} is {kind}, but values above it are {first}; give values of one type")
+            given = kind if type(value) is list else f"{shown(value)} is {kind}"
+            way = (
+                f"; give {first} in each row, or {kind} in each row" if about.has_lists else "; give values of one type"
+            )
+            raise bad(f"{where}: {given}, but values above it are {first}{way}")
         for one in value if type(value) is list else (value,):
             _require_plain(one, where)
 

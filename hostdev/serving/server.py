@@ -59,6 +59,7 @@ class Serving:
     Attributes:
         name: The model's name.
         gatherer: Its attribute `model` is the served model.
+        metrics: What it counts.
         app: The ASGI application.
 
     Raises:
@@ -94,7 +95,7 @@ class Serving:
         model.warm_up()
         scan(b"[]")  # compiles its kernel
         self.name = settings.model_name or model.default_name
-        self._metrics = metrics = Metrics()
+        self.metrics = metrics = Metrics()
         metrics.model(model.step, model.written)
         self.gatherer = Gatherer(
             model,
@@ -105,7 +106,9 @@ class Serving:
             note=self._note,
         )
         limits = Limits(settings.max_request_bytes, settings.max_rows, body_seconds)
-        self.app: ASGIApp = Service(self.name, self.gatherer, metrics, limits, token, self._note).app
+        self.app: ASGIApp = Service(
+            self.name, self.gatherer, metrics, limits, token, settings.local_name, self._note
+        ).app
 
     def _note(self, line: str) -> None:
         note(f"{self._prog}: {line}")
@@ -120,11 +123,11 @@ class Serving:
         """Serve a newer checkpoint, from the next batch on."""
         model = self.gatherer.model.successor(predictor)
         self.gatherer.model = model
-        self._metrics.change(model.step, model.written)
+        self.metrics.change(model.step, model.written)
         self._changed(model)
 
     def _refuse(self, line: str) -> None:
-        self._metrics.problem()
+        self.metrics.problem()
         self._refused(line)
 
     @contextlib.contextmanager

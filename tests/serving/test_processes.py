@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -104,6 +105,11 @@ def test_workers(film_run, tmp_path):
             for variable in (f"{k}={v}" for k, v in psutil.Process(pid).environ().items())
             if variable.startswith("PROMETHEUS_MULTIPROC_DIR")
         }
+        shutil.rmtree(metrics)  # as a cleaner of temporary files does
+        text = ask(address, "/metrics")
+        wait_until(lambda: counted in ask(address, "/metrics"), 60)  # of both processes, whose counts go on
+        wait_until(lambda: len(list(Path(metrics).glob("counter_*.db"))) == 2, 60)
+        assert f"hostdev_model_step {newer.step:.1f}\n" in ask(address, "/metrics")
         process.terminate()
         assert process.wait(90) == 0
     assert not any(map(psutil.pid_exists, now)) and not os.path.exists(metrics)  # noqa: PTH110
