@@ -1,6 +1,5 @@
 """The command `serve`, after its flags are parsed."""
 
-import faulthandler
 import ipaddress
 import signal
 import socket
@@ -10,6 +9,7 @@ from typing import Any
 
 from hostdev.core.progress import note
 from hostdev.serving.collector import settled
+from hostdev.serving.lost_file import announce_lost_files
 from hostdev.serving.server import Ending, Serving, address_of, listen, show_change
 from hostdev.serving.settings import Settings
 from hostdev.stores.address import shown_place
@@ -30,7 +30,7 @@ def _run_alone(settings: Settings, listener: socket.socket) -> int | None:
     serving = Serving(settings)
     about = serving.about()
     ending = Ending()
-    faulthandler.enable(all_threads=False)  # a file that is cut while it is served ends the process by SIGBUS
+    announce_lost_files(settings.prog)
     with ending.on_signals(), settled():
         serving.run(listener, lambda: _started(settings, listener, about), ending)
     return ending.number

@@ -1,6 +1,5 @@
 """python -m hostdev.serving.worker: one of several processes of a server; `hostdev.serving.processes` starts it."""
 
-import faulthandler
 import json
 import os
 import select
@@ -52,7 +51,6 @@ def main(argv: Sequence[str]) -> None:
 
     threading.Thread(target=watch, name="hostdev-parent", daemon=True).start()
     first = {"ready": serving.about(), "serves": _mark(serving.gatherer.model)}
-    faulthandler.enable(all_threads=False)
     with settled():
         serving.run(socket.socket(fileno=listener), lambda: tell(**first), ending)
 
