@@ -82,3 +82,10 @@ def scan(text, piece, levels, brackets, cuts, counts):
             counts[4] += 1
         i += 1
     return (WHOLE, N, n) if depth == 0 else (UNENDED, levels[depth - 1, 0], n)
+
+
+def warm_up() -> None:
+    """Compile the kernel, or load it from the cache, by calling it once."""
+    text = np.frombuffer(b"[]", np.uint8)  # read-only, as a request's body is
+    levels, brackets = np.empty((1, 3), np.int64), np.empty(1, np.uint8)
+    scan(text, 1, levels, brackets, np.empty((4, 2), np.int64), np.zeros(COUNTS, np.int64))

@@ -23,6 +23,7 @@ from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import note
 from hostdev.device import backend
+from hostdev.kernels import json_structure
 from hostdev.kernels.pool import set_host_threads
 from hostdev.predict.following import SECONDS, FollowingPredictor, list_checkpoints
 from hostdev.predict.predictor import Predictor
@@ -30,7 +31,6 @@ from hostdev.serving.access import read_token
 from hostdev.serving.app import Service
 from hostdev.serving.connection import BoundedConnection
 from hostdev.serving.gathering import Gatherer
-from hostdev.serving.json_input import scan
 from hostdev.serving.limits import Limits
 from hostdev.serving.metrics import Metrics
 from hostdev.serving.model import ServedModel
@@ -93,7 +93,7 @@ class Serving:
             self._note(str(warning.message))
         model = ServedModel(predictor, self._note)
         model.warm_up()
-        scan(b"[]")  # compiles its kernel
+        json_structure.warm_up()
         self.name = settings.model_name or model.default_name
         self.metrics = metrics = Metrics()
         metrics.model(model.step, model.written)

@@ -126,6 +126,27 @@ def test_workers_end_with_a_killed_parent(film_run, tmp_path):
         assert not left
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_file_that_is_cut(film_run, tmp_path, workers):
+    """The process that looks at it ends by SIGBUS, as no program can go on; a line says why."""
+    shutil.copytree(film_run, tmp_path / "run")
+    with started(tmp_path / "run", tmp_path / "work", "--workers", workers) as (process, address):
+        ask(address, "/v1/predict", {"columns": FILMS})
+        contents = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.*") if path.suffix != ".json"}
+        for path in contents:
+            os.truncate(path, 0)
+        with pytest.raises(OSError):
+            ask(address, "/v1/predict", {"columns": FILMS})
+        for path, content in contents.items():
+            path.write_bytes(content)
+        wait_until(lambda: "SIGBUS" in errors(tmp_path / "work"), 60)
+        [line] = errors(tmp_path / "work").splitlines()
+        assert "a file that" in line and "was cut" in line
+        process.terminate()
+        assert process.wait(60) in (0, -signal.SIGBUS)
+
+
 def test_a_wrong_command(film_run, tmp_path, in_process):
     def line(*options, checkpoint=film_run):
         code, out, error = in_process(serve, "--checkpoint", checkpoint, *options)
