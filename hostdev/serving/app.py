@@ -186,8 +186,9 @@ class Service:
     def _parse_rows(self, content: bytes, structure: Structure | None) -> tuple[columns.Columns, int, int]:
         inputs = self._model.inputs
         found = parse_json(content, structure=structure)
-        given, rows = columns.from_rows(found, inputs, self._limits.most_rows, has_escapes=b"\\u" in content)
-        return given, rows, self._limits.count_values(given, inputs)
+        count, has_escapes = self._limits.count_values, b"\\u" in content
+        given, rows = columns.from_rows(found, inputs, self._limits.most_rows, has_escapes=has_escapes, count=count)
+        return given, rows, count(given, inputs)
 
     def _predicted(self, answer: Answer) -> Response:
         labels = answer.model.labels

@@ -3,7 +3,7 @@
 Values reach the encoder with the types that they have in a request, so that it finds the ids that `Predictor` finds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -122,7 +122,12 @@ def _parse_list(text: str | None, row: int, name: str) -> list[Any] | None:
 
 
 def from_rows(
-    content: Any, inputs: Mapping[str, Input], most_rows: int, *, has_escapes: bool = True
+    content: Any,
+    inputs: Mapping[str, Input],
+    most_rows: int,
+    *,
+    has_escapes: bool = True,
+    count: Callable[[Columns, Mapping[str, Input]], object] = lambda columns, inputs: None,
 ) -> tuple[Columns, int]:
     """Return the columns of a JSON document, and its number of rows.
 
@@ -133,6 +138,7 @@ def from_rows(
         most_rows: The largest number of rows that is accepted.
         has_escapes: Whether the document may have characters that were written as \\u and digits; only these can be
             halves of surrogate pairs.
+        count: Called before the values are looked at; raises RefusedError if they are too many.
 
     Raises:
         RefusedError: The document has another form, or a value is missing or of a wrong type.
@@ -145,7 +151,7 @@ def from_rows(
             raise bad("`rows` must be a list of objects")
         _require_few(len(given), most_rows)
         columns = _transpose(given, inputs)
-        count = len(given)
+        rows = len(given)
     else:
         given = content["columns"]
         if not isinstance(given, dict):
@@ -155,14 +161,15 @@ def from_rows(
         for name, values in columns.items():
             if not isinstance(values, list):
                 raise bad(f"column {name!r} must be a list with one value per row")
-        count = len(next(iter(columns.values()), []))
-        _require_few(count, most_rows)
+        rows = len(next(iter(columns.values()), []))
+        _require_few(rows, most_rows)
         for name, values in columns.items():
-            if len(values) != count:
+            if len(values) != rows:
                 first = next(iter(columns))
-                raise bad(f"column {name!r} has {len(values):,} values, but column {first!r} has {count:,}")
+                raise bad(f"column {name!r} has {len(values):,} values, but column {first!r} has {rows:,}")
+    count(columns, inputs)
     _require_right(columns, inputs, has_escapes=has_escapes)
-    return columns, count
+    return columns, rows
 
 
 def _require_right(columns: Columns, inputs: Mapping[str, Input], *, has_escapes: bool) -> None:

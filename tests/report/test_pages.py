@@ -89,10 +89,8 @@ def test_files_that_are_missing_or_broken(removed, tmp_path):
 def replace_leaves(content, value):
     """Yield copies of JSON content with each value, in turn, replaced."""
     yield value
-    items = (
-        content.items() if isinstance(content, dict) else enumerate(content[:2]) if isinstance(content, list) else ()
-    )
-    for key, inner in items:
+    keys = [*content] if isinstance(content, dict) else range(min(2, len(content))) if isinstance(content, list) else ()
+    for key in keys:
         for other in replace_leaves(content[key], value):
             copy = content.copy()
             copy[key] = other

@@ -71,7 +71,6 @@ def test_tritonclient(triton, film_server):
             (lambda: client.infer("deepfm", inputs, model_version="99"), "404", "no version '99'"),
             (lambda: client.infer("other", inputs), "404", "there is no model 'other'"),
             (lambda: client.infer("deepfm", inputs, sequence_id=5), "400", "no parameter 'sequence_"),
-            (lambda: client.infer("deepfm", inputs, request_compression_algorithm="gzip"), "415", "content encoding"),
             (lambda: client.get_model_repository_index(), "404", "Not Found"),
         ):
             with pytest.raises(triton.InferenceServerException) as refused:
