@@ -2,12 +2,12 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import threading
 from pathlib import Path
 
+from hostdev.core import json_files
 from hostdev.core.disk import replacing
 from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.memory import format_bytes
@@ -100,10 +100,10 @@ def pin(root: Path) -> Path:
 def _place_vocabulary(files: RemoteFiles, content: bytes, folder: Path) -> None:
     """Copy the vocabulary that a manifest names, unless it is there; a file beside it has its SHA-256."""
     try:
-        found = json.loads(content)
+        found = json_files.loads(content)
         name, sha256 = found["vocabulary"], found.get("vocabulary_sha256")
         inside(folder, name)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return  # whoever reads the manifest says what is wrong
     noted = folder / f"{name}.sha256"
     with contextlib.suppress(OSError):

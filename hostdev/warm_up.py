@@ -35,6 +35,7 @@ from hostdev.host.disk.warm_up import warm_up_disk
 from hostdev.host.key_warm_up import warm_up_keys
 from hostdev.host.table import HostTable
 from hostdev.host.warm_up import warm_up_feature, warm_up_ids, warm_up_table
+from hostdev.kernels import json_structure
 from hostdev.kernels.compiling import Compiled
 from hostdev.kernels.jit import address_of
 from hostdev.kernels.pool import set_host_threads
@@ -96,6 +97,7 @@ def _tasks() -> list[Task]:
     return [
         (_prepare, ()),
         (warm_up_keys, ()),
+        (json_structure.warm_up, ()),
         *((planner.warm_up, (dtype,)) for dtype in _ID_DTYPES),
         *((warm_up_disk, (dtype,)) for dtype in _ID_DTYPES),
         *((warm_up_ids, (dtype,)) for dtype in _ID_DTYPES),

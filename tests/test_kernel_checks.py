@@ -60,6 +60,7 @@ CHECKS = {
     "kernels.columns": {"_place": (JOURNAL,), "_hash_rows": (OWN,)},
     "kernels.counter": {"_sort_by_hash": (OWN,)},
     "kernels.criteo": {"parse_lines": (OWN,)},
+    "kernels.json_structure": {"scan": (OWN,)},  # by its own depth, which it limits, and number of cuts
     "kernels.dictionary": dict.fromkeys(("_add", "_find", "_rebuild"), (OWN,)),
     "kernels.fingerprint": {"_hash_rows": (IDS,)},
     "kernels.forms": {"_form": (ARROW, TEXTS)},

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 MOST_BYTES = 1 << 28
-_WIDEST = 2**63  # integers must fit int64
+_WIDEST = 2**63  # integers must fit int64; in content of any type, uint64 is enough
+_MOST_DIGITS = 20  # of an integer of 64 bits, with its sign
 
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ def read(path: Path, most: int = MOST_BYTES) -> Any:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is not a regular file, is larger than `most` bytes, or is not JSON.
+        ValueError: The file is not a regular file, is larger than `most` bytes, or does not suit `loads`.
     """
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not wait
     with os.fdopen(number, "rb") as file:
@@ -33,12 +34,36 @@ def read(path: Path, most: int = MOST_BYTES) -> Any:
         if found.st_size > most:
             raise ValueError(f"it has {found.st_size:,} bytes, more than the limit of {most:,}")
         content = file.read(most)
+    return loads(content)
+
+
+def loads(content: str | bytes) -> Any:
+    """Return the content of a JSON text, whose numbers have at most 64 bits: other code need not expect larger ones.
+
+    Raises:
+        ValueError: The text is not JSON, is not UTF-8, is nested too deeply, or has a larger number.
+    """
     try:
-        return json.loads(content.decode())
+        text = content if isinstance(content, str) else content.decode()
+        return json.loads(text, parse_int=_integer, parse_float=_float)
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _integer(digits: str) -> int:
+    value = int(digits) if len(digits) <= _MOST_DIGITS else 2 * _WIDEST
+    if not -_WIDEST <= value < 2 * _WIDEST:
+        raise ValueError("a number has more than 64 bits")
+    return value
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError("a number has more than 64 bits")
+    return value
 
 
 def parse(kind: type[T], content: Any, where: str = "") -> T:

@@ -1,12 +1,12 @@
 """The number of processes that a launcher has started, and whether each trains its own tables."""
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hostdev.core import json_files
 from hostdev.core.errors import UserError
 
 # Per launcher: its name, and its variables for rank, number of ranks, local rank, and number of ranks on the host.
@@ -75,7 +75,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 def _count_ranks(path: Path) -> int:
     """Return the number of devices in a rank table, or 1 if it cannot be read; `hostdev.join` reports such a file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return sum(len(server["device"]) for server in json.loads(path.read_text())["server_list"])
+        return sum(len(server["device"]) for server in json_files.loads(path.read_bytes())["server_list"])
     return 1
 
 

@@ -1,6 +1,5 @@
 """The files of a run directory: their names, and the lines of its logs, as they are written and read."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from hostdev.core import json_files
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
 SCORES_LOG = "scores.jsonl"  # counts of predictions by evaluation
@@ -105,8 +106,8 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for line in file:
             try:
-                found = json.loads(line) if line.endswith(b"\n") else None
-            except (ValueError, RecursionError):
+                found = json_files.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
                 continue
             if isinstance(found, dict):
                 yield found

@@ -1,12 +1,12 @@
 """The rank environment: this process's rank and the rendezvous address, from the variables that launchers set."""
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hostdev.core import json_files
 from hostdev.core.errors import UserError
 from hostdev.core.launched import LAUNCHERS, RANK_TABLE, SLURM
 
@@ -213,7 +213,7 @@ class RankTable(NamedTuple):
 def read_table(path: Path) -> RankTable:
     """Read a rank table from its JSON file; raise UserError if it is invalid or its ranks are not 0, 1, 2, ..."""
     try:
-        content = json.loads(path.read_text())
+        content = json_files.loads(path.read_bytes())
         servers = sorted(content["server_list"], key=lambda server: str(server["server_id"]))
         count = int(content.get("server_count", len(servers)))
         ranks = [int(device["rank_id"]) for server in servers for device in server["device"]]

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hostdev.core import json_files
 from hostdev.core.disk import is_text
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.names import inside
@@ -89,7 +90,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
     if not is_text(folder):
         raise UserError(f"{folder}: {_NO_TEXT}; rename the folder")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json_files.read(folder / MANIFEST)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder} has no saved network ({MANIFEST}: {error}); give a folder that Network.save wrote"

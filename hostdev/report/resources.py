@@ -28,8 +28,9 @@ def time(runs: Sequence[RunData]) -> Section:
     made = []
     if ops:
         made.append(_op_chart(names, ops))
-    if any(numbers(run.summary, "pipeline", "busy_us") for run in runs):
-        made.append(_stage_chart(names, runs))
+    timed = [run for run in runs if number(run.summary, "pipeline", "wall_us")]
+    if any(numbers(run.summary, "pipeline", "busy_us") for run in timed):
+        made.append(_stage_chart(names, timed))
     notes = [
         f"{run.name}: without summary.json, times of ops are those of the last {count(run.ops_calls)} calls in ops.log."
         for run in runs
@@ -96,16 +97,14 @@ def _stage_chart(names: list[str], runs: Sequence[RunData]) -> Chart:
     findings = []
     for run in runs:
         pipeline = table(run.summary, "pipeline")
-        wall = number(pipeline, "wall_us")
-        if not wall:
-            continue
+        wall = number(pipeline, "wall_us") or 1.0
         whole = [("device, all", number(pipeline, "device_busy_us")), ("host, all", number(pipeline, "host_busy_us"))]
         for stage, busy in [*whole, *numbers(pipeline, "busy_us").items()]:
             if busy:
                 text = f"{share(busy / wall)}, {seconds(busy / 1e6)}"
                 rows.append({"run": run.name, "part": stage, "value": busy / wall, "text": text})
                 order.append(stage)
-        findings.append(_overlap(run, pipeline, len(runs)))
+        findings.append(_overlap(run, pipeline, len(names)))
     parts: list[str] = [name for name in ("device, all", "host, all") if name in order]
     parts += sorted(set(order) - set(parts), key=lambda name: -max(row["value"] for row in rows if row["part"] == name))
     spec = charts.bars(names, rows, "busy, as a share of wall time", order=parts, form="~%")

@@ -46,7 +46,7 @@ def newest(lines: Iterable[dict[str, Any]]) -> dict[str, Counts]:
     for line in lines:
         try:
             found = {str(label): _parse(line, bins) for label, bins in line["labels"].items()} or found
-        except (KeyError, ValueError, TypeError, IndexError, AttributeError):
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError):
             continue
     return {label: counts for label, counts in found.items() if counts.samples}
 
@@ -54,9 +54,9 @@ def newest(lines: Iterable[dict[str, Any]]) -> dict[str, Counts]:
 def _parse(line: dict[str, Any], bins: Any) -> Counts:
     made = np.zeros((3, SCORE_BINS))
     values = np.array(bins, np.float64).reshape(-1, 4)
-    places = values[:, 0].astype(np.int64)
-    if not np.isfinite(values).all() or (places < 0).any():
+    if not np.isfinite(values).all() or (values[:, :3] < 0).any() or (values[:, 0] >= SCORE_BINS).any():
         raise ValueError
+    places = values[:, 0].astype(np.int64)
     made[:, places] = values[:, 1:].T
     return Counts(int(line["step"]), str(line["split"]), *made)
 

@@ -1,6 +1,8 @@
-"""The token that clients must show."""
+"""Who may ask: the token that clients must show, and the names by which they may ask a server of this machine."""
 
 import hmac
+import ipaddress
+from functools import lru_cache
 from pathlib import Path
 
 from hostdev.core.errors import UserError, in_words
@@ -22,6 +24,24 @@ class Token:
         scheme, _, given = (authorization or b"").partition(b" ")
         is_same = hmac.compare_digest(given.strip(), self._secret)
         return is_same and scheme.lower() == b"bearer"
+
+
+@lru_cache(64)
+def is_local_name(host: bytes, given: str) -> bool:
+    """Return whether a header Host is an address, localhost, or the name `given`, with or without a port.
+
+    Any other name may be one that a web page has pointed to this machine (DNS rebinding), to read the answers.
+    """
+    text = host.decode("latin-1").strip().lower()
+    name, colon, port = text.rpartition(":")
+    name = name if colon and (port.isdecimal() or not port) and not text.endswith("]") else text
+    if name.removesuffix(".") in ("localhost", given.lower().removesuffix(".")):
+        return True
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]") if name.startswith("[") else name)
+    except ValueError:
+        return False
+    return True
 
 
 def read_token(path: Path) -> Token:

@@ -3,10 +3,10 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,17 +18,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hostdev import __version__
 from hostdev.core.errors import in_words
 from hostdev.serving import columns, openapi, page, protocol
-from hostdev.serving.access import Token
-from hostdev.serving.body import BINARY, JSON, BodyReader, Limits
+from hostdev.serving.access import Token, is_local_name
+from hostdev.serving.body import BINARY, JSON, Body, BodyReader
+from hostdev.serving.collector import paused
 from hostdev.serving.gathering import Answer, ClientGoneError, Gatherer, wrong_version
-from hostdev.serving.json_input import parse_json
+from hostdev.serving.json_input import PIECE_BYTES, Structure, parse_json, scan
+from hostdev.serving.limits import Limits
 from hostdev.serving.metrics import Metrics
 from hostdev.serving.model import ServedModel
 from hostdev.serving.refused import RefusedError, bad
 
-_SMALL = 1 << 16  # bytes; a body up to this size is parsed at once, and a larger one beside the event loop
+_FEW_ROWS = 4096  # whose answer is written at once; a larger one is written beside the event loop
+_BINARY_MEMORY = 8  # bytes of the values that one byte of binary tensors may become; short texts need more than that
 _GONE = 499  # the status in metrics of requests whose clients have gone; none is sent
 
+_T = TypeVar("_T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -41,6 +45,7 @@ class Service:
         metrics: Counts requests.
         limits: Of requests.
         token: That clients must show, or None.
+        local_name: The name that a request's Host may be, besides localhost and addresses; None for any.
         note: Called with a line for an error that no request explains.
     """
 
@@ -51,6 +56,7 @@ class Service:
         metrics: Metrics,
         limits: Limits,
         token: Token | None,
+        local_name: str | None,
         note: Callable[[str], None],
     ) -> None:
         self._name, self._gatherer, self._metrics, self._limits = name, gatherer, metrics, limits
@@ -78,7 +84,7 @@ class Service:
         routes = [Route(path, self._guarded(end), methods=[method]) for method, path, end in ends]
         starlette = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
         starlette.router.redirect_slashes = False
-        self.app: ASGIApp = _Front(starlette, metrics, token)
+        self.app: ASGIApp = _Front(starlette, metrics, token, local_name)
 
     @property
     def _model(self) -> ServedModel:
@@ -132,9 +138,20 @@ class Service:
         version = self._require_model(request)
         with self._bodies.holding() as body:
             content = await body.read(request.headers, request.receive, (JSON, BINARY))
-            length = request.headers.get(protocol.HEADER_LENGTH)
-            inference, given = await _beside(len(content), partial(self._parse_infer, content, length))
-            answer = await self._compute(request, given, inference.rows, version or inference.model[1] or None)
+            content, binary = protocol.split(content, request.headers.get(protocol.HEADER_LENGTH))
+            parse = partial(self._parse_infer, content, binary)
+            inference, given, values = await self._parsed(request, body, content, len(binary), parse)
+            wanted_version = version or inference.model[1] or None
+            try:
+                async with asyncio.timeout(inference.timeout or None):
+                    answer = await self._compute(request, given, inference.rows, values, wanted_version)
+            except TimeoutError:
+                raise RefusedError(
+                    HTTPStatus.SERVICE_UNAVAILABLE, f"the request's timeout of {inference.timeout:g} s is over"
+                ) from None
+        return await _beside(inference.rows, partial(self._inferred, inference, answer))
+
+    def _inferred(self, inference: protocol.Inference, answer: Answer) -> Response:
         model = answer.model
         wanted = inference.outputs
         if wanted is None:
@@ -145,37 +162,67 @@ class Service:
         made, headers = protocol.write(about, outputs)
         return Response(made, headers=headers)
 
-    def _parse_infer(self, content: bytes, length: str | None) -> tuple[protocol.Inference, columns.Columns]:
+    def _parse_infer(
+        self, content: bytes, binary: bytes, structure: Structure | None
+    ) -> tuple[protocol.Inference, columns.Columns, int]:
         model = self._model
-        inference = protocol.parse(content, length, self._limits.most_rows)
+        inference = protocol.parse(content, binary, self._limits, structure)
         self._require_served(*inference.model)
         for name in inference.outputs or ():
             if name not in model.labels:
                 raise bad(f"the model has no output {name!r}; its outputs are {', '.join(model.labels)}")
-        return inference, columns.from_tensors(inference.inputs, model.inputs)
+        inputs = [one for one in inference.inputs if one.name in model.inputs or one.name not in model.labels]
+        given = columns.from_tensors(inputs, model.inputs)
+        return inference, given, self._limits.count_values(given, model.inputs)
 
     async def _predict(self, request: Request) -> Response:
         with self._bodies.holding() as body:
             content = await body.read(request.headers, request.receive, (JSON,))
-            given, rows = await _beside(
-                len(content),
-                lambda: columns.from_rows(
-                    parse_json(content),
-                    self._model.inputs,
-                    self._limits.most_rows,
-                    has_escapes=b"\\u" in content,
-                ),
-            )
-            answer = await self._compute(request, given, rows, None)
-        values = answer.values.tolist()
-        labels = answer.model.labels
-        found: Any = [row[0] for row in values]
-        if len(labels) > 1:
-            found = [dict(zip(labels, row, strict=True)) for row in values]
-        return _json({"model": self._name, "step": answer.model.step, "predictions": found})
+            parse = partial(self._parse_rows, content)
+            given, rows, values = await self._parsed(request, body, content, 0, parse)
+            answer = await self._compute(request, given, rows, values, None)
+        return await _beside(rows, partial(self._predicted, answer))
 
-    async def _compute(self, request: Request, given: columns.Columns, rows: int, version: str | None) -> Answer:
-        return await self._gatherer.predict(given, rows, version, lambda: asyncio.ensure_future(_gone(request.receive)))
+    def _parse_rows(self, content: bytes, structure: Structure | None) -> tuple[columns.Columns, int, int]:
+        inputs = self._model.inputs
+        found = parse_json(content, structure=structure)
+        count, has_escapes = self._limits.count_values, b"\\u" in content
+        given, rows = columns.from_rows(found, inputs, self._limits.most_rows, has_escapes=has_escapes, count=count)
+        return given, rows, count(given, inputs)
+
+    def _predicted(self, answer: Answer) -> Response:
+        labels = answer.model.labels
+        found: Any = answer.values[:, 0].tolist()
+        if len(labels) > 1:
+            found = [dict(zip(labels, row, strict=True)) for row in answer.values.tolist()]
+        about = _dumps({"model": self._name, "step": answer.model.step})[:-1]
+        return _as_json(about + b',"predictions":' + protocol.dump_list(found) + b"}")
+
+    async def _parsed(
+        self,
+        request: Request,
+        body: Body,
+        content: bytes,
+        binary_bytes: int,
+        parse: Callable[[Structure | None], _T],
+    ) -> _T:
+        """Return the result of parsing a body: at once, or, if it is large, beside the event loop in its turn."""
+        if len(content) + binary_bytes <= PIECE_BYTES:
+            return parse(None)
+        async with self._bodies.turn:
+            if await request.is_disconnected():
+                raise ClientGoneError
+            structure = await asyncio.to_thread(scan, content)
+            structure.require(self._limits.most_containers)
+            await body.reserve_parsed(structure.memory + _BINARY_MEMORY * binary_bytes)
+            return await asyncio.to_thread(paused()(parse), structure)
+
+    async def _compute(
+        self, request: Request, given: columns.Columns, rows: int, values: int, version: str | None
+    ) -> Answer:
+        return await self._gatherer.predict(
+            given, rows, version, lambda: asyncio.ensure_future(_gone(request.receive)), values
+        )
 
     async def _show_metrics(self, request: Request) -> Response:
         text, kind = self._metrics.text()
@@ -201,10 +248,10 @@ class Service:
 
 
 class _Front:
-    """Checks tokens, and counts answers, around an application."""
+    """Checks tokens and hosts, and counts answers, around an application."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, token: Token | None) -> None:
-        self._app, self._metrics, self._token = app, metrics, token
+    def __init__(self, app: ASGIApp, metrics: Metrics, token: Token | None, local_name: str | None) -> None:
+        self._app, self._metrics, self._token, self._local_name = app, metrics, token, local_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -219,22 +266,37 @@ class _Front:
             await send(message)
 
         app: ASGIApp = self._app
-        if self._token is not None and not self._token.allows(scope["path"], _authorization(scope)):
+        if self._token is not None and not self._token.allows(
+            scope["path"], next(_headers(scope, b"authorization"), None)
+        ):
             app = _error(
                 RefusedError(HTTPStatus.UNAUTHORIZED, "give the header Authorization: Bearer TOKEN", closes=True)
             )
+        elif self._local_name is not None:
+            for host in _headers(scope, b"host"):
+                if not is_local_name(host, self._local_name):
+                    app = _error(_wrong_host(host))
         await app(scope, receive, note_status)
         end = getattr(scope.get("endpoint"), "__name__", "other")
         self._metrics.request(end, _GONE if scope.get("hostdev.gone") else status, time.perf_counter() - start)
 
 
-def _authorization(scope: Scope) -> bytes | None:
-    return next((value for name, value in scope["headers"] if name == b"authorization"), None)
+def _headers(scope: Scope, name: bytes) -> Iterator[bytes]:
+    return (value for found, value in scope["headers"] if found == name)
 
 
-async def _beside(size: int, parse: Callable[[], Any]) -> Any:
-    """Return the result of parsing a body of this size, beside the event loop if it takes long."""
-    return parse() if size <= _SMALL else await asyncio.to_thread(parse)
+def _wrong_host(host: bytes) -> RefusedError:
+    return RefusedError(
+        HTTPStatus.FORBIDDEN,
+        f"the host {host.decode('latin-1')!r} is not accepted; ask an address or localhost, or start the server with "
+        "--host and this name, or with a token",
+        closes=True,
+    )
+
+
+async def _beside(rows: int, write: Callable[[], Response]) -> Response:
+    """Return an answer with this many rows, which is written beside the event loop if it takes long."""
+    return write() if rows <= _FEW_ROWS else await asyncio.to_thread(write)
 
 
 async def _gone(receive: Receive) -> None:
@@ -243,9 +305,16 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _json(content: Any, status: int = HTTPStatus.OK) -> Response:
-    body = json.dumps(content, separators=(",", ":")).encode()
+def _dumps(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _as_json(body: bytes, status: int = HTTPStatus.OK) -> Response:
     return Response(body, status, headers={"Content-Type": JSON})
+
+
+def _json(content: Any, status: int = HTTPStatus.OK) -> Response:
+    return _as_json(_dumps(content), status)
 
 
 def _error(refusal: RefusedError) -> Response:

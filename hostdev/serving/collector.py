@@ -22,3 +22,15 @@ def settled() -> Iterator[None]:
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Within the block, do not look for garbage: a parser makes none, and each look at its values takes long."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

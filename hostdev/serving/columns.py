@@ -3,7 +3,7 @@
 Values reach the encoder with the types that they have in a request, so that it finds the ids that `Predictor` finds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.naming import listed
 from hostdev.predict.predictor import Predictor
-from hostdev.serving.json_input import parse_json
+from hostdev.serving.json_input import PIECE_BYTES, parse_json, scan
 from hostdev.serving.refused import RefusedError, bad
 from hostdev.serving.tensors import BYTES, Tensor, is_unicode, shown
 
@@ -111,14 +111,23 @@ def _parse_list(text: str | None, row: int, name: str) -> list[Any] | None:
     if text is None or text == "":
         return None
     where = f"row {row + 1}, column {name!r}"
-    found = parse_json(text, where)
+    content = text.encode()
+    structure = scan(content, where) if len(content) > PIECE_BYTES else None
+    if structure is not None and structure.containers > 1:
+        raise bad(f"{where}: a list has a list or an object; give single values")
+    found = parse_json(content, where, structure)
     if not isinstance(found, list):
         raise bad(f"{where}: {shown(found)} is not a list; write the row's values as a JSON list")
     return found
 
 
 def from_rows(
-    content: Any, inputs: Mapping[str, Input], most_rows: int, *, has_escapes: bool = True
+    content: Any,
+    inputs: Mapping[str, Input],
+    most_rows: int,
+    *,
+    has_escapes: bool = True,
+    count: Callable[[Columns, Mapping[str, Input]], object] = lambda columns, inputs: None,
 ) -> tuple[Columns, int]:
     """Return the columns of a JSON document, and its number of rows.
 
@@ -129,6 +138,7 @@ def from_rows(
         most_rows: The largest number of rows that is accepted.
         has_escapes: Whether the document may have characters that were written as \\u and digits; only these can be
             halves of surrogate pairs.
+        count: Called before the values are looked at; raises RefusedError if they are too many.
 
     Raises:
         RefusedError: The document has another form, or a value is missing or of a wrong type.
@@ -141,7 +151,7 @@ def from_rows(
             raise bad("`rows` must be a list of objects")
         _require_few(len(given), most_rows)
         columns = _transpose(given, inputs)
-        count = len(given)
+        rows = len(given)
     else:
         given = content["columns"]
         if not isinstance(given, dict):
@@ -151,14 +161,15 @@ def from_rows(
         for name, values in columns.items():
             if not isinstance(values, list):
                 raise bad(f"column {name!r} must be a list with one value per row")
-        count = len(next(iter(columns.values()), []))
-        _require_few(count, most_rows)
+        rows = len(next(iter(columns.values()), []))
+        _require_few(rows, most_rows)
         for name, values in columns.items():
-            if len(values) != count:
+            if len(values) != rows:
                 first = next(iter(columns))
-                raise bad(f"column {name!r} has {len(values):,} values, but column {first!r} has {count:,}")
+                raise bad(f"column {name!r} has {len(values):,} values, but column {first!r} has {rows:,}")
+    count(columns, inputs)
     _require_right(columns, inputs, has_escapes=has_escapes)
-    return columns, count
+    return columns, rows
 
 
 def _require_right(columns: Columns, inputs: Mapping[str, Input], *, has_escapes: bool) -> None:
@@ -214,7 +225,11 @@ def _require_alike(values: list[Any], about: Input) -> None:
         kind = _KINDS[type(value)]
         first = first or kind
         if kind != first:
-            raise bad(f"{where}: {shown(value)} is {kind}, but values above it are {first}; give values of one type")
+            given = kind if type(value) is list else f"{shown(value)} is {kind}"
+            way = (
+                f"; give {first} in each row, or {kind} in each row" if about.has_lists else "; give values of one type"
+            )
+            raise bad(f"{where}: {given}, but values above it are {first}{way}")
         for one in value if type(value) is list else (value,):
             _require_plain(one, where)
 

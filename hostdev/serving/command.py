@@ -3,11 +3,13 @@
 import ipaddress
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hostdev.core.progress import note
 from hostdev.serving.collector import settled
+from hostdev.serving.lost_file import announce_lost_files
 from hostdev.serving.server import Ending, Serving, address_of, listen, show_change
 from hostdev.serving.settings import Settings
 from hostdev.stores.address import shown_place
@@ -16,6 +18,8 @@ from hostdev.stores.address import shown_place
 def run(settings: Settings, host: str, port: int) -> None:
     """Serve until a signal; raise KeyboardInterrupt after Ctrl-C."""
     listener = listen(host, port)
+    if _is_loopback(listener) and settings.token_file is None:
+        settings = replace(settings, local_name=host)
     with listener:
         number = _run_workers(settings, listener) if settings.workers > 1 else _run_alone(settings, listener)
     if number == signal.SIGINT:
@@ -26,6 +30,7 @@ def _run_alone(settings: Settings, listener: socket.socket) -> int | None:
     serving = Serving(settings)
     about = serving.about()
     ending = Ending()
+    announce_lost_files(settings.prog)
     with ending.on_signals(), settled():
         serving.run(listener, lambda: _started(settings, listener, about), ending)
     return ending.number
@@ -54,9 +59,13 @@ def _started(settings: Settings, listener: socket.socket, about: dict[str, Any])
         flush=True,
     )
     host = listener.getsockname()[0]
-    if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+    if _is_loopback(listener):
         return
     if settings.token_file is None:
         note(f"{settings.prog}: warning: anyone who reaches {host} gets predictions; --token-file demands a token")
     elif settings.tls_cert is None:
         note(f"{settings.prog}: warning: the token is readable on the network; --tls-cert and --tls-key encrypt it")
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback

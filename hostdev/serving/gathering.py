@@ -13,10 +13,12 @@ import numpy.typing as npt
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.serving.columns import Columns
+from hostdev.serving.limits import values_of
 from hostdev.serving.model import ServedModel
 from hostdev.serving.refused import RefusedError, bad
 
 Values = npt.NDArray[np.float32]
+_MOST_BATCH_VALUES = 1 << 20  # in the lists of several requests that are encoded together
 
 
 class Answer(NamedTuple):
@@ -39,10 +41,12 @@ class Observer(Protocol):
 class _Ticket:
     """A request's rows on their way through the queue. Its future is cancelled if nobody waits for them any more."""
 
-    __slots__ = ("arrived", "columns", "future", "rows", "version")
+    __slots__ = ("arrived", "columns", "future", "rows", "values", "version")
 
-    def __init__(self, columns: Columns, rows: int, version: str | None, future: "asyncio.Future[Answer]") -> None:
-        self.columns, self.rows, self.version, self.future = columns, rows, version, future
+    def __init__(
+        self, columns: Columns, rows: int, values: int, version: str | None, future: "asyncio.Future[Answer]"
+    ) -> None:
+        self.columns, self.rows, self.values, self.version, self.future = columns, rows, values, version, future
         self.arrived = time.monotonic()
 
     @property
@@ -64,8 +68,8 @@ class Gatherer:
         model: The model.
         most_rows: The largest number of rows that are computed together.
         wait: Seconds.
-        most_waiting: The largest number of rows that wait. A request is refused if it does not fit, except that an
-            empty queue takes any request.
+        most_waiting: The largest number of rows that wait, whose lists may have `values_of` it values. A request is
+            refused if it does not fit, except that an empty queue takes any request.
         observer: Receives reports.
         note: Called with a line for an error that no request explains.
 
@@ -87,7 +91,7 @@ class Gatherer:
         self._most_rows, self._wait, self._most_waiting = most_rows, wait, most_waiting
         self._observer, self._note = observer, note
         self._queue: deque[_Ticket] = deque()
-        self._rows = 0  # that wait
+        self._rows = self._values = 0  # that wait
         self._is_busy = self._is_closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="hostdev-serving", daemon=True)
@@ -99,7 +103,12 @@ class Gatherer:
         return self._is_closing
 
     async def predict(
-        self, columns: Columns, rows: int, version: str | None, gone: Callable[[], "asyncio.Future[None]"]
+        self,
+        columns: Columns,
+        rows: int,
+        version: str | None,
+        gone: Callable[[], "asyncio.Future[None]"],
+        values: int = 0,
     ) -> Answer:
         """Return the predictions for a request's rows.
 
@@ -108,13 +117,14 @@ class Gatherer:
             rows: The number of rows.
             version: The version of the model that the request demands, or None for any.
             gone: Called if the request has to wait; returns a future that is done when its client has gone.
+            values: The number of values in the rows' lists.
 
         Raises:
             RefusedError: The queue is full, a value is invalid, the version is another one, or the server ends.
             ClientGoneError: The client has gone; its rows are not computed unless that has begun.
         """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        ticket = _Ticket(columns, rows, version, future)
+        ticket = _Ticket(columns, rows, values, version, future)
         is_next = self._enter(ticket)
         if is_next:
             return await future
@@ -137,9 +147,15 @@ class Gatherer:
                 raise RefusedError(
                     HTTPStatus.SERVICE_UNAVAILABLE, f"{self._rows:,} rows wait already, and there is no room for more"
                 )
+            if self._queue and self._values + ticket.values > values_of(self._most_waiting):
+                raise RefusedError(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"rows with {self._values:,} values wait already, and there is no room for more",
+                )
             is_next = not self._queue and not self._is_busy
             self._queue.append(ticket)
             self._rows += ticket.rows
+            self._values += ticket.values
             self._observer.waiting(self._rows)
             self._changed.notify()
         return is_next
@@ -177,17 +193,23 @@ class Gatherer:
                         break
                     self._changed.wait(left)
                 found: list[_Ticket] = []
-                rows = 0
-                while self._queue and (not found or rows + self._queue[0].rows <= self._most_rows):
+                rows = values = 0
+                while self._queue and (not found or self._fits(self._queue[0], rows, values)):
                     ticket = self._queue.popleft()
                     self._rows -= ticket.rows
+                    self._values -= ticket.values
                     if not ticket.is_cancelled:
                         found.append(ticket)
                         rows += ticket.rows
+                        values += ticket.values
                 self._observer.waiting(self._rows)
                 if found or (self._is_closing and not self._queue):
                     self._is_busy = True
                     return found
+
+    def _fits(self, ticket: _Ticket, rows: int, values: int) -> bool:
+        """Return whether a request may be in a batch that has these rows, and values in lists, already."""
+        return rows + ticket.rows <= self._most_rows and values + ticket.values <= _MOST_BATCH_VALUES
 
     def _compute(self, tickets: list[_Ticket]) -> "_Results":
         model = self.model

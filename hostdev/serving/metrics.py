@@ -1,9 +1,13 @@
 """Prometheus metrics of one process, or of all worker processes of a server."""
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import prometheus_client.values
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -15,10 +19,25 @@ _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 
 
+class _Writer(NamedTuple):
+    """Who writes values to files, which are named after the process. A change makes its values open them again."""
+
+    process: int
+    openings: int
+
+    def __str__(self) -> str:
+        return str(self.process)
+
+
 class Metrics:
     """What a server counts."""
 
     def __init__(self) -> None:
+        self._openings = 0
+        if FOLDER_VARIABLE in os.environ:
+            prometheus_client.values.ValueClass = prometheus_client.values.MultiProcessValue(  # type: ignore[no-untyped-call]
+                lambda: _Writer(os.getpid(), self._openings)
+            )
         self._registry = CollectorRegistry()
         mine = self._registry
         self._requests = Counter(
@@ -85,9 +104,26 @@ class Metrics:
 
     def text(self) -> tuple[bytes, str]:
         """Return all metrics in Prometheus's text format, and its content type."""
+        self.restore()
         shown = CollectorRegistry()
         shown.register(_WithAge(self._registry))
         return generate_latest(shown), CONTENT_TYPE_LATEST
+
+    def restore(self) -> None:
+        """Write this process's files again, with all that was counted, if a cleaner of temporary files removed them."""
+        if FOLDER_VARIABLE not in os.environ:
+            return
+        values: list[Any] = [self._rows, self._waiting, self._step]  # one of each file
+        files = [value._value._file for value in values] + [self._batch_rows._sum._file]  # type: ignore[attr-defined]
+        missing = [file for file in files if not Path(file._fname).exists()]
+        with contextlib.suppress(OSError):
+            for file in missing:
+                path = Path(file._fname)
+                path.parent.mkdir(0o700, exist_ok=True)
+                partial = path.with_suffix(".partial")
+                partial.write_bytes(file._m[:])
+                partial.replace(path)
+            self._openings += bool(missing)
 
 
 class _WithAge:
@@ -100,12 +136,16 @@ class _WithAge:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        source: CollectorRegistry | MultiProcessCollector = self._own
-        if FOLDER_VARIABLE in os.environ:
-            source = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]
-        for metric in source.collect():
+        for metric in self._collect():
             yield metric
             if metric.name == "hostdev_model_written_timestamp_seconds" and metric.samples:
                 age = GaugeMetricFamily("hostdev_model_age_seconds", "Seconds since the served checkpoint was written.")
                 age.add_metric([], max(0.0, time.time() - metric.samples[0].value))
                 yield age
+
+    def _collect(self) -> list[Metric]:
+        folder = Path(os.environ.get(FOLDER_VARIABLE, ""))
+        with contextlib.suppress(OSError, ValueError):  # the folder is gone
+            if FOLDER_VARIABLE in os.environ and folder.stat().st_uid == os.getuid():
+                return list(MultiProcessCollector(CollectorRegistry()).collect())  # type: ignore[no-untyped-call]
+        return list(self._own.collect())

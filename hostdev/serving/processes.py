@@ -47,6 +47,7 @@ class _Worker:
         inherited = listener.fileno(), read_end, messages_write
         command = [sys.executable, "-m", "hostdev.serving.worker", settings.as_json(), *map(str, inherited)]
         environment = {**os.environ, FOLDER_VARIABLE: str(metrics)}
+        metrics.mkdir(0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         try:
             self.process = subprocess.Popen(
                 command, pass_fds=inherited, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
@@ -229,5 +230,6 @@ class Workers:
 def _how(code: int) -> str:
     if code < 0:
         with contextlib.suppress(ValueError):
-            return f"signal {signal.Signals(-code).name}"
+            name = signal.Signals(-code).name
+            return f"signal {name}{'; a file that it served was cut, or its disk failed' * (name == 'SIGBUS')}"
     return f"exit code {code}"

@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.serving.json_input import parse_json
+from hostdev.serving.json_input import Structure, parse_json
+from hostdev.serving.limits import Limits
 from hostdev.serving.refused import RefusedError, bad
-from hostdev.serving.tensors import DATATYPES, Tensor, from_binary, from_json
+from hostdev.serving.tensors import BYTES, DATATYPES, Tensor, from_binary, from_json
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 BINARY_SIZE = "binary_data_size"
+TIMEOUT = "timeout"  # of a request, in microseconds
 _LONGEST_ID = 1024  # characters
+_PIECE = 4096  # values of an answer that are written at once
+_MOST_VALUES = 1 << 40  # of a tensor; no body has so many
 _TENSOR, _OF_TENSOR = {"name", "shape", "datatype", "parameters", "data"}, {BINARY_SIZE}
 _HINTS = {"content_type"}  # parameters that say how a client's library shows a tensor; they change no value
 
@@ -35,6 +39,7 @@ class Inference:
         rows: The number of rows, n.
         outputs: By name of the outputs that are wanted, whether in binary; None for all outputs.
         is_binary: Whether all outputs are wanted in binary, if `outputs` is None.
+        timeout: Seconds in which the client wants the answer; 0 for any time.
     """
 
     id: str
@@ -43,27 +48,42 @@ class Inference:
     rows: int
     outputs: dict[str, bool] | None
     is_binary: bool
+    timeout: float
 
 
-def parse(body: bytes, header_length: str | None, most_rows: int) -> Inference:
-    """Parse the body of a request of `infer`.
+def split(body: bytes, header_length: str | None) -> tuple[bytes, bytes]:
+    """Return a body's JSON, and the bytes after it.
 
     Args:
         body: The body.
         header_length: The header Inference-Header-Content-Length, or None.
-        most_rows: The largest number of rows that is accepted.
+
+    Raises:
+        RefusedError: The header is not a number of bytes that the body has.
+    """
+    if header_length is None:
+        return body, b""
+    if not (header_length.isascii() and header_length.isdigit() and len(header_length) < 20):
+        raise bad(f"{HEADER_LENGTH} must be a number of bytes")
+    length = int(header_length)
+    if length > len(body):
+        raise bad(f"{HEADER_LENGTH} is {length:,}, but the body has {len(body):,} bytes")
+    return body[:length], body[length:]
+
+
+def parse(content: bytes, binary: bytes, limits: Limits, structure: Structure | None = None) -> Inference:
+    """Parse the body of a request of `infer`.
+
+    Args:
+        content: The body's JSON.
+        binary: The bytes after it.
+        limits: Of requests.
+        structure: Of the JSON, if it was scanned before.
 
     Raises:
         RefusedError: The body does not follow the protocol, or asks for what this server does not have.
     """
-    split = len(body)
-    if header_length is not None:
-        if not (header_length.isascii() and header_length.isdigit() and len(header_length) < 20):
-            raise bad(f"{HEADER_LENGTH} must be a number of bytes")
-        split = int(header_length)
-        if split > len(body):
-            raise bad(f"{HEADER_LENGTH} is {split:,}, but the body has {len(body):,} bytes")
-    found = parse_json(body[:split])
+    found = parse_json(content, structure=structure)
     if not isinstance(found, dict):
         raise bad("the body must be a JSON object with `inputs`")
     _require_known(found, {"id", "model_name", "model_version", "parameters", "inputs", "outputs"}, "the request")
@@ -74,8 +94,10 @@ def parse(body: bytes, header_length: str | None, most_rows: int) -> Inference:
     name = "" if name is None else name
     if not isinstance(name, str) or len(name) > _LONGEST_ID:
         raise bad(f"`id` must be text of at most {_LONGEST_ID:,} characters")
-    parameters = _parameters(found, {"binary_data_output"}, "the request")
-    inputs = _inputs(found.get("inputs"), body[split:], most_rows)
+    parameters = _parameters(found, {"binary_data_output", "priority", TIMEOUT}, "the request")
+    timeout = _whole(parameters, TIMEOUT) / 1e6
+    _whole(parameters, "priority")  # all requests are computed in the order of their arrival
+    inputs = _inputs(found.get("inputs"), binary, limits)
     rows = {tensor.shape[0] for tensor in inputs}
     if len(rows) > 1:
         first, other = inputs[0], next(one for one in inputs if one.shape[0] != inputs[0].shape[0])
@@ -85,10 +107,10 @@ def parse(body: bytes, header_length: str | None, most_rows: int) -> Inference:
         )
     is_binary = _flag(parameters, "binary_data_output", "the request", default=False)
     outputs = _outputs(found.get("outputs"), is_binary)
-    return Inference(name, (model, version), inputs, rows.pop(), outputs, is_binary)
+    return Inference(name, (model, version), inputs, rows.pop(), outputs, is_binary, timeout)
 
 
-def _inputs(found: Any, binary: bytes, most_rows: int) -> list[Tensor]:
+def _inputs(found: Any, binary: bytes, limits: Limits) -> list[Tensor]:
     if not isinstance(found, list) or not found:
         raise bad("the request needs `inputs`, a list of tensors")
     tensors: dict[str, Tensor] = {}
@@ -104,7 +126,9 @@ def _inputs(found: Any, binary: bytes, most_rows: int) -> list[Tensor]:
         datatype = content.get("datatype")
         if not isinstance(datatype, str) or datatype not in DATATYPES:
             raise bad(f"{what}: `datatype` must be one of {', '.join(DATATYPES)}")
-        shape = _shape(content.get("shape"), what, most_rows)
+        shape = _shape(content.get("shape"), what, limits.most_rows)
+        if datatype == BYTES:
+            limits.require_few(what, math.prod(shape))
         parameters = _parameters(content, _OF_TENSOR, what)
         if BINARY_SIZE in parameters:
             size = parameters[BINARY_SIZE]
@@ -132,7 +156,7 @@ def _shape(found: Any, what: str, most_rows: int) -> tuple[int, ...]:
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"{what} has more than {most_rows:,} rows; send them in several requests",
         )
-    if math.prod(found) > 1 << 40:
+    if max(found) > _MOST_VALUES or math.prod(found) > _MOST_VALUES:
         raise bad(f"{what}: `shape` has more values than a body can hold")
     return tuple(found)
 
@@ -172,6 +196,13 @@ def _flag(parameters: Mapping[str, Any], name: str, what: str, *, default: bool)
     return found
 
 
+def _whole(parameters: Mapping[str, Any], name: str) -> int:
+    found = parameters.get(name, 0)
+    if type(found) is not int or not 0 <= found < 1 << 64:
+        raise bad(f"the request: {name} must be a whole number")
+    return found
+
+
 def _require_known(content: Mapping[str, Any], known: set[str], what: str) -> None:
     if not content.keys() <= known:
         raise bad(f"{what} has an unknown entry {min(content.keys() - known)!r}")
@@ -192,10 +223,20 @@ def write(
         if is_binary:
             binary.append(values.astype("<f4", copy=False).tobytes())
             entry["parameters"] = {BINARY_SIZE: len(binary[-1])}
+            described.append(_dump(entry))
         else:
-            entry["data"] = values.tolist()
-        described.append(entry)
-    head = json.dumps({**about, "outputs": described}, separators=(",", ":")).encode()
+            described.append(_dump(entry)[:-1] + b',"data":' + dump_list(values.tolist()) + b"}")
+    head = _dump(dict(about))[:-1] + b',"outputs":[' + b",".join(described) + b"]}"
     if not binary:
         return head, {"Content-Type": "application/json"}
     return b"".join([head, *binary]), {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
+
+
+def dump_list(values: list[Any]) -> bytes:
+    """Return a list as JSON; it is written in pieces, between which other threads run."""
+    parts = (_dump(values[start : start + _PIECE])[1:-1] for start in range(0, len(values), _PIECE))
+    return b"[" + b",".join(parts) + b"]"
+
+
+def _dump(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()

@@ -23,14 +23,15 @@ from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import note
 from hostdev.device import backend
+from hostdev.kernels import json_structure
 from hostdev.kernels.pool import set_host_threads
 from hostdev.predict.following import SECONDS, FollowingPredictor, list_checkpoints
 from hostdev.predict.predictor import Predictor
 from hostdev.serving.access import read_token
 from hostdev.serving.app import Service
-from hostdev.serving.body import Limits
 from hostdev.serving.connection import BoundedConnection
 from hostdev.serving.gathering import Gatherer
+from hostdev.serving.limits import Limits
 from hostdev.serving.metrics import Metrics
 from hostdev.serving.model import ServedModel
 from hostdev.serving.settings import Settings
@@ -58,6 +59,7 @@ class Serving:
     Attributes:
         name: The model's name.
         gatherer: Its attribute `model` is the served model.
+        metrics: What it counts.
         app: The ASGI application.
 
     Raises:
@@ -91,8 +93,9 @@ class Serving:
             self._note(str(warning.message))
         model = ServedModel(predictor, self._note)
         model.warm_up()
+        json_structure.warm_up()
         self.name = settings.model_name or model.default_name
-        self._metrics = metrics = Metrics()
+        self.metrics = metrics = Metrics()
         metrics.model(model.step, model.written)
         self.gatherer = Gatherer(
             model,
@@ -103,7 +106,9 @@ class Serving:
             note=self._note,
         )
         limits = Limits(settings.max_request_bytes, settings.max_rows, body_seconds)
-        self.app: ASGIApp = Service(self.name, self.gatherer, metrics, limits, token, self._note).app
+        self.app: ASGIApp = Service(
+            self.name, self.gatherer, metrics, limits, token, settings.local_name, self._note
+        ).app
 
     def _note(self, line: str) -> None:
         note(f"{self._prog}: {line}")
@@ -118,11 +123,11 @@ class Serving:
         """Serve a newer checkpoint, from the next batch on."""
         model = self.gatherer.model.successor(predictor)
         self.gatherer.model = model
-        self._metrics.change(model.step, model.written)
+        self.metrics.change(model.step, model.written)
         self._changed(model)
 
     def _refuse(self, line: str) -> None:
-        self._metrics.problem()
+        self.metrics.problem()
         self._refused(line)
 
     @contextlib.contextmanager

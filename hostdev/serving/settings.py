@@ -10,7 +10,12 @@ _PATHS = ("checkpoint", "token_file", "tls_cert", "tls_key")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `hostdev serve` was told; see its flags."""
+    """What `hostdev serve` was told; see its flags.
+
+    Attributes:
+        local_name: If clients need no token because only this machine's programs reach the server: the name that a
+            request's Host may be, besides localhost and addresses.
+    """
 
     prog: str
     checkpoint: Path
@@ -28,6 +33,7 @@ class Settings:
     token_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    local_name: str | None = None
 
     def as_json(self) -> str:
         """Return the settings as text."""

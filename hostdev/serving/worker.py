@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -15,6 +16,8 @@ from hostdev.serving.settings import from_json
 
 if TYPE_CHECKING:
     from hostdev.serving.model import ServedModel
+
+_LOOK_SECONDS = 1.0  # between two looks at the files of the metrics
 
 
 def main(argv: Sequence[str]) -> None:
@@ -33,12 +36,6 @@ def main(argv: Sequence[str]) -> None:
     ending = Ending()
     signal.signal(signal.SIGTERM, ending.handle)
 
-    def watch() -> None:
-        os.read(from_parent, 1)  # returns when the parent has closed the pipe, or is gone
-        ending.set()
-
-    threading.Thread(target=watch, name="hostdev-parent", daemon=True).start()
-
     def tell(**content: Any) -> None:
         with suppress(BrokenPipeError):  # the parent is gone; `watch` ends this process
             os.write(to_parent, (json.dumps(content) + "\n").encode())
@@ -46,6 +43,13 @@ def main(argv: Sequence[str]) -> None:
     serving = Serving(
         settings, changed=lambda model: tell(serves=_mark(model)), refused=lambda line: tell(problem=line)
     )
+
+    def watch() -> None:
+        while not select.select([from_parent], [], [], _LOOK_SECONDS)[0]:
+            serving.metrics.restore()
+        ending.set()  # the parent has closed the pipe, or is gone
+
+    threading.Thread(target=watch, name="hostdev-parent", daemon=True).start()
     first = {"ready": serving.about(), "serves": _mark(serving.gatherer.model)}
     with settled():
         serving.run(socket.socket(fileno=listener), lambda: tell(**first), ending)

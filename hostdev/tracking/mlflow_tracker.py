@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hostdev.core import json_files
 from hostdev.core.errors import HostdevError
 from hostdev.core.printable import printable
 from hostdev.core.run_files import CONFIG, CURVE, MLFLOW, REPORT, SUMMARY
@@ -86,7 +87,7 @@ class MLflowTracker(Tracker):
 
     def _read_state(self) -> Any:
         try:
-            found = json.loads((self._run.run_dir / MLFLOW).read_text())
+            found = json_files.read(self._run.run_dir / MLFLOW)
             return found if isinstance(found["run_id"], str) and isinstance(found["steps"], dict) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -1,6 +1,5 @@
 """A run's checkpoints: their schedule, their content, and how a run resumes from one."""
 
-import json
 import time
 from array import array
 from collections.abc import Callable, Mapping, MutableSequence
@@ -25,6 +24,7 @@ from hostdev.checkpoint.loading import find_newest_valid, values_of, verify, ver
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.remote import fetch
 from hostdev.checkpoint.writer import AsyncWriter
+from hostdev.core import json_files
 from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.core.progress import note
 from hostdev.core.run_files import CONFIG, SUMMARY
@@ -284,9 +284,9 @@ def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
     if settings.run_dir is None or not (settings.run_dir / CONFIG).exists():
         return
     try:
-        then = _BEFORE | json.loads((settings.run_dir / CONFIG).read_text())
+        then = _BEFORE | json_files.read(settings.run_dir / CONFIG)
         summary = settings.run_dir / SUMMARY
-        status = json.loads(summary.read_text())["status"] if summary.exists() else "killed"
+        status = json_files.read(summary)["status"] if summary.exists() else "killed"
         same = _find_difference(settings, then, data) is None and then["preprocess"] == data.options
     except (OSError, ValueError, KeyError, TypeError):
         return

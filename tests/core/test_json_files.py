@@ -66,6 +66,24 @@ def test_what_is_wrong(change, message):
     assert len(str(caught.value)) < 200
 
 
+LARGE = ["1" * 400, "-" + "1" * 400, "1" * 5000, str(2**64), str(-(2**63) - 1), "1e400", "-1e999"]
+
+
+@pytest.mark.parametrize("text", LARGE)
+def test_numbers_of_more_than_64_bits_are_damage(text, tmp_path):
+    (tmp_path / "a.json").write_text('{"a": [' + text + "]}")
+    with pytest.raises(ValueError, match="a number has more than 64 bits"):
+        json_files.read(tmp_path / "a.json")
+    with pytest.raises(ValueError, match="a number has more than 64 bits"):
+        json_files.loads(text.encode())
+
+
+def test_numbers_of_64_bits():
+    for value in (2**64 - 1, -(2**63), 0, 1.5, -1e308, 5e-324, 1e22):
+        assert json_files.loads(repr(value)) == value
+    assert json_files.loads("0." + "1" * 400) == 1 / 9
+
+
 def test_files(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"a": 1}')

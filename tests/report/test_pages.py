@@ -4,6 +4,7 @@ import fcntl
 import importlib.util
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -83,6 +84,35 @@ def test_files_that_are_missing_or_broken(removed, tmp_path):
     make([run])
     (run / removed).mkdir()
     assert f"run: {removed} cannot be read" in text_of(make([run]))
+
+
+def replace_leaves(content, value):
+    """Yield copies of JSON content with each value, in turn, replaced."""
+    yield value
+    keys = [*content] if isinstance(content, dict) else range(min(2, len(content))) if isinstance(content, list) else ()
+    for key in keys:
+        for other in replace_leaves(content[key], value):
+            copy = content.copy()
+            copy[key] = other
+            yield copy
+
+
+@pytest.mark.parametrize(
+    "removed", ["config.json", "summary.json", "scores.jsonl", "files.jsonl", "rank1/summary.json"]
+)
+def test_numbers_that_are_damaged(file, tmp_path):
+    """An integer of 400 digits anywhere is a damaged file, which is named; other odd values are left out."""
+    run = write_files(write_run(tmp_path / "run"), 2)
+    (run / "rank1").mkdir()
+    shutil.copy(run / "summary.json", run / "rank1")
+    *lines, last = (run / file).read_text().splitlines(keepends=True)
+    texts = ["1" * 400, "Infinity", "-1e308", '"\\ud800"', "true"]
+    for number, content in enumerate(replace_leaves(json.loads(last), "@")):
+        text = texts[number % len(texts)]
+        (run / file).write_text("".join(lines) + json.dumps(content).replace('"@"', text) + "\n")
+        page = make([run])
+        if text == texts[0] and file.endswith(".json"):
+            assert f"run: {file} cannot be read: a number has more than 64 bits" in text_of(page)
 
 
 def test_a_run_that_trains_and_one_that_was_killed(tmp_path):

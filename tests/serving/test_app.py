@@ -1,7 +1,11 @@
 """The application without sockets: answers equal `Predictor` to the bit, and wrong requests are refused in words."""
 
+import asyncio
+import gzip
 import json
 import struct
+import time
+import zlib
 
 import numpy as np
 import pytest
@@ -9,9 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hostdev
+from hostdev.serving import app, json_input, limits
+from hostdev.serving.body import BodyReader
 from hostdev.serving.columns import Input, from_tensors
+from hostdev.serving.limits import Limits
 from hostdev.serving.tensors import Tensor
-from tests.serving.helpers import FILMS, Served, as_rows, bits, film_tensors, repeated, tensor
+from tests.serving.helpers import FILMS, Served, as_rows, ask, bits, film_tensors, repeated, tensor
 
 BINARY = "Inference-Header-Content-Length"
 ROW = as_rows(FILMS)[0]
@@ -225,6 +232,11 @@ WRONG_ROWS = [
     ({"rows": [{**ROW, "age": 10**30}]}, "row 1, column 'age'"),
     ({"rows": [{**ROW, "genres": [["a"]]}]}, "row 1, column 'genres': a list has a list"),
     ({"rows": [{**ROW, "genres": ["a", 1]}]}, "column 'genres'"),
+    (
+        {"rows": [ROW, {**ROW, "genres": ["Drama"]}]},
+        "row 2, column 'genres': a list, but values above it are text; give text in each row, or a list in each row",
+    ),
+    ({"rows": [{**ROW, "genres": ["Drama"]}, ROW]}, "is text, but values above it are a list; give a list in each row"),
 ]
 
 
@@ -262,7 +274,11 @@ WRONG_TENSORS = [
     ({"inputs": [{**AGE, "shape": [4, 0], "data": []}]}, "no column 'user'"),
     ({"inputs": [*film_tensors()[1:], tensor("user", "BYTES", [], [4, 0])]}, "0 values per row"),
     ({"inputs": [*film_tensors()[1:]]}, "no column 'user'"),
-    ({"inputs": [*film_tensors(), tensor("liked", "BOOL", [True] * 4)]}, "the model has no input 'liked'"),
+    ({"inputs": [*film_tensors(), tensor("other", "BOOL", [True] * 4)]}, "the model has no input 'other'"),
+    ({"inputs": film_tensors(), "parameters": {"timeout": -1}}, "timeout must be a whole number"),
+    ({"inputs": film_tensors(), "parameters": {"priority": "high"}}, "priority must be a whole number"),
+    ({"inputs": [{**AGE, "shape": [0, 1 << 62], "data": []}]}, "more values than a body can hold"),
+    ({"inputs": [{**AGE, "shape": [1, 10**4299], "data": []}]}, "more values than a body can hold"),
     ({"inputs": [*film_tensors()[1:], tensor("user", "BYTES", ["u1"])]}, "input 'user' has 1 rows"),
     ({"inputs": [*film_tensors()[1:], tensor("user", "BYTES", ["u1"] * 8, [4, 2])]}, "2 values per row"),
     ({"inputs": film_tensors(), "outputs": [{"name": "x"}]}, "no output 'x'; its outputs are liked"),
@@ -300,10 +316,160 @@ def test_limits(film_run):
         assert served.predict({"columns": {name: [] for name in rows}}).json["predictions"] == []
         for headers in ({"Content-Length": "x"}, {"Content-Length": "9" * 40}):
             assert served.ask("POST", "/v1/predict", small, headers).status in (400, 413)
-        for headers in ({"Content-Type": "text/plain"}, {"Content-Encoding": "gzip"}):
+        for headers in ({"Content-Type": "text/plain"}, {"Content-Encoding": "br"}):
             answer = served.ask("POST", "/v1/predict", small, headers)
             assert (answer.status, answer.headers["connection"]) == (415, "close")
         assert served.ask("POST", "/v1/predict", small, {"Content-Type": None}).status == 200
+
+
+def test_limits_of_values(film_run, monkeypatch):
+    monkeypatch.setattr(limits, "_LEAST", 1)
+    monkeypatch.setattr(limits, "_MOST_ROW_VALUES", 40)
+    monkeypatch.setattr("hostdev.serving.app.PIECE_BYTES", 100)  # larger bodies are counted before they are parsed
+    with Served(film_run, listens=False, max_rows=2) as served:
+        for history, message in (
+            (["m1"] * 41, "row 1, column 'history' has 41 values, more than 40"),
+            ("m1 " * 41, "row 1, column 'history' has 42 values, more than 40"),
+        ):
+            answer = served.predict({"rows": [{**ROW, "history": history}]})
+            assert answer.status == 413 and message in answer.error
+        for bag in (["m1"] * 33, " ".join(["m1"] * 33)):
+            answer = served.predict({"rows": [{**ROW, "history": bag}] * 2})
+            assert answer.status == 413 and "the request has 70 values in lists, more than 64" in answer.error
+        answer = served.infer({"inputs": [tensor("history", "BYTES", [], [2, 33])]})
+        assert answer.status == 413 and "input 'history' has 66 values" in answer.error
+        answer = served.predict({"rows": [{**ROW, "other": [{}] * 40}]})
+        assert answer.status == 413 and "43 JSON objects and lists, more than 32" in answer.error
+        assert served.predict({"rows": [{**ROW, "history": ["m1"] * 30, "other": [{}] * 20}]}).status == 200
+
+
+def test_vectors_have_as_many_values_as_the_model_demands(typed_run, typed, monkeypatch):
+    monkeypatch.setattr(limits, "_LEAST", 0)
+    monkeypatch.setattr(limits, "_MOST_ROW_VALUES", 2)
+    rows = typed.select(["shop", "price", "is_new", "emb"]).slice(0, 2).to_pydict() | {"tags": [[], []]}
+    with Served(typed_run, listens=False, max_rows=2) as served:
+        assert served.predict({"columns": rows}).status == 200
+
+
+def test_large_bodies_one_after_the_other(film_run, monkeypatch):
+    """Each is parsed in its turn, in small pieces, and waits while the values of others need too much memory."""
+    active, most, pieces = [], [], []
+    parse, load = app.parse_json, json_input._load
+
+    def parse_slowly(*arguments, **options):
+        active.append(None)
+        most.append(len(active))
+        time.sleep(0.02)
+        found = parse(*arguments, **options)
+        active.pop()
+        return found
+
+    def load_noted(piece, *rest):
+        pieces.append(len(piece))
+        return load(piece, *rest)
+
+    monkeypatch.setattr(app, "parse_json", parse_slowly)
+    monkeypatch.setattr(json_input, "_load", load_noted)
+    with Served(film_run, listens=False) as served:
+        columns = repeated(FILMS, 4000)
+        expected = served.predictor(columns)
+
+        async def all_at_once():
+            wanted = [ask(served.app, "POST", "/v1/predict", {"rows": as_rows(columns)}) for _ in range(4)]
+            return await asyncio.gather(*wanted)
+
+        for answer in asyncio.run(all_at_once()):
+            assert bits(answer.json["predictions"]) == bits(expected)
+    assert most == [1] * 4 and len(pieces) > 4 * 4 and max(pieces) <= json_input.PIECE_BYTES + 2
+
+
+def test_memory_of_parsed_values():
+    async def run():
+        reader = BodyReader(Limits(1000, 10, 1.0))
+        with reader.holding() as first:
+            await first.reserve_parsed(10**9)  # nothing else is in progress
+            with reader.holding() as second:
+                waiting = asyncio.ensure_future(second.reserve_parsed(1))
+                await asyncio.sleep(0)
+                assert not waiting.done()
+                waiting.cancel()
+        with reader.holding() as first, reader.holding() as second:
+            await asyncio.wait_for(first.reserve_parsed(4000), 10)
+            await asyncio.wait_for(second.reserve_parsed(4000), 10)
+            with reader.holding() as third:
+                waiting = asyncio.ensure_future(third.reserve_parsed(1))
+                await asyncio.sleep(0)
+                assert not waiting.done()
+                with reader.holding():
+                    pass  # something else has ended
+                await asyncio.sleep(0)
+                assert not waiting.done()
+                waiting.cancel()
+
+    asyncio.run(run())
+
+
+def test_compressed_bodies(film_server, film_run):
+    content = json.dumps({"columns": FILMS}).encode()
+    plain = film_server.predict(content)
+    for encoding, squeezed in (("gzip", gzip.compress(content)), ("Deflate", zlib.compress(content))):
+        answer = film_server.ask("POST", "/v1/predict", squeezed, {"Content-Encoding": encoding})
+        assert (answer.status, answer.body) == (200, plain.body)
+        for wrong, message in (
+            (squeezed[:-9], "the body ends within"),
+            (squeezed + b"x", "the body has 1 bytes after"),
+            (squeezed * 2, "bytes after"),
+            (content, "the body is not in"),
+            (b"", "the body ends within"),
+        ):
+            answer = film_server.ask("POST", "/v1/predict", wrong, {"Content-Encoding": encoding})
+            assert answer.status == 400 and message in answer.error
+    with Served(film_run, listens=False, max_request_bytes=4096) as served:
+        answer = served.ask("POST", "/v1/predict", gzip.compress(bytes(1 << 20)), {"Content-Encoding": "gzip"})
+        assert answer.status == 413 and "4,096 bytes" in answer.error
+
+
+def test_timeouts(film_server, monkeypatch):
+    """A request's timeout is in microseconds; what is not answered by then is refused."""
+    content = {"inputs": film_tensors(), "parameters": {"timeout": 60_000_000, "priority": 1}}
+    assert film_server.infer(content).status == 200
+
+    async def never(*arguments):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(film_server.serving.gatherer, "predict", never)
+    answer = film_server.infer({**content, "parameters": {"timeout": 1000}})
+    assert answer.status == 503 and "timeout of 0.001 s" in answer.error
+
+
+def test_hosts(film_run):
+    """Without a token, a web page must not reach a server of this machine by a name that it points there."""
+    right = [
+        "localhost",
+        "LOCALHOST:8000",
+        "localhost.",
+        "127.0.0.1",
+        "127.0.0.1:80",
+        "[::1]:8000",
+        "[::1]",
+        "10.1.2.3",
+    ]
+    with Served(film_run, listens=False, local_name="box") as served:
+        for host in [*right, "box", "Box:8000", None]:
+            assert served.ask("GET", "/v2", headers={"Host": host}).status == 200, host
+        for host in (
+            "evil.example",
+            "evil.example:8000",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "",
+            "[x]",
+        ):
+            answer = served.ask("GET", "/v2", headers={"Host": host})
+            assert answer.status == 403 and "--host" in answer.error, host
+            assert served.ask("POST", "/v1/predict", {"columns": FILMS}, {"Host": host}).status == 403
+    with Served(film_run, listens=False) as served:
+        assert served.ask("GET", "/v2", headers={"Host": "evil.example"}).status == 200
 
 
 def test_a_token(film_run, tmp_path):

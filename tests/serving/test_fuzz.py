@@ -24,7 +24,12 @@ def whole(rng):
     else:
         path, content = "/v2/models/deepfm/infer", {"inputs": film_tensors()}
     body = json.dumps(content).encode()
-    head = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    head = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
     return head, body
 
 

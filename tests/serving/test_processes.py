@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -104,6 +105,11 @@ def test_workers(film_run, tmp_path):
             for variable in (f"{k}={v}" for k, v in psutil.Process(pid).environ().items())
             if variable.startswith("PROMETHEUS_MULTIPROC_DIR")
         }
+        shutil.rmtree(metrics)  # as a cleaner of temporary files does
+        text = ask(address, "/metrics")
+        wait_until(lambda: counted in ask(address, "/metrics"), 60)  # of both processes, whose counts go on
+        wait_until(lambda: len(list(Path(metrics).glob("counter_*.db"))) == 2, 60)
+        assert f"hostdev_model_step {newer.step:.1f}\n" in ask(address, "/metrics")
         process.terminate()
         assert process.wait(90) == 0
     assert not any(map(psutil.pid_exists, now)) and not os.path.exists(metrics)  # noqa: PTH110
@@ -118,6 +124,27 @@ def test_workers_end_with_a_killed_parent(film_run, tmp_path):
         process.kill()
         _, left = psutil.wait_procs(children, timeout=60)
         assert not left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_file_that_is_cut(film_run, tmp_path, workers):
+    """The process that looks at it ends by SIGBUS, as no program can go on; a line says why."""
+    shutil.copytree(film_run, tmp_path / "run")
+    with started(tmp_path / "run", tmp_path / "work", "--workers", workers) as (process, address):
+        ask(address, "/v1/predict", {"columns": FILMS})
+        contents = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.*") if path.suffix != ".json"}
+        for path in contents:
+            os.truncate(path, 0)
+        with pytest.raises(OSError):
+            ask(address, "/v1/predict", {"columns": FILMS})
+        for path, content in contents.items():
+            path.write_bytes(content)
+        wait_until(lambda: "SIGBUS" in errors(tmp_path / "work"), 60)
+        [line] = errors(tmp_path / "work").splitlines()
+        assert "a file that" in line and "was cut" in line
+        process.terminate()
+        assert process.wait(60) in (0, -signal.SIGBUS)
 
 
 def test_a_wrong_command(film_run, tmp_path, in_process):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from hostdev.core import json_files
 from hostdev.core.errors import naming
 from hostdev.core.run_files import ASIDE_LOG, FILES_LOG, GROWN, REPLACED
 from hostdev.data.arrivals.folder import hash_of
@@ -100,7 +101,7 @@ def _lines(file: IO[str]) -> Iterator[tuple[int, dict[str, Any]]]:
         for text in raw:
             end += len(text)
             try:
-                line = json.loads(text)
+                line = json_files.loads(text)
             except ValueError:
                 continue
             if isinstance(line, dict) and text.endswith(b"\n"):
