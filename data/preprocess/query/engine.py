@@ -1,10 +1,10 @@
 """DuckDB as configured by hostdev: threads, memory, errors in one line, and SQL functions for recommenders."""
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,20 @@ import pyarrow as pa
 
 from hostdev.core.errors import HostdevError, TransientError, UserError
 from hostdev.core.printable import printable
+
+_LAST_YEAR = 3000
+_LAST_SECOND = 32_503_680_000  # of the year 2999
+
+
+def _checked_time(function: str, kind: str, unit: str, per_second: int, instead: str) -> str:
+    """Return a macro that is a function of DuckDB, but fails for a number that is probably in a smaller unit."""
+    message = f"{function}() takes {unit}; this is after the year {_LAST_YEAR}; {instead}: "
+    return f"""
+    CREATE MACRO {function}(x) AS system.main.{function}(
+        CASE WHEN x > {_LAST_SECOND * per_second} THEN CAST('{message}' || x AS {kind}) ELSE x END
+    )
+    """
+
 
 MACROS = (
     """
@@ -30,7 +44,18 @@ MACROS = (
             []
         )
     """,
+    _checked_time(
+        "to_timestamp", "DOUBLE", "seconds", 1, "for milliseconds, write epoch_ms(x), or to_timestamp(x / 1000)"
+    ),
+    _checked_time("make_timestamp_ms", "BIGINT", "milliseconds", 1_000, "for microseconds, write make_timestamp(x)"),
 )
+CLOSED = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "allow_community_extensions": False,
+    "allow_persistent_secrets": False,
+}
+"""Settings without which DuckDB loads code or secrets from elsewhere."""
 _SHOWN = 500  # characters of an error
 _ROWS = 1 << 16  # rows of a batch
 
@@ -55,7 +80,7 @@ class Engine:
                     "memory_limit": f"{max(1, memory >> 10)}KiB",
                     "temp_directory": str(spill),
                     "preserve_insertion_order": True,
-                    "autoinstall_known_extensions": False,
+                    **CLOSED,
                     "python_enable_replacements": False,
                 },
             )
@@ -65,21 +90,37 @@ class Engine:
             for name, table in self.tables.items():
                 self.connection.register(name, table)
 
-    def set_threads(self, threads: int) -> None:
-        """Change the number of threads."""
+    def close(self, names: Sequence[str]) -> None:
+        """Forbid the connection to read other files than these, to write outside its spill folder, and to use a network.
+
+        Args:
+            names: Names and patterns of files. A folder is read with all that it holds, and so is the folder above a
+                pattern's first wildcard.
+        """
+        names = [os.path.expanduser(name) for name in names]
+        folders = [
+            re.split(r"[*?[]", name)[0].rpartition("/")[0] or ("/" if name.startswith("/") else ".")
+            if re.search(r"[*?[]", name)
+            else name
+            for name in names
+        ]
+        with in_one_line():
+            self.connection.execute("SET allowed_paths = $1", [[*names]])
+            self.connection.execute("SET allowed_directories = $1", [[f"{folder}/" for folder in folders]])
+            self.connection.execute("SET enable_external_access = false")
+
+    def lock(self, threads: int, *, spills: bool) -> None:
+        """Set the number of threads, whether a query may write to its spill folder, and lock all settings."""
         self.connection.execute(f"SET threads = {threads}")
+        if not spills:
+            self.connection.execute("SET max_temp_directory_size = '0KiB'")
+        self.connection.execute("SET lock_configuration = true")
 
     def rows(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Run a query and return all rows, which must be few."""
         with in_one_line():
             found: list[tuple[Any, ...]] = self.connection.execute(sql, list(parameters)).fetchall()
             return found
-
-    @cached_property
-    def aggregates(self) -> frozenset[str]:
-        """The names of all aggregate functions."""
-        found = self.rows("SELECT DISTINCT function_name FROM duckdb_functions() WHERE function_type = 'aggregate'")
-        return frozenset(name for (name,) in found)
 
     def schema(self, sql: str) -> pa.Schema:
         """Return the schema of a query's result."""

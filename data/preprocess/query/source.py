@@ -14,7 +14,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar, note
 from hostdev.data.preprocess.files import Chunk, Part, split_batch
-from hostdev.data.preprocess.query import NAME, plan, settle
+from hostdev.data.preprocess.query import NAME, allowed, plan, settle
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.statement import Statement, parse, to_sql
 
@@ -80,21 +80,24 @@ class QueryRows:
     def __init__(self, sql: str, engine: Engine, threads: int) -> None:
         self._engine = engine
         statement = parse(engine.connection, sql)
-        settle.refuse_changing(statement)
+        allowed.check(statement, engine)
+        patterns = plan.patterns(statement, engine)
+        engine.close(patterns)
         found = self._settled(statement)
         self._sql = to_sql(engine.connection, found.tree)
         self._schema = engine.schema(self._sql)
         self.names = tuple(self._schema.names)
-        self.input: Any = QueryInput(sql.strip(), plan.patterns(statement.tree, engine), engine)
+        has_tables = plan.reads_tables(statement, engine)
+        self.input: Any = QueryInput(sql.strip(), None if has_tables else patterns, engine)
         self.order, self.doubts = found.order, found.doubts + plan.float_sums(found.tree, engine)
-        engine.set_threads(1 if self.doubts else threads)
+        engine.lock(1 if self.doubts else threads, spills=not found.ties)
 
     def _settled(self, statement: Statement) -> settle.Settled:
-        found = settle.settle(statement, self._engine.aggregates)
+        found = settle.settle(statement)
         try:
             self._engine.schema(to_sql(self._engine.connection, found.tree))
         except UserError:  # a table's name does not always stand for all its columns
-            plain = settle.settle(statement, self._engine.aggregates, windows=False)
+            plain = settle.settle(statement, windows=False)
             self._engine.schema(to_sql(self._engine.connection, plain.tree))
             return plain
         return found
