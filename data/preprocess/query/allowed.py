@@ -1,7 +1,6 @@
 """The functions, tables and syntax that a query may use. Anything else is refused, including what later DuckDBs add.
 
-A query may use what depends only on its text and its files, and changes nothing. DuckDB's own catalogue is not enough to
-tell: a function that reads the clock is as stable there as one that extracts the hour of a time.
+A query may use what depends only on its text and its files, and changes nothing. DuckDB's own catalogue cannot tell: a function that reads the clock is as stable there as one that extracts the hour of a time.
 """
 
 from collections.abc import Iterator
@@ -10,6 +9,11 @@ from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.statement import SELECTS, Node, Statement, table_name, walk
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
 
 CHANGING = {
     "random": "draw(id, 2020), which maps a value and a seed to a number in [0, 1)",
@@ -29,59 +33,59 @@ CHANGING = {
 
 _CLOCKS = frozenset(("current_date", "current_timestamp", "current_time", "localtimestamp"))  # need no parentheses
 
-PICKING = frozenset(
+PICKING = _words(
     """
     any_value arbitrary arg_max arg_max_null arg_max_nulls_last arg_min arg_min_null arg_min_nulls_last argmax argmin
     array_agg first group_concat json_group_array json_group_object json_group_structure last list listagg lttb max_by
     min_by string_agg variant_group_array variant_group_object
-    """.split()
+    """
 )
 """Aggregates whose value depends on the order of all rows, including rows that tie in the aggregate's ORDER BY."""
 
-SUMMING = frozenset(
+SUMMING = _words(
     """
     avg corr covar_pop covar_samp entropy favg fsum geomean geometric_mean kahan_sum kurtosis kurtosis_pop mean product
     regr_avgx regr_avgy regr_count regr_intercept regr_r2 regr_slope regr_sxx regr_sxy regr_syy sem skewness stddev
     stddev_pop stddev_samp sum sumkahan var_pop var_samp variance wavg weighted_avg
-    """.split()
+    """
 )
 """Aggregates whose value depends on the order in which floating-point numbers are added."""
 
 APPROXIMATE = frozenset(("approx_quantile", "reservoir_quantile", "approx_top_k"))
 """Aggregates whose value depends on how rows are divided among threads."""
 
-_EXACT = frozenset(
+_EXACT = _words(
     """
     approx_count_distinct bit_and bit_or bit_xor bitstring_agg bool_and bool_or count count_if count_star countif
     histogram histogram_exact mad max median min mode quantile quantile_cont quantile_disc
-    """.split()
+    """
 )  # the order of rows does not matter, or `settle` defines it
 
 AGGREGATES = _EXACT | PICKING | SUMMING | APPROXIMATE
 """All aggregates that a query may use."""
 
-_WINDOWS = frozenset(
+_WINDOWS = _words(
     """
     cume_dist dense_rank fill first_value lag last_value lead nth_value ntile percent_rank rank rank_dense row_number
-    """.split()
+    """
 )
 
-_OPERATORS = frozenset(
+_OPERATORS = _words(
     """
     != !__postfix !~~ !~~* % & && * ** + - ->> / // < <-> << <= <=> <@ = > >= >> @ @> ^ ^@ | || ~ ~~ ~~* ~~~
-    """.split()
+    """
 ) | {"is distinct from", "is not distinct from"}
 
-_TIMES = frozenset(
+_TIMES = _words(
     """
     age century date_diff date_part date_sub date_trunc datediff datepart datesub datetrunc day dayname dayofmonth
     dayofweek dayofyear decade era hour isodow isoyear julian last_day make_timestamptz microsecond millennium
     millisecond minute month monthname quarter second strftime time_bucket timezone timezone_hour timezone_minute
     week weekday weekofyear year yearweek
-    """.split()
+    """
 )  # they depend on the time zone, which is UTC
 
-_SCALARS = frozenset(
+_SCALARS = _words(
     """
     abs acos acosh add aggregate alias apply array_aggr array_aggregate array_apply array_cat array_concat
     array_contains array_cosine_distance array_cosine_similarity array_cross_product array_distance array_distinct
@@ -124,10 +128,10 @@ _SCALARS = frozenset(
     trunc try_strptime typeof ucase unbin unhex unicode union_extract union_tag union_value unnest unpivot_list
     upper url_decode url_encode uuid_extract_timestamp uuid_extract_version variant_array_length variant_contains
     variant_exists variant_extract variant_extract_string variant_keys variant_type variant_typeof xor
-    """.split()
+    """
 )
 
-_MACROS = frozenset(
+_MACROS = _words(
     """
     array_append array_pop_back array_pop_front array_prepend array_push_back array_push_front array_reverse
     array_to_string array_to_string_comma_default assert_true date_add days_in_month fdiv generate_subscripts if
@@ -137,28 +141,28 @@ _MACROS = frozenset(
     list_skewness list_stddev_pop list_stddev_samp list_string_agg list_sum list_var_pop list_var_samp
     map_contains_entry map_contains_value md5_number_lower md5_number_upper nullif pg_typeof regexp_split_to_table
     split_part
-    """.split()
+    """
 )
 
 _BY_NAME = frozenset(("aggregate", "array_aggr", "array_aggregate", "list_aggr", "list_aggregate"))  # of an aggregate
 
-READERS = frozenset(
+READERS = _words(
     """
     glob parquet_scan read_blob read_csv read_csv_auto read_json read_json_auto read_json_objects
     read_json_objects_auto read_ndjson read_ndjson_auto read_ndjson_objects read_parquet read_text
-    """.split()
+    """
 )
 """Table functions that read files, whose names are the first argument."""
 
-_TABLES = READERS | frozenset("generate_series json_each json_tree range repeat repeat_row unnest".split())
+_TABLES = READERS | _words("generate_series json_each json_tree range repeat repeat_row unnest")
 
-_CLASSES = frozenset(
+_CLASSES = _words(
     """
     BETWEEN CASE CAST COLLATE COLUMN_REF COMPARISON CONJUNCTION CONSTANT FUNCTION LAMBDA LAMBDA_REF OPERATOR
     POSITIONAL_REFERENCE STAR SUBQUERY TYPE WINDOW
-    """.split()
+    """
 )
-_FROM = frozenset((*SELECTS, *"BASE_TABLE EMPTY EXPRESSION_LIST JOIN PIVOT SUBQUERY TABLE_FUNCTION".split()))
+_FROM = _words("BASE_TABLE EMPTY EXPRESSION_LIST JOIN PIVOT SUBQUERY TABLE_FUNCTION") | set(SELECTS)
 _JOINS = frozenset(("REGULAR", "NATURAL", "CROSS", "DEPENDENT", "ASOF"))
 
 

@@ -1,6 +1,5 @@
 """DuckDB as configured by hostdev: threads, memory, errors in one line, and SQL functions for recommenders."""
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -91,13 +90,13 @@ class Engine:
                 self.connection.register(name, table)
 
     def close(self, names: Sequence[str]) -> None:
-        """Forbid the connection to read other files than these, to write outside its spill folder, and to use a network.
+        """Forbid to read other files than these, to write outside the spill folder, and to use a network.
 
         Args:
             names: Names and patterns of files. A folder is read with all that it holds, and so is the folder above a
                 pattern's first wildcard.
         """
-        names = [os.path.expanduser(name) for name in names]
+        names = [str(Path(name).expanduser()) if name.startswith("~") else name for name in names]
         folders = [
             re.split(r"[*?[]", name)[0].rpartition("/")[0] or ("/" if name.startswith("/") else ".")
             if re.search(r"[*?[]", name)
