@@ -1,6 +1,7 @@
 """The functions, tables and syntax that a query may use. Anything else is refused, including what later DuckDBs add.
 
-A query may use what depends only on its text and its files, and changes nothing. DuckDB's own catalogue cannot tell: a function that reads the clock is as stable there as one that extracts the hour of a time.
+A query may use what depends only on its text and its files, and changes nothing. DuckDB's own catalogue cannot tell: it
+calls a function that reads the clock as stable as one that extracts the hour of a time.
 """
 
 from collections.abc import Iterator

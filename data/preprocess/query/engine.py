@@ -1,5 +1,6 @@
 """DuckDB as configured by hostdev: threads, memory, errors in one line, and SQL functions for recommenders."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,7 @@ class Engine:
                 },
             )
             self.connection.execute("SET TimeZone = 'UTC'")
+            self.connection.execute("SET enable_profiling = 'no_output'")  # for `operators`
             for macro in MACROS:
                 self.connection.execute(macro)
             for name, table in self.tables.items():
@@ -147,6 +149,12 @@ class Engine:
         with in_one_line():
             return self.connection.sql(sql).to_arrow_reader(_ROWS)
 
+    def operators(self) -> list[dict[str, Any]]:
+        """Return the operators of the query that ran last, as trees, each with its number of rows."""
+        profile = json.loads(self.connection.get_profiling_information(format="json"))
+        found: list[dict[str, Any]] = profile.get("operator", [])
+        return found
+
     def progress(self) -> float:
         """Return the progress of the running query in percent, negative if unknown."""
         return float(self.connection.query_progress())
@@ -173,6 +181,11 @@ def in_one_line() -> Iterator[None]:
 def _in_words(error: Exception) -> HostdevError:
     text = re.split("Stack Trace:|Possible solutions:", str(error))[0]
     text = printable(" ".join(text.split()), _SHOWN)
+    if "max_temp_directory_size" in text and "0 bytes/0 bytes" in text:
+        return TransientError(
+            "the query needs more memory: its result depends on the order of rows that tie, which could change if they "
+            "were written to disk; give it more --query-memory, or an ORDER BY that has no ties"
+        )
     if isinstance(error, duckdb.OutOfMemoryException) or "Out of Memory Error" in text:
         return TransientError(
             f"the query needs more memory or disk: {text}; give it more --query-memory, or free disk space"

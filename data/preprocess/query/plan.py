@@ -1,12 +1,13 @@
-"""Analysis of a query: the files that it reads, and its sums of floating-point numbers, which depend on the row order.
+"""Analysis of a query: its files, its sums of floating-point numbers, which depend on the row order, and its joins.
 
 Only DuckDB's plan has the types of expressions, and DuckDB cannot write the plan of a query that reads files as JSON.
 So the query is planned with empty tables in place of the files.
 """
 
 import copy
+import fnmatch
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import duckdb
@@ -100,6 +101,58 @@ def float_sums(tree: Node, engine: Engine) -> list[str]:
         if name == "entropy" or any(one["id"] in _FLOATS for one in node["arguments"]):
             found.append(f"{name}() adds floating-point numbers ({name}(x::DECIMAL(18, 6)) is exact)")
     return list(dict.fromkeys(found))
+
+
+def first_file(statement: Statement) -> str:
+    """Return the name or pattern of the first file in a query's FROM clause, or "" if it has none."""
+    named = {
+        one["key"].lower(): one["value"]["query_node"]
+        for node in walk(statement.tree)
+        for one in (node.get("cte_map") or {}).get("map", ())
+    }
+    node: Any = statement.select
+    while node:
+        kind = node.get("type")
+        if kind == "BASE_TABLE":
+            if (name := table_name(node).lower()) not in named:
+                return table_name(node)
+            node = named.pop(name)
+        elif kind == "TABLE_FUNCTION":
+            texts = [one["literal"]["text"] for one in walk(node["function"]["arguments"]) if "literal" in one]
+            return str(texts[-1]) if texts else ""
+        else:
+            inner = (node.get("subquery") or {}).get("node") or node.get("from_table") or node.get("left")
+            node = inner or next(iter(node.get("children") or ()), node.get("source"))
+    return ""
+
+
+def grown_joins(operators: Sequence[Node], first: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the condition of each join that has more rows than its main input, with the rows of its input and its own.
+
+    Args:
+        operators: Trees from `Engine.operators`.
+        first: The name or pattern of the first file. The main input of a join is the one that reads it, otherwise the
+            larger one, because DuckDB may exchange the inputs.
+    """
+    for operator in operators:
+        inputs = operator.get("children") or []
+        about = operator.get("extra_info") or {}
+        if operator["name"] == "HASH_JOIN" and about.get("Join Type") in ("INNER", "LEFT", "RIGHT", "FULL"):
+            main = [one for one in inputs if _reads(one, first)]
+            rows = max(one["intermediate_rows"] for one in (main if len(main) == 1 else inputs))
+            if operator["intermediate_rows"] > rows:
+                conditions = about.get("Conditions", "")
+                shown = conditions if isinstance(conditions, str) else " and ".join(conditions)
+                yield shown, rows, operator["intermediate_rows"]
+        yield from grown_joins(inputs, first)
+
+
+def _reads(operator: Node, file: str) -> bool:
+    """Return whether an operator reads a file, directly or through others."""
+    names = (operator.get("extra_info") or {}).get("Filename(s)", "")
+    files = names if isinstance(names, list) else names.split(", ")
+    matches = any(one == file or one.startswith(f"{file}/") or fnmatch.fnmatchcase(one, file) for one in files)
+    return (bool(file) and matches) or any(_reads(one, file) for one in operator.get("children") or ())
 
 
 def _readers(tree: Node) -> Iterator[Node]:

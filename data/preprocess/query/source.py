@@ -85,6 +85,8 @@ class QueryRows:
         engine.close(patterns)
         found = self._settled(statement)
         self._sql = to_sql(engine.connection, found.tree)
+        self._first_file = plan.first_file(statement)
+        self._noted = False
         self._schema = engine.schema(self._sql)
         self.names = tuple(self._schema.names)
         has_tables = plan.reads_tables(statement, engine)
@@ -117,6 +119,17 @@ class QueryRows:
             row += len(batch)
             yield from split_batch(rest, row - len(rest), rest.nbytes / max(1, len(rest)))
             batch = next(batches, None)
+        self._note_growth()
+
+    def _note_growth(self) -> None:
+        """Print a note for each join that repeats rows, once."""
+        joins = [] if self._noted else list(plan.grown_joins(self._engine.operators(), self._first_file))
+        self._noted = True
+        for on, before, after in joins:
+            note(
+                f"query: the join on {on} makes {after:,} rows from {before:,}, because its other side repeats keys; to "
+                "keep one row each, group that side by its key first"
+            )
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Return a part's rows."""
