@@ -145,6 +145,9 @@ _MACROS = _words(
     """
 )
 
+EXPRESSIONS = AGGREGATES | _WINDOWS | _OPERATORS | _TIMES | _SCALARS | _MACROS
+"""All functions and operators of DuckDB that a query may use outside FROM."""
+
 _BY_NAME = frozenset(("aggregate", "array_aggr", "array_aggregate", "list_aggr", "list_aggregate"))  # of an aggregate
 
 READERS = _words(
@@ -172,7 +175,7 @@ def check(statement: Statement, engine: Engine) -> None:
     catalogue = engine.rows("SELECT lower(function_name), coalesce(stability, ''), internal FROM duckdb_functions()")
     volatile = {name for name, stability, _ in catalogue if stability == "VOLATILE"} - {"error"}
     own = {name for name, _, internal in catalogue if not internal}  # hostdev's macros
-    expressions = (AGGREGATES | _WINDOWS | _OPERATORS | _TIMES | _SCALARS | _MACROS | own) - volatile
+    expressions = (EXPRESSIONS | own) - volatile
     views = {name for (name,) in engine.rows("SELECT DISTINCT lower(view_name) FROM duckdb_views() WHERE internal")}
     in_from = {id(function) for function in _table_functions(statement.tree)}
     collated = {id(node) for node in _compared(statement.tree)}

@@ -151,8 +151,8 @@ class Engine:
 
     def operators(self) -> list[dict[str, Any]]:
         """Return the operators of the query that ran last, as trees, each with its number of rows."""
-        profile = json.loads(self.connection.get_profiling_information(format="json"))
-        found: list[dict[str, Any]] = profile.get("operator", [])
+        profile = self.connection.get_profiling_information(format="json")
+        found: list[dict[str, Any]] = json.loads(profile).get("operator", []) if profile else []  # none for a constant
         return found
 
     def progress(self) -> float:

@@ -222,9 +222,13 @@ def _unions(select: Node) -> Iterator[Node]:
             yield from _unions(one)
 
 
-def _is_star(item: Node) -> bool:
-    """Return whether an item of a select list may become several columns."""
-    return any(node.get("class") == "STAR" for node in walk(item))
+def _is_star(item: Any) -> bool:
+    """Return whether an item of a select list may become several columns, unlike `f(*COLUMNS(*))`."""
+    if isinstance(item, list):
+        return any(map(_is_star, item))
+    if not isinstance(item, dict) or item.get("type") == "OPERATOR_UNPACK":
+        return False
+    return item.get("class") == "STAR" or any(map(_is_star, item.values()))
 
 
 def _named_tables(tree: Node) -> dict[str, list[Node]]:

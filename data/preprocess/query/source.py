@@ -127,8 +127,8 @@ class QueryRows:
         self._noted = True
         for on, before, after in joins:
             note(
-                f"query: the join on {on} makes {after:,} rows from {before:,}, because its other side repeats keys; to "
-                "keep one row each, group that side by its key first"
+                f"query: the join on {on} makes {after:,} rows from {before:,}, because its other side repeats keys; "
+                "to keep one row each, group that side by its key first"
             )
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
