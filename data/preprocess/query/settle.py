@@ -42,12 +42,14 @@ class Settled(NamedTuple):
     Attributes:
         tree: The parse tree.
         order: Description of the order of the rows.
+        keeps_order: Whether this is the order of the files without any sort.
         doubts: Descriptions of expressions whose value could depend on threads.
         ties: Which of the doubts are about rows that tie in a sort, which could also depend on memory.
     """
 
     tree: Node
     order: str
+    keeps_order: bool
     doubts: list[str]
     ties: list[str]
 
@@ -82,7 +84,8 @@ def settle(statement: Statement, *, windows: bool = True) -> Settled:
         if needs_order or any(_orders(select)):
             _order_all(select)
     unsorted = "of their files" if keeps else "of all columns, from left to right"
-    return Settled(tree, "of its ORDER BY, then of all columns" if is_sorted else unsorted, doubts + ties, ties)
+    order = "of its ORDER BY, then of all columns" if is_sorted else unsorted
+    return Settled(tree, order, keeps and not is_sorted, doubts + ties, ties)
 
 
 def _settle_functions(statement: Statement, select: Node, doubts: list[str], ties: list[str], *, windows: bool) -> None:
@@ -95,7 +98,8 @@ def _settle_functions(statement: Statement, select: Node, doubts: list[str], tie
         is_window = node["class"] == "WINDOW"
         orders = node.setdefault("arg_orders", []) if is_window else node["order_bys"]["orders"]
         if name == "mode" or (orders and name in PICKING | SUMMING | APPROXIMATE):
-            orders += [ordering(copy.deepcopy(one["expression"])) for one in node["arguments"]]
+            given = [one["expression"] for one in node["arguments"] if one["expression"].get("class") != "CONSTANT"]
+            orders += [ordering(copy.deepcopy(one)) for one in given]
         elif name in PICKING and not (is_window and name in _NUMBERING):
             doubts.append(f"{statement.place(node)} has no ORDER BY inside")
         elif name in APPROXIMATE:

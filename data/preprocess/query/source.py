@@ -9,6 +9,7 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
@@ -85,6 +86,7 @@ class QueryRows:
         engine.close(patterns)
         found = self._settled(statement)
         self._sql = to_sql(engine.connection, found.tree)
+        self._keeps_order = found.keeps_order
         self._first_file = plan.first_file(statement)
         self._noted = False
         self._schema = engine.schema(self._sql)
@@ -115,7 +117,8 @@ class QueryRows:
         with _shown(self._engine):
             batch = next(batches, None)
         while batch is not None:
-            rest = batch.select(fields).slice(max(0, offset - row))
+            read = batch.select(fields)
+            rest = (read if self._keeps_order else _with_one_zero(read)).slice(max(0, offset - row))
             row += len(batch)
             yield from split_batch(rest, row - len(rest), rest.nbytes / max(1, len(rest)))
             batch = next(batches, None)
@@ -134,6 +137,20 @@ class QueryRows:
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Return a part's rows."""
         return Chunk(part.content, size=part.taken)
+
+
+def _with_one_zero(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Replace -0.0 by 0.0, because SQL takes them for equal, so that either could come first in a sort or be kept."""
+    columns = []
+    for column in batch.columns:
+        if pa.types.is_floating(column.type):
+            columns.append(pc.add(column, pa.scalar(0, column.type)))
+        elif pa.types.is_list(column.type) and pa.types.is_floating(column.type.value_type):
+            values = pc.add(column.values, pa.scalar(0, column.type.value_type))
+            columns.append(pa.ListArray.from_arrays(column.offsets, values, mask=column.is_null()))
+        else:
+            columns.append(column)
+    return pa.RecordBatch.from_arrays(columns, batch.schema.names)
 
 
 @contextmanager
