@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-ROWS = 12_000
+ROWS = 4_000
 
 
 def write_data(folder):
@@ -28,12 +28,13 @@ def write_data(folder):
         "ls": [word.split(" ") for word in words],
         "st": [{"a": int(value), "c": word} for value, word in zip(n, words, strict=True)],
     }
-    pq.write_table(pa.table(events), folder / "events.parquet", row_group_size=1000)
+    pq.write_table(pa.table(events), folder / "events.parquet", row_group_size=250)
     items = {"n": np.r_[np.arange(300), np.arange(20)], "kind": [f"k{one % 7}" for one in range(320)]}
     pq.write_table(pa.table(items), folder / "items.parquet", row_group_size=50)
     lines = [f"{k},{n},{t}" for k, n, t in zip(events["k"], n, events["t"], strict=True)]
     (folder / "log.csv").write_text("\n".join(["k,n,t", *lines]) + "\n")
-    (folder / "n.csv").write_text("n,w\n" + "".join(f"{one % 300},{one % 3}\n" for one in range(900)))  # its name, too
+    few = np.arange(900)  # a table with the name of one of its columns
+    pq.write_table(pa.table({"n": few % 300, "w": few % 3, "d": few}), folder / "n.parquet", row_group_size=20)
 
 
 VALUES = {
@@ -166,10 +167,10 @@ SOURCES = (
         "(FROM a UNION FROM a) e",
     ),
     *(f"{EVENTS} e JOIN 'items.parquet' i USING (n)", f"{EVENTS} e LEFT JOIN 'items.parquet' i ON i.n = e.n % 400"),
-    *(f"{EVENTS} e SEMI JOIN 'items.parquet' i USING (n)", f"{EVENTS} e ANTI JOIN 'n.csv' i ON e.k = i.n"),
+    *(f"{EVENTS} e SEMI JOIN 'items.parquet' i USING (n)", f"{EVENTS} e ANTI JOIN 'n.parquet' i ON e.k = i.n"),
     *(
-        f"{EVENTS} e FULL JOIN 'n.csv' i USING (n)",
-        f"'n.csv' i RIGHT JOIN {EVENTS} e USING (n)",
+        f"{EVENTS} e FULL JOIN 'n.parquet' i USING (n)",
+        f"'n.parquet' i RIGHT JOIN {EVENTS} e USING (n)",
         f"{EVENTS} e, range(2) r",
     ),
     *(f"{EVENTS} e NATURAL JOIN 'items.parquet'", f"{EVENTS} e CROSS JOIN (SELECT max(kind) m FROM 'items.parquet')"),
@@ -194,7 +195,7 @@ WITHS = (
 CONDITIONS = (
     *(
         "n > 30",
-        "k IN (SELECT n FROM 'n.csv' WHERE w = 1)",
+        "k IN (SELECT n FROM 'n.parquet' WHERE w = 1)",
         "s LIKE 'w1%'",
         "draw(n, 1) < 0.5",
         "b OR p < 9",

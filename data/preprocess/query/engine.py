@@ -49,7 +49,7 @@ MACROS = (
     ),
     _checked_time("make_timestamp_ms", "BIGINT", "milliseconds", 1_000, "for microseconds, write make_timestamp(x)"),
 )
-CLOSED = {
+CLOSED: dict[str, Any] = {
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
     "allow_community_extensions": False,
