@@ -255,6 +255,64 @@ def test_flags_that_do_not_go_together(data, tmp_path, monkeypatch):
         preprocess.main(["query", "FROM 'events.csv'", "--out", str(tmp_path / "o"), "--label", "y", "--bag", "z=,"])
 
 
+def test_a_join_that_repeats_rows_is_noted(query, data, capsys):
+    """Rows in, rows out; only of joins whose other side repeats keys, whichever side DuckDB takes first."""
+    items = pq.read_table(data / "items.parquet")
+    pq.write_table(pa.concat_tables([items, items.slice(0, 3)]), data / "twice.parquet")
+    kept = "SELECT e.*, kind FROM 'events.parquet' e LEFT JOIN (SELECT DISTINCT i, kind FROM 'twice.parquet') USING (i)"
+    assert len(rows_of(query(kept))) == ROWS
+    assert capsys.readouterr().err == ""
+    opened = query("WITH e AS (FROM 'events.parquet') SELECT e.*, kind FROM e LEFT JOIN 'twice.parquet' x ON e.i = x.i")
+    after = len(rows_of(opened))
+    assert after > ROWS
+    [line] = capsys.readouterr().err.splitlines()
+    assert all(text in line for text in ("join on i = i", f"{after:,}", f"{ROWS:,}"))
+    rows_of(opened)
+    assert capsys.readouterr().err == ""
+    rows_of(query("SELECT x.i, u FROM 'items.parquet' x JOIN 'events.parquet' e USING (i)"))  # a smaller first input
+    assert "from 300," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("hour(to_timestamp(1600000000000 + t))", "to_timestamp.* milliseconds.*epoch_ms.*16000000000"),
+        ("make_timestamp_ms(1600000000000000 + t)", "make_timestamp_ms.* microseconds.*16000000000"),
+    ],
+)
+def test_a_time_in_the_wrong_unit(query, call, words):
+    with pytest.raises(UserError, match=words):
+        rows_of(query(f"SELECT {call} AS h FROM 'events.parquet'"))
+
+
+def test_times_in_the_right_unit(query):
+    same = "to_timestamp(1600000000) = make_timestamp_ms(1600000000000)::TIMESTAMPTZ"
+    sql = f"SELECT {same} AS a, TRY(to_timestamp(2e12)) AS b"
+    assert rows_of(query(sql)).to_pylist() == [{"a": True, "b": None}]
+
+
+def test_negative_zero(query, tmp_path):
+    """-0.0 ties with 0.0; a plain scan keeps it."""
+    frame = pa.table({"n": [1, 1, 2, 2], "p": [0.0, -0.0, -0.0, 0.0]})
+    plain = rows_of(query("FROM frame", frame=frame))
+    assert plain.equals(frame)
+    assert str(plain["p"].to_pylist()) == "[0.0, -0.0, -0.0, 0.0]"
+    for sql in ("FROM frame ORDER BY n", "SELECT n, list(p) AS p FROM frame GROUP BY n", "SELECT max(p) FROM frame"):
+        assert "-" not in str(rows_of(query(sql, frame=frame)).to_pylist())
+
+
+def test_rows_that_tie_are_not_written_to_disk(data, tmp_path, monkeypatch):
+    """Which of the tied rows comes first could depend on how much fits in memory."""
+    monkeypatch.chdir(data)
+    sql = (
+        "SELECT a.u, b.i FROM (FROM 'events.parquet', range(40)) a "
+        "ASOF JOIN (FROM 'events.parquet', range(40)) b ON a.u = b.u AND a.t >= b.t"
+    )
+    rows = QueryRows(sql, Engine(1, 64 << 20, tmp_path / "spill"), 1)
+    with pytest.raises(TransientError, match="rows that tie.*--query-memory"):
+        rows_of(rows)
+
+
 def build_it(folder, threads, sql="SELECT e.*, kind FROM 'events.parquet' e JOIN 'items.parquet' USING (i)"):
     """Build a data set from a query."""
     rows = QueryRows(sql, Engine(threads, MEMORY, source.spill_folder(folder)), threads)

@@ -1,10 +1,10 @@
 """DuckDB as configured by hostdev: threads, memory, errors in one line, and SQL functions for recommenders."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,20 @@ import pyarrow as pa
 
 from hostdev.core.errors import HostdevError, TransientError, UserError
 from hostdev.core.printable import printable
+
+_LAST_YEAR = 3000
+_LAST_SECOND = 32_503_680_000  # of the year 2999
+
+
+def _checked_time(function: str, kind: str, unit: str, per_second: int, instead: str) -> str:
+    """Return a macro that is a function of DuckDB, but fails for a number that is probably in a smaller unit."""
+    message = f"{function}() takes {unit}; this is after the year {_LAST_YEAR}; {instead}: "
+    return f"""
+    CREATE MACRO {function}(x) AS system.main.{function}(
+        CASE WHEN x > {_LAST_SECOND * per_second} THEN CAST('{message}' || x AS {kind}) ELSE x END
+    )
+    """
+
 
 MACROS = (
     """
@@ -30,7 +44,18 @@ MACROS = (
             []
         )
     """,
+    _checked_time(
+        "to_timestamp", "DOUBLE", "seconds", 1, "for milliseconds, write epoch_ms(x), or to_timestamp(x / 1000)"
+    ),
+    _checked_time("make_timestamp_ms", "BIGINT", "milliseconds", 1_000, "for microseconds, write make_timestamp(x)"),
 )
+CLOSED: dict[str, Any] = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "allow_community_extensions": False,
+    "allow_persistent_secrets": False,
+}
+"""Settings without which DuckDB loads code or secrets from elsewhere."""
 _SHOWN = 500  # characters of an error
 _ROWS = 1 << 16  # rows of a batch
 
@@ -55,31 +80,48 @@ class Engine:
                     "memory_limit": f"{max(1, memory >> 10)}KiB",
                     "temp_directory": str(spill),
                     "preserve_insertion_order": True,
-                    "autoinstall_known_extensions": False,
+                    **CLOSED,
                     "python_enable_replacements": False,
                 },
             )
             self.connection.execute("SET TimeZone = 'UTC'")
+            self.connection.execute("SET enable_profiling = 'no_output'")  # for `operators`
             for macro in MACROS:
                 self.connection.execute(macro)
             for name, table in self.tables.items():
                 self.connection.register(name, table)
 
-    def set_threads(self, threads: int) -> None:
-        """Change the number of threads."""
+    def close(self, names: Sequence[str]) -> None:
+        """Forbid to read other files than these, to write outside the spill folder, and to use a network.
+
+        Args:
+            names: Names and patterns of files. A folder is read with all that it holds, and so is the folder above a
+                pattern's first wildcard.
+        """
+        names = [str(Path(name).expanduser()) if name.startswith("~") else name for name in names]
+        folders = [
+            re.split(r"[*?[]", name)[0].rpartition("/")[0] or ("/" if name.startswith("/") else ".")
+            if re.search(r"[*?[]", name)
+            else name
+            for name in names
+        ]
+        with in_one_line():
+            self.connection.execute("SET allowed_paths = $1", [[*names]])
+            self.connection.execute("SET allowed_directories = $1", [[f"{folder}/" for folder in folders]])
+            self.connection.execute("SET enable_external_access = false")
+
+    def lock(self, threads: int, *, spills: bool) -> None:
+        """Set the number of threads, whether a query may write to its spill folder, and lock all settings."""
         self.connection.execute(f"SET threads = {threads}")
+        if not spills:
+            self.connection.execute("SET max_temp_directory_size = '0KiB'")
+        self.connection.execute("SET lock_configuration = true")
 
     def rows(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Run a query and return all rows, which must be few."""
         with in_one_line():
             found: list[tuple[Any, ...]] = self.connection.execute(sql, list(parameters)).fetchall()
             return found
-
-    @cached_property
-    def aggregates(self) -> frozenset[str]:
-        """The names of all aggregate functions."""
-        found = self.rows("SELECT DISTINCT function_name FROM duckdb_functions() WHERE function_type = 'aggregate'")
-        return frozenset(name for (name,) in found)
 
     def schema(self, sql: str) -> pa.Schema:
         """Return the schema of a query's result."""
@@ -107,6 +149,12 @@ class Engine:
         with in_one_line():
             return self.connection.sql(sql).to_arrow_reader(_ROWS)
 
+    def operators(self) -> list[dict[str, Any]]:
+        """Return the operators of the query that ran last, as trees, each with its number of rows."""
+        profile = self.connection.get_profiling_information(format="json")
+        found: list[dict[str, Any]] = json.loads(profile).get("operator", []) if profile else []  # none for a constant
+        return found
+
     def progress(self) -> float:
         """Return the progress of the running query in percent, negative if unknown."""
         return float(self.connection.query_progress())
@@ -133,6 +181,11 @@ def in_one_line() -> Iterator[None]:
 def _in_words(error: Exception) -> HostdevError:
     text = re.split("Stack Trace:|Possible solutions:", str(error))[0]
     text = printable(" ".join(text.split()), _SHOWN)
+    if "max_temp_directory_size" in text and "0 bytes/0 bytes" in text:
+        return TransientError(
+            "the query needs more memory: its result depends on the order of rows that tie, which could change if they "
+            "were written to disk; give it more --query-memory, or an ORDER BY that has no ties"
+        )
     if isinstance(error, duckdb.OutOfMemoryException) or "Out of Memory Error" in text:
         return TransientError(
             f"the query needs more memory or disk: {text}; give it more --query-memory, or free disk space"

@@ -6,58 +6,26 @@ ordered: in the result, and for a LIMIT, a window or an aggregate.
 """
 
 import copy
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess.query.allowed import AGGREGATES, APPROXIMATE, PICKING, SUMMING
 from hostdev.data.preprocess.query.statement import (
     Node,
     Statement,
+    call,
     every_column,
     number,
     ordering,
     own,
     reference,
     selects,
+    star_of,
+    table_name,
+    unpacked,
     walk,
 )
-
-CHANGING = {
-    "random": "draw(id, 2020), which maps a value and a seed to a number in [0, 1)",
-    **dict.fromkeys(("uuid", "gen_random_uuid", "uuidv4", "uuidv7"), "md5(id)"),
-    **dict.fromkeys(
-        (
-            *("now", "today", "current_date", "current_timestamp", "current_localtimestamp", "get_current_timestamp"),
-            *("transaction_timestamp", "get_current_time", "current_localtime", "current_time", "localtimestamp"),
-        ),
-        "a fixed time, such as TIMESTAMP '2026-01-31 12:00:00'",
-    ),
-    **dict.fromkeys(("nextval", "currval"), "row_number()"),
-    **dict.fromkeys(("setseed", "getenv", "current_setting", "getvariable"), "the value as a constant"),
-}
-"""Functions whose value changes between runs, and what to write instead."""
-
-PICKING = frozenset(
-    [
-        *("list", "array_agg", "string_agg", "group_concat", "listagg", "first", "last", "any_value", "arbitrary"),
-        *("mode", "arg_min", "arg_max", "argmin", "argmax", "min_by", "max_by", "arg_min_null", "arg_max_null"),
-        *("json_group_array", "json_group_object"),
-    ]
-)
-"""Aggregates whose value depends on the order of all rows, including rows that tie in the aggregate's ORDER BY."""
-
-SUMMING = frozenset(
-    [
-        *("sum", "avg", "mean", "fsum", "favg", "kahan_sum", "sumkahan", "product", "geomean", "geometric_mean"),
-        *("stddev", "stddev_pop", "stddev_samp", "variance", "var_pop", "var_samp", "sem", "skewness", "kurtosis"),
-        *("kurtosis_pop", "corr", "covar_pop", "covar_samp", "entropy", "regr_avgx", "regr_avgy", "regr_count"),
-        *("regr_intercept", "regr_r2", "regr_slope", "regr_sxx", "regr_sxy", "regr_syy"),
-    ]
-)
-"""Aggregates whose value depends on the order in which floating-point numbers are added."""
-
-APPROXIMATE = frozenset(("approx_quantile", "reservoir_quantile", "approx_top_k"))
-"""Aggregates whose value depends on how rows are divided among threads."""
 
 WINDOWS = frozenset(["last_items"])
 """Window functions that hostdev adds to DuckDB."""
@@ -65,6 +33,7 @@ WINDOWS = frozenset(["last_items"])
 _NUMBERING = frozenset(
     ("row_number", "ntile", "lag", "lead", "first_value", "last_value", "nth_value", "first", "last", "fill")
 )
+_OF_FRAMES = frozenset(("first_value", "last_value", "nth_value", "first", "last"))  # the others ignore the frame
 
 
 class Settled(NamedTuple):
@@ -73,105 +42,123 @@ class Settled(NamedTuple):
     Attributes:
         tree: The parse tree.
         order: Description of the order of the rows.
+        keeps_order: Whether this is the order of the files without any sort.
         doubts: Descriptions of expressions whose value could depend on threads.
+        ties: Which of the doubts are about rows that tie in a sort, which could also depend on memory.
     """
 
     tree: Node
     order: str
+    keeps_order: bool
     doubts: list[str]
+    ties: list[str]
 
 
-def refuse_changing(statement: Statement) -> None:
-    """Raise UserError if a query could have a different result when it is run again."""
-    for node in walk(statement.tree):
-        name = node.get("function_name", "").lower()
-        if node.get("class") == "COLUMN_REF" and len(node["column_names"]) == 1:
-            found = node["column_names"][0].lower()
-            name = found if found in ("current_date", "current_timestamp", "current_time", "localtimestamp") else name
-        if name in CHANGING:
-            raise UserError(
-                f"the query, {statement.place(node)}: {name}() has a different value in each run, which would change "
-                f"the data set; write {CHANGING[name]}"
-            )
-        if node.get("sample") is not None:
-            raise UserError(
-                "the query: the rows of a sample (USING SAMPLE, TABLESAMPLE) depend on the number of threads; select "
-                "rows by a value, such as WHERE draw(id, 2020) < 0.1"
-            )
-
-
-def settle(statement: Statement, aggregates: Set[str], *, windows: bool = True) -> Settled:
+def settle(statement: Statement, *, windows: bool = True) -> Settled:
     """Add tie-breaking keys wherever a query orders rows, so that its result does not depend on threads.
 
     Args:
         statement: The query.
-        aggregates: The names of all aggregate functions.
         windows: Whether to add keys to windows, too; DuckDB rejects some of the resulting queries.
     """
     tree = copy.deepcopy(statement.tree)
     doubts: list[str] = []
+    ties: list[str] = []
     for select in list(selects(tree)):
-        _settle_functions(statement, select, doubts, windows=windows)
+        _settle_functions(statement, select, doubts, ties, windows=windows)
+    ties += [
+        f"{statement.place(node)} takes any of the rows that are equally near"
+        for node in walk(tree)
+        if node.get("type") == "JOIN" and node["ref_type"] == "ASOF"
+    ]
     tables = _named_tables(tree)
     outer = tree["statements"][0]["node"]
-    keeps = _keeps_order(outer, tables, aggregates)
+    keeps = _keeps_order(outer, tables)
     sorted_inside = any(any(_orders(select)) for select in selects(tree))
     is_sorted = any(_orders(outer)) or (keeps and sorted_inside)
     for select in list(selects(tree)):
         limited = any(one["type"] in ("LIMIT_MODIFIER", "LIMIT_PERCENT_MODIFIER") for one in select["modifiers"])
         picked = any(one["type"] == "DISTINCT_MODIFIER" and one["distinct_on_targets"] for one in select["modifiers"])
         is_last = select is outer
-        needs_order = (limited or picked or is_last) and not _keeps_order(select, tables, aggregates)
+        needs_order = (limited or picked or is_last) and not _keeps_order(select, tables)
         if needs_order or any(_orders(select)):
             _order_all(select)
     unsorted = "of their files" if keeps else "of all columns, from left to right"
-    return Settled(tree, "of its ORDER BY, then of all columns" if is_sorted else unsorted, doubts)
+    order = "of its ORDER BY, then of all columns" if is_sorted else unsorted
+    return Settled(tree, order, keeps and not is_sorted, doubts + ties, ties)
 
 
-def _settle_functions(statement: Statement, select: Node, doubts: list[str], *, windows: bool) -> None:
+def _settle_functions(statement: Statement, select: Node, doubts: list[str], ties: list[str], *, windows: bool) -> None:
     """Add tie-breaking keys to the ORDER BY clauses inside a SELECT's aggregates and windows."""
-    for node in own(select):
+    listed = {id(node) for item in select.get("select_list", ()) for node in walk(item)}
+    for node in list(own(select)):
         name = node.get("function_name", "").lower()
-        if node.get("class") == "WINDOW":
-            _settle_window(statement, node, select, doubts, windows=windows)
-        elif node.get("class") == "FUNCTION" and name in PICKING | SUMMING | APPROXIMATE:
-            orders = node["order_bys"]["orders"]
-            if orders:
-                orders += [ordering(copy.deepcopy(one["expression"])) for one in node["arguments"]]
-            elif name in PICKING:
-                doubts.append(f"{statement.place(node)} has no ORDER BY inside")
-            elif name in APPROXIMATE:
-                doubts.append(f"{statement.place(node)} is approximate")
+        if node.get("class") not in ("WINDOW", "FUNCTION"):
+            continue
+        is_window = node["class"] == "WINDOW"
+        orders = node.setdefault("arg_orders", []) if is_window else node["order_bys"]["orders"]
+        if name == "mode" or (orders and name in PICKING | SUMMING | APPROXIMATE):
+            given = [one["expression"] for one in node["arguments"] if one["expression"].get("class") != "CONSTANT"]
+            orders += [ordering(copy.deepcopy(one)) for one in given]
+        elif name in PICKING and not (is_window and name in _NUMBERING):
+            doubts.append(f"{statement.place(node)} has no ORDER BY inside")
+        elif name in APPROXIMATE:
+            doubts.append(f"{statement.place(node)} is approximate")
+        keys = list(_keys_of(select, id(node) in listed)) if windows and is_window else []
+        if is_window and not _settle_window(node, keys):
+            ties.append(f"{statement.place(node)} numbers rows that may tie in its ORDER BY")
 
 
-def _settle_window(statement: Statement, node: Node, select: Node, doubts: list[str], *, windows: bool) -> None:
-    name = node["function_name"].lower()
-    if node.get("arg_orders"):
-        node["arg_orders"] += [ordering(copy.deepcopy(one["expression"])) for one in node["arguments"]]
-    elif name in PICKING and name not in _NUMBERING:
-        doubts.append(f"{statement.place(node)} has no ORDER BY inside its arguments")
-    by_rows = any(str(node[end]).endswith("ROWS") for end in ("start", "end"))
+def _settle_window(node: Node, keys: list[Node]) -> bool:
+    """Add keys to a window's ORDER BY, without a change of its frames; return whether its value is now defined."""
+    name, bounds = node["function_name"].lower(), (str(node["start"]), str(node["end"]))
+    by_rows = any(bound.endswith("ROWS") for bound in bounds)
     if name not in _NUMBERING and not by_rows:
-        return  # tied rows get the same value
-    if node.get("arg_orders") and name in _NUMBERING:
-        return
-    keys = list(_keys_of(select)) if windows else []
-    if keys:
-        node["orders"] += [ordering(key) for key in keys]
+        return True  # tied rows get the same value
+    if node["arg_orders"] and name in _NUMBERING:
+        return True
+    excludes_ties = node["exclude_clause"] in ("TIES", "GROUP")
+    is_whole = bounds == ("UNBOUNDED_PRECEDING", "UNBOUNDED_FOLLOWING")
+    if not keys or (by_rows and excludes_ties):
+        return False
+    if name in _OF_FRAMES and (excludes_ties or not (by_rows or is_whole)):  # with more keys, fewer rows would tie
+        node["arg_orders"] = copy.deepcopy(node["orders"]) + [ordering(key) for key in keys]
     else:
-        doubts.append(f"{statement.place(node)} numbers rows that may tie in its ORDER BY")
+        node["orders"] += [ordering(key) for key in keys]
+    return True
 
 
-def _keys_of(select: Node) -> Iterator[Node]:
-    """Yield expressions that together identify each row of a SELECT, before its window functions are evaluated."""
+def _keys_of(select: Node, listed: bool) -> Iterator[Node]:
+    """Yield expressions that together identify each row of a SELECT, before its window functions are evaluated.
+
+    Args:
+        select: The SELECT.
+        listed: Whether the expressions are for the list of columns, where `COLUMNS(*)` is allowed.
+    """
     if select.get("group_expressions"):
-        yield from copy.deepcopy(select["group_expressions"])
+        if len(select["group_sets"]) == 1:  # ROLLUP has several rows of a group
+            yield from _groups(select)
         return
     if select.get("aggregate_handling") == "FORCE_AGGREGATES":  # GROUP BY ALL
         return
-    names = list(_names_in(select.get("from_table") or {}))
-    if len(set(names)) == len(names):
-        yield from (reference(name) for name in names)  # the table's name is a struct of its columns
+    if listed:
+        yield call("row", unpacked(every_column()))
+        return
+    names = [name.lower() for name in _names_in(select.get("from_table") or {})]
+    if len(set(names)) == len(names):  # the table's name is a struct of its columns, or else a column
+        yield from (call("struct_values", reference(name)) for name in names)
+
+
+def _groups(select: Node) -> list[Node]:
+    """Return the expressions of a GROUP BY, or an empty list if a number in it stands for an unknown column."""
+    found, items = [], select["select_list"]
+    for group in select["group_expressions"]:
+        text = group["literal"]["text"] if group.get("class") == "CONSTANT" else ""
+        place = int(text) if text.isdigit() else 0
+        if place and (place > len(items) or any(map(_is_star, items))):
+            return []
+        found.append(copy.deepcopy(items[place - 1] if place else group) | {"alias": ""})
+    return found
 
 
 def _names_in(table: Node) -> Iterator[str]:
@@ -179,11 +166,12 @@ def _names_in(table: Node) -> Iterator[str]:
     kind = table.get("type")
     if kind == "JOIN":
         yield from _names_in(table["left"])
-        yield from _names_in(table["right"])
+        if table["join_type"] not in ("SEMI", "ANTI"):
+            yield from _names_in(table["right"])
     elif table.get("alias"):
         yield table["alias"]
     elif kind == "BASE_TABLE":
-        yield implicit_name(table["table_name"])
+        yield implicit_name(table_name(table))
     elif kind == "TABLE_FUNCTION":
         yield table["function"]["function_name"]
     elif kind == "SUBQUERY":
@@ -205,6 +193,11 @@ def _orders(select: Node) -> Iterator[Node]:
 
 def _order_all(select: Node) -> None:
     """Append tie-breaking keys to a SELECT's ORDER BY."""
+    if any(one.get("setop_type") == "UNION_BY_NAME" for one in _unions(select)):  # it may have more than these columns
+        union = dict(select)
+        modifiers, union["modifiers"] = union["modifiers"], []
+        select.clear()
+        select.update(star_of(union), modifiers=modifiers)
     if not any(_orders(select)):
         select["modifiers"].insert(0, {"type": "ORDER_MODIFIER", "orders": []})
     [order, *_] = _orders(select)
@@ -225,45 +218,58 @@ def _order_all(select: Node) -> None:
     order["orders"] += [ordering(key) for key in keys]
 
 
-def _is_star(item: Node) -> bool:
-    """Return whether an item of a select list may become several columns."""
-    return any(node.get("class") == "STAR" for node in walk(item))
+def _unions(select: Node) -> Iterator[Node]:
+    """Yield a set operation and those that it consists of."""
+    if select.get("type") == "SET_OPERATION_NODE":
+        yield select
+        for one in _children(select):
+            yield from _unions(one)
 
 
-def _named_tables(tree: Node) -> dict[str, Node]:
-    """Return the SELECTs of WITH clauses by name."""
-    found = {}
+def _is_star(item: Any) -> bool:
+    """Return whether an item of a select list may become several columns, unlike `f(*COLUMNS(*))`."""
+    if isinstance(item, list):
+        return any(map(_is_star, item))
+    if not isinstance(item, dict) or item.get("type") == "OPERATOR_UNPACK":
+        return False
+    return item.get("class") == "STAR" or any(map(_is_star, item.values()))
+
+
+def _named_tables(tree: Node) -> dict[str, list[Node]]:
+    """Return the SELECTs of WITH clauses by name in lower case; the same name may occur in several clauses."""
+    found: dict[str, list[Node]] = {}
     for node in walk(tree):
         for one in (node.get("cte_map") or {}).get("map", ()):
-            found[one["key"]] = one["value"]["query_node"]
+            found.setdefault(one["key"].lower(), []).append(one["value"]["query_node"])
     return found
 
 
-def _keeps_order(node: Any, tables: dict[str, Node], aggregates: Set[str]) -> bool:
+def _keeps_order(node: Any, tables: dict[str, list[Node]]) -> bool:
     """Return whether DuckDB guarantees that a SELECT's rows are in the order of its files for any number of threads."""
     kind = node.get("type")
     if kind == "SET_OPERATION_NODE":
         return (
             node["setop_type"] == "UNION"
             and bool(node["setop_all"])
-            and all(_keeps_order(one, tables, aggregates) for one in _children(node))
+            and all(_keeps_order(one, tables) for one in _children(node))
         )
     if kind == "SELECT_NODE":
         for one in own(node):
             name = one.get("function_name", "").lower()
-            if one.get("class") in ("WINDOW", "SUBQUERY") or name in aggregates or name in WINDOWS:
+            if one.get("class") in ("WINDOW", "SUBQUERY") or name in AGGREGATES or name in WINDOWS:
                 return False
         return (
             not node["group_expressions"]
             and node["aggregate_handling"] != "FORCE_AGGREGATES"
             and not any(one["type"] == "DISTINCT_MODIFIER" for one in node["modifiers"])
-            and _keeps_order(node["from_table"] or {"type": "EMPTY"}, tables, aggregates)
+            and _keeps_order(node["from_table"] or {"type": "EMPTY"}, tables)
         )
     if kind == "SUBQUERY":
-        return _keeps_order(node["subquery"]["node"], tables, aggregates)
+        return _keeps_order(node["subquery"]["node"], tables)
     if kind == "BASE_TABLE":
-        named = tables.get(node["table_name"])
-        return named is None or _keeps_order(named, {k: v for k, v in tables.items() if v is not named}, aggregates)
+        name = table_name(node).lower()
+        others = {key: value for key, value in tables.items() if key != name}
+        return all(_keeps_order(named, others) for named in tables.get(name, ()))
     return kind in ("TABLE_FUNCTION", "EMPTY")
 
 

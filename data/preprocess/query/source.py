@@ -9,12 +9,13 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar, note
 from hostdev.data.preprocess.files import Chunk, Part, split_batch
-from hostdev.data.preprocess.query import NAME, plan, settle
+from hostdev.data.preprocess.query import NAME, allowed, plan, settle
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.statement import Statement, parse, to_sql
 
@@ -80,21 +81,27 @@ class QueryRows:
     def __init__(self, sql: str, engine: Engine, threads: int) -> None:
         self._engine = engine
         statement = parse(engine.connection, sql)
-        settle.refuse_changing(statement)
+        allowed.check(statement, engine)
+        patterns = plan.patterns(statement, engine)
+        engine.close(patterns)
         found = self._settled(statement)
         self._sql = to_sql(engine.connection, found.tree)
+        self._keeps_order = found.keeps_order
+        self._first_file = plan.first_file(statement)
+        self._noted = False
         self._schema = engine.schema(self._sql)
         self.names = tuple(self._schema.names)
-        self.input: Any = QueryInput(sql.strip(), plan.patterns(statement.tree, engine), engine)
+        has_tables = plan.reads_tables(statement, engine)
+        self.input: Any = QueryInput(sql.strip(), None if has_tables else patterns, engine)
         self.order, self.doubts = found.order, found.doubts + plan.float_sums(found.tree, engine)
-        engine.set_threads(1 if self.doubts else threads)
+        engine.lock(1 if self.doubts else threads, spills=not found.ties)
 
     def _settled(self, statement: Statement) -> settle.Settled:
-        found = settle.settle(statement, self._engine.aggregates)
+        found = settle.settle(statement)
         try:
             self._engine.schema(to_sql(self._engine.connection, found.tree))
         except UserError:  # a table's name does not always stand for all its columns
-            plain = settle.settle(statement, self._engine.aggregates, windows=False)
+            plain = settle.settle(statement, windows=False)
             self._engine.schema(to_sql(self._engine.connection, plain.tree))
             return plain
         return found
@@ -110,14 +117,40 @@ class QueryRows:
         with _shown(self._engine):
             batch = next(batches, None)
         while batch is not None:
-            rest = batch.select(fields).slice(max(0, offset - row))
+            read = batch.select(fields)
+            rest = (read if self._keeps_order else _with_one_zero(read)).slice(max(0, offset - row))
             row += len(batch)
             yield from split_batch(rest, row - len(rest), rest.nbytes / max(1, len(rest)))
             batch = next(batches, None)
+        self._note_growth()
+
+    def _note_growth(self) -> None:
+        """Print a note for each join that repeats rows, once."""
+        joins = [] if self._noted else list(plan.grown_joins(self._engine.operators(), self._first_file))
+        self._noted = True
+        for on, before, after in joins:
+            note(
+                f"query: the join on {on} makes {after:,} rows from {before:,}, because its other side repeats keys; "
+                "to keep one row each, group that side by its key first"
+            )
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Return a part's rows."""
         return Chunk(part.content, size=part.taken)
+
+
+def _with_one_zero(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Replace -0.0 by 0.0, because SQL takes them for equal, so that either could come first in a sort or be kept."""
+    columns = []
+    for column in batch.columns:
+        if pa.types.is_floating(column.type):
+            columns.append(pc.add(column, pa.scalar(0, column.type)))
+        elif pa.types.is_list(column.type) and pa.types.is_floating(column.type.value_type):
+            values = pc.add(column.values, pa.scalar(0, column.type.value_type))
+            columns.append(pa.ListArray.from_arrays(column.offsets, values, mask=column.is_null()))
+        else:
+            columns.append(column)
+    return pa.RecordBatch.from_arrays(columns, batch.schema.names)
 
 
 @contextmanager

@@ -41,6 +41,11 @@ class Statement:
         line = self.sql.encode()[:start].count(b"\n") + 1
         return f"line {line}, {printable(' '.join(shown.split()), _SHOWN)!r}"
 
+    def where(self, node: Node) -> str:
+        """Return the beginning of an error about a node."""
+        place = self.place(node)
+        return place if place == "the query" else f"the query, {place}"
+
 
 def parse(connection: Any, sql: str) -> Statement:
     """Parse one SELECT statement; raise UserError for anything else."""
@@ -90,6 +95,11 @@ def selects(node: Any) -> Iterator[Node]:
     return (one for one in walk(node) if one.get("type") in SELECTS)
 
 
+def table_name(node: Node) -> str:
+    """Return the name of a table or file in FROM; `log.csv` without quotes is a table of a schema for the parser."""
+    return ".".join(node["qualified_name"]["path"])
+
+
 def reference(*names: str) -> Node:
     """Return the node for a column, or for a table as a struct of its columns."""
     return _node("COLUMN_REF", "COLUMN_REF", column_names=list(names))
@@ -105,6 +115,35 @@ def every_column() -> Node:
 def number(n: int) -> Node:
     """Return the node for a number, which in ORDER BY refers to a column of the result."""
     return _node("CONSTANT", "VALUE_CONSTANT", literal={"kind": "INTEGER", "text": str(n)})
+
+
+def call(function: str, *arguments: Node) -> Node:
+    """Return the node for a call of a function."""
+    return _node(
+        "FUNCTION",
+        "FUNCTION",
+        function_name=function,
+        order_bys={"type": "ORDER_MODIFIER", "orders": []},
+        arguments=[{"name": "", "expression": one} for one in arguments],
+        qualified_name={"path": [function]},
+    )
+
+
+def unpacked(columns: Node) -> Node:
+    """Return the node that passes several columns as the arguments of a function, such as `*COLUMNS(*)`."""
+    return _node("OPERATOR", "OPERATOR_UNPACK", children=[columns])
+
+
+def star_of(query: Node) -> Node:
+    """Return the node `SELECT * FROM (query)`."""
+    star = every_column() | {"columns": False}
+    table = {"type": "SUBQUERY", "alias": "", "sample": None, "subquery": {"node": query, "named_param_map": []}}
+    return {
+        **{"type": "SELECT_NODE", "modifiers": [], "cte_map": {"map": []}, "select_list": [star]},
+        **{"from_table": {**table, "column_name_alias": []}, "where_clause": None, "group_expressions": []},
+        **{"group_sets": [], "aggregate_handling": "STANDARD_HANDLING", "having": None, "sample": None},
+        "qualify": None,
+    }
 
 
 def _node(kind: str, name: str, **more: Any) -> Node:
