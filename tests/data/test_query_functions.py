@@ -140,6 +140,12 @@ TIES = [
     "SELECT k, mode(n) AS v FROM 'events.parquet' GROUP BY k",
     "SELECT k, n, mode(n) OVER (PARTITION BY k ORDER BY t) AS v FROM 'events.parquet'",
     "SELECT k, n, last_value(n) OVER (PARTITION BY k ORDER BY t) AS v FROM 'events.parquet'",
+    "SELECT k, n, lag(n ORDER BY t) OVER (PARTITION BY b) AS v FROM 'events.parquet'",
+    "SELECT k, n, first_value(n ORDER BY t) OVER (ORDER BY b ROWS 2 PRECEDING) AS v FROM 'events.parquet'",
+    "SELECT k, n, last_value(n ORDER BY t) OVER (ORDER BY b ROWS 2 PRECEDING EXCLUDE TIES) AS v FROM 'events.parquet'",
+    "WITH a AS MATERIALIZED (FROM 'events.parquet' JOIN 'items.parquet' USING (n)), c AS (SELECT k, n FROM a "
+    "UNION ALL SELECT k, n FROM 'events.parquet') SELECT k, row_number() OVER (ORDER BY max(k) % 3) AS r FROM c "
+    "GROUP BY ALL",
     "SELECT k, string_agg(s, ',' ORDER BY t) AS v FROM 'events.parquet' GROUP BY k",
     "SELECT entropy(n) AS v, k FROM 'events.parquet' GROUP BY k",
     "FROM 'items.parquet' UNION BY NAME SELECT n % 2 AS n, s FROM 'events.parquet'",
