@@ -91,7 +91,7 @@ class Engine:
             for name, table in self.tables.items():
                 self.connection.register(name, table)
 
-    def close(self, names: Sequence[str]) -> None:
+    def confine(self, names: Sequence[str]) -> None:
         """Forbid to read other files than these, to write outside the spill folder, and to use a network.
 
         Args:
