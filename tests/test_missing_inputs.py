@@ -57,3 +57,26 @@ def test_a_missing_input_comes_first(in_process, module, line):
     assert error.count("\n") == 1
     assert "NOTHERE" in error
     assert "required" not in error
+
+
+def test_an_input_that_is_none_comes_before_a_file_that_exists(in_process, tmp_path):
+    (tmp_path / "taken.png").write_text("")
+    for module, command in ((report, ["empty"]), (preprocess, ["info", "empty"])):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        code, _, error = in_process(module, *command, "--out", "taken.png")
+        assert code == 2
+        assert "empty is not a " in error
+
+
+def test_advice_does_not_ask_for_what_is_given(in_process, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/manifest.json").write_text("{}")
+    (tmp_path / "t.csv").write_text("a,b\n1,x\n")
+    (tmp_path / "f.toml").write_text('[features.b]\nkind = "categorical"\n')
+    _, _, error = in_process(quickstart, "--criteo", "t.csv", "--data", "data")
+    assert "--criteo" not in error
+    assert "--data" in error
+    _, _, error = in_process(quickstart, "--data", "data")
+    assert "--criteo" in error
+    _, _, error = in_process(preprocess, "table", "t.csv", "--features", "f.toml", "--out", "x")
+    assert "f.toml names no label" in error

@@ -139,7 +139,9 @@ def add_looking(to: Any) -> None:
         return made
 
     add("check", "read a whole data set and report all damage; exit code 1 if there is any")
-    add("info", "print and draw a summary of a data set, from all of its rows").add_argument(
+    of_info = add("info", "print and draw a summary of a data set, from all of its rows")
+    of_info.inputs["path"] = folder.require_input
+    of_info.add_argument(
         "--out",
         type=cli.checked(local_path),
         metavar="FILE",

@@ -47,6 +47,8 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
                 f"--task {task} differs from the task of {earlier.folder}, which --vocabulary keeps; leave out --task"
             )
     elif not what["labels"]:
+        if arguments.features is not None:
+            raise UserError(f'{arguments.features} names no label; add label = "NAME" to it, or give --label NAME')
         raise UserError("the following arguments are required: --label")
     else:
         what["decimal"] = what.get("decimal") or "."

@@ -50,8 +50,9 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line, preprocess the given file or synthetic data, and train."""
     arguments = parser(prog).parse_args(argv)
     if arguments.data is not None:
+        instead = "leave out --data" if arguments.criteo is not None else "give --criteo FILE"
         raise UserError(
-            "--data has no effect in quickstart; give --criteo FILE, or use python -m hostdev.train --data DIR"
+            f"--data has no effect in quickstart; {instead}, or use python -m hostdev.train --data {arguments.data}"
         )
     arguments.host_device_mix = True
     if arguments.epochs is None:

@@ -22,8 +22,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made = cli.parser(prog, "Answer requests for predictions over HTTP (Open Inference Protocol v2, and JSON rows).")
     add = made.add_argument
     options.add_checkpoint(made, "--checkpoint {}: there is no such checkpoint or folder")
-    for option in ("token_file", "tls_cert", "tls_key"):
-        made.inputs[option] = partial(require_input, said=f"--{option.replace('_', '-')} {{}}: there is no such file")
+    made.inputs["token_file"] = partial(require_input, said="--token-file {}: there is no such file")
     add("--follow", action="store_true", help="take newer checkpoints of the folder while serving")
     options.add_model(made)
     add("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")

@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
                     require(one)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                chosen = action.choices.get(getattr(namespace, action.dest, None))
+                chosen = action.choices.get(str(getattr(namespace, action.dest, None)))
                 if chosen is not None:
                     chosen._check_inputs(namespace)
 

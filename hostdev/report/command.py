@@ -9,7 +9,7 @@ from hostdev.core.errors import UserError, naming
 from hostdev.core.outputs import new_file
 from hostdev.report import facts, quality, resources
 from hostdev.report.page import GENERATOR, render
-from hostdev.report.reading import read_runs
+from hostdev.report.reading import read_runs, require_run
 
 _HEAD = 4096  # bytes of a page within which its generator is named
 
@@ -27,6 +27,8 @@ def write(paths: Sequence[Path], out: Path) -> None:
     Raises:
         UserError: A path is not a run directory, or `out` is another file.
     """
+    for path in paths:
+        require_run(path)
     is_again = require_replaceable(out)
     text = make(paths)
     if not is_again:

@@ -89,7 +89,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
     """Read run directories; raise UserError if one is none, or is named twice."""
     found: dict[Path, str] = {}
     for path in paths:
-        _require_run(path)
+        require_run(path)
         real = path.resolve()
         if real in found:
             raise UserError(f"{path} and {found[real]} are the same run; name it once")
@@ -99,7 +99,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
     return [_read(path, clean_name(name, 80)) for path, name in zip(paths, unique, strict=True)]
 
 
-def _require_run(path: Path) -> None:
+def require_run(path: Path) -> None:
+    """Raise UserError unless a path is a run directory."""
     if not path.exists():
         raise UserError(f"there is no run directory {path}")
     if not path.is_dir():

@@ -311,7 +311,7 @@ def test_a_plain_model_of_what_was_exported(runs, tmp_path):
     [
         (["info", "nowhere"], "nowhere does not exist"),
         (["info", "."], "has no checkpoint"),
-        (["compact", "nowhere", "--keep", 0], "--keep must be at least 1"),
+        (["compact", ".", "--keep", 0], "--keep must be at least 1"),
         (["look", "."], "invalid choice: 'look'"),
     ],
 )

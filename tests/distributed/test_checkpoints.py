@@ -195,7 +195,7 @@ def test_killed_at_random_moments_and_started_again(alone, processes, small_data
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("reshard", "x", "--ranks", 0, "--out", "y"), "--ranks must be at least 1, not 0"),
+        (("reshard", ".", "--ranks", 0, "--out", "y"), "--ranks must be at least 1, not 0"),
         (("merge", "nowhere", "--out", "y"), "nowhere does not exist"),
     ],
 )

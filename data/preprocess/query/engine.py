@@ -91,7 +91,7 @@ class Engine:
             for name, table in self.tables.items():
                 self.connection.register(name, table)
 
-    def close(self, names: Sequence[str]) -> None:
+    def confine(self, names: Sequence[str]) -> None:
         """Forbid to read other files than these, to write outside the spill folder, and to use a network.
 
         Args:
@@ -113,6 +113,8 @@ class Engine:
     def lock(self, threads: int, *, spills: bool) -> None:
         """Set the number of threads, whether a query may write to its spill folder, and lock all settings."""
         self.connection.execute(f"SET threads = {threads}")
+        if threads == 1:  # otherwise, which file is read first depends on when its blocks arrive
+            self.connection.execute("SET async_threads = 0")
         if not spills:
             self.connection.execute("SET max_temp_directory_size = '0KiB'")
         self.connection.execute("SET lock_configuration = true")

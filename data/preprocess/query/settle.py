@@ -97,7 +97,7 @@ def _settle_functions(statement: Statement, select: Node, doubts: list[str], tie
             continue
         is_window = node["class"] == "WINDOW"
         orders = node.setdefault("arg_orders", []) if is_window else node["order_bys"]["orders"]
-        if name == "mode" or (orders and name in PICKING | SUMMING | APPROXIMATE):
+        if name == "mode" or (orders and (is_window or name in PICKING | SUMMING | APPROXIMATE)):
             given = [one["expression"] for one in node["arguments"] if one["expression"].get("class") != "CONSTANT"]
             orders += [ordering(copy.deepcopy(one)) for one in given]
         elif name in PICKING and not (is_window and name in _NUMBERING):
@@ -113,18 +113,18 @@ def _settle_window(node: Node, keys: list[Node]) -> bool:
     """Add keys to a window's ORDER BY, without a change of its frames; return whether its value is now defined."""
     name, bounds = node["function_name"].lower(), (str(node["start"]), str(node["end"]))
     by_rows = any(bound.endswith("ROWS") for bound in bounds)
-    if name not in _NUMBERING and not by_rows:
+    if not by_rows and (name not in _NUMBERING or (node["arg_orders"] and name in _OF_FRAMES)):
         return True  # tied rows get the same value
-    if node["arg_orders"] and name in _NUMBERING:
-        return True
     excludes_ties = node["exclude_clause"] in ("TIES", "GROUP")
     is_whole = bounds == ("UNBOUNDED_PRECEDING", "UNBOUNDED_FOLLOWING")
     if not keys or (by_rows and excludes_ties):
         return False
-    if name in _OF_FRAMES and (excludes_ties or not (by_rows or is_whole)):  # with more keys, fewer rows would tie
-        node["arg_orders"] = copy.deepcopy(node["orders"]) + [ordering(key) for key in keys]
-    else:
-        node["orders"] += [ordering(key) for key in keys]
+    orders = node["orders"]
+    if name in _OF_FRAMES and not by_rows and (excludes_ties or not is_whole):  # with more keys, fewer rows would tie
+        orders = node["arg_orders"] = copy.deepcopy(orders)
+    elif node["arg_orders"] and name in _NUMBERING - _OF_FRAMES:  # it is used instead
+        orders = node["arg_orders"]
+    orders += [ordering(key) for key in keys]
     return True
 
 
@@ -140,6 +140,9 @@ def _keys_of(select: Node, listed: bool) -> Iterator[Node]:
             yield from _groups(select)
         return
     if select.get("aggregate_handling") == "FORCE_AGGREGATES":  # GROUP BY ALL
+        groups = [item for item in select["select_list"] if not _aggregates(item)]
+        if not any(map(_is_star, select["select_list"])):
+            yield from (copy.deepcopy(item) | {"alias": ""} for item in groups)
         return
     if listed:
         yield call("row", unpacked(every_column()))
@@ -147,6 +150,12 @@ def _keys_of(select: Node, listed: bool) -> Iterator[Node]:
     names = [name.lower() for name in _names_in(select.get("from_table") or {})]
     if len(set(names)) == len(names):  # the table's name is a struct of its columns, or else a column
         yield from (call("struct_values", reference(name)) for name in names)
+
+
+def _aggregates(item: Node) -> bool:
+    """Return whether an item of a select list has aggregates or windows."""
+    nodes = [item, *own(item)]
+    return any(one.get("class") == "WINDOW" or one.get("function_name", "").lower() in AGGREGATES for one in nodes)
 
 
 def _groups(select: Node) -> list[Node]:

@@ -83,7 +83,7 @@ class QueryRows:
         statement = parse(engine.connection, sql)
         allowed.check(statement, engine)
         patterns = plan.patterns(statement, engine)
-        engine.close(patterns)
+        engine.confine(patterns)
         found = self._settled(statement)
         self._sql = to_sql(engine.connection, found.tree)
         self._keeps_order = found.keeps_order
