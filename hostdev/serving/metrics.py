@@ -114,7 +114,7 @@ class Metrics:
         if FOLDER_VARIABLE not in os.environ:
             return
         values: list[Any] = [self._rows, self._waiting, self._step]  # one of each file
-        files = [value._value._file for value in values] + [self._batch_rows._sum._file]  # type: ignore[attr-defined]
+        files = [value._value._file for value in values] + [self._batch_rows._sum._file]
         missing = [file for file in files if not Path(file._fname).exists()]
         with contextlib.suppress(OSError):
             for file in missing:

@@ -97,9 +97,7 @@ def replace_leaves(content, value):
             yield copy
 
 
-@pytest.mark.parametrize(
-    "removed", ["config.json", "summary.json", "scores.jsonl", "files.jsonl", "rank1/summary.json"]
-)
+@pytest.mark.parametrize("file", ["config.json", "summary.json", "scores.jsonl", "files.jsonl", "rank1/summary.json"])
 def test_numbers_that_are_damaged(file, tmp_path):
     """An integer of 400 digits anywhere is a damaged file, which is named; other odd values are left out."""
     run = write_files(write_run(tmp_path / "run"), 2)

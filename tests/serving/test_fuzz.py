@@ -1,10 +1,13 @@
 """2,000 damaged requests over sockets: each gets 4xx or a closed connection, and others are served meanwhile."""
 
+import gzip
 import json
 import random
 import socket
 import threading
 import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -35,7 +38,7 @@ def whole(rng):
 
 def damage(rng, head, body):
     """Return a wrong request as bytes, and whether nothing follows it."""
-    kind = rng.randrange(14)
+    kind = rng.randrange(16)
     words = [b"NaN", b"Infinity", b"-1e999", b"9" * 5000, b"[" * 5000, b"{}", b'"\\ud800"', b"\xff\xfe", b"null", b"\0"]
     if kind < 4:  # some bytes are others
         body = bytearray(body)
@@ -63,25 +66,33 @@ def damage(rng, head, body):
         body = rng.choice([b"zz\r\n", b"5\r\nab", b"ffffffffffffffff\r\n", b"1\r\n" * 50, b"4\r\nabcd\r\n0\r\n\r\n"])
     elif kind == 12:
         head[rng.randrange(4)] = rng.randbytes(rng.randint(1, 200)).decode("latin-1")
-    else:
+    elif kind == 13:
         head[2] = rng.choice(
             ["Content-Type: text/plain", "Content-Encoding: gzip", "Content-Type: \t\t", "A: " + "b" * 99_999]
         )
-    if kind in (0, 1, 2, 3, 5, 6, 7, 8, 10) and head[3].startswith("Content-Length"):
-        head[3] = f"Content-Length: {len(body)}"
+    elif kind == 14:  # compressed, and then damaged
+        name, squeeze = rng.choice([("gzip", gzip.compress), ("deflate", zlib.compress)])
+        head.insert(3, f"Content-Encoding: {name}")
+        body = bytearray(squeeze(rng.choice([body, bytes(4 << 20), b"[" * (1 << 20)])))
+        body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
+        body = bytes(body[: rng.randint(len(body) // 2, len(body))])
+    else:
+        head[1] = rng.choice(["Host: evil.example", "Host: localhost.evil", "Host: [::", "Host:"])
+    if kind in (0, 1, 2, 3, 5, 6, 7, 8, 10, 14):
+        head[-1] = f"Content-Length: {len(body)}"
     return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + body, rng.random() < 0.5
 
 
-def send(port, content, *, is_cut, pause=0.0):
+def send(port, content, *, is_cut, pause=0.0, timeout=60):
     """Send a request; return the answer's status, or 0 for a closed connection."""
-    with socket.create_connection(("127.0.0.1", port), 60) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout) as connection:
         try:
             for start in range(0, len(content), 1000 if pause else len(content)):
                 connection.sendall(content[start : start + (1000 if pause else len(content))])
                 time.sleep(pause)
             if is_cut:
                 connection.shutdown(socket.SHUT_WR)
-            connection.settimeout(60)
+            connection.settimeout(timeout)
             received = connection.recv(1 << 16)
         except (BrokenPipeError, ConnectionResetError):
             return 0
@@ -136,3 +147,75 @@ def test_damaged_requests(film_run, tmp_path):
     assert len(served) > 3 and all(one == expected for one in served)
     assert errors(work) == ""
     assert memory[1] < memory[0] + 30e6
+
+
+def filled(start, item, end, size=(16 << 20) - 100):
+    """Return `start`, as many items as fit, with commas between them, and `end`."""
+    return start + b",".join([item] * ((size - len(start) - len(end)) // (len(item) + 1))) + end
+
+
+def bag_of(item):
+    others = json.dumps({name: values[:1] for name, values in FILMS.items() if name != "history"})
+    return filled(f'{{"columns":{others[:-1]},"history":[['.encode(), item, b"]]}}")
+
+
+def tensor_of(datatype, content, count):
+    """Return a request with a binary tensor, and the length of its JSON."""
+    rows = {name: values[:1] for name, values in FILMS.items() if name != "history"}
+    about = {"binary_data_size": len(content)}
+    last = {"name": "history", "datatype": datatype, "shape": [1, count], "parameters": about}
+    head = json.dumps({"inputs": [*film_tensors(rows), last]}).encode()
+    return head + content, len(head)
+
+
+LARGE = {
+    "objects": lambda: filled(b"[", b'{"":0}', b"]"),
+    "lists": lambda: filled(b'{"rows":[', b"[]", b"]}"),
+    "nested": lambda: filled(b"[", b"[" * 200 + b"]" * 200, b"]"),
+    "deep": lambda: b"[" * (16 << 20),
+    "numbers": lambda: filled(b"[", b"0.1", b"]"),
+    "400 digits": lambda: bag_of(b"1" * 400),
+    "texts": lambda: filled(b"[", '"ሴ"'.encode(), b"]"),
+    "bag": lambda: bag_of(b"1"),
+    "bag of texts": lambda: bag_of(b'"ab"'),
+    "a long text": lambda: b'["' + b"\\n" * 8_000_000 + b'"]',
+    "names": lambda: b"{" + b",".join(b'"%06d":1' % i for i in range(1_500_000)) + b"}",
+    "a name twice": lambda: filled(b"{", b'"a":0', b"}"),
+    "rows": lambda: json.dumps({"rows": as_rows(FILMS) * (65_536 // 4)}).encode(),
+    "texts in binary": lambda: tensor_of("BYTES", b"\2\0\0\0ab" * 2_700_000, 2_700_000),
+    "numbers in binary": lambda: tensor_of("UINT8", bytes(16_000_000), 16_000_000),
+    "a bomb": lambda: gzip.compress(bytes(1 << 28), 1),
+}
+
+
+def test_twelve_large_bodies_at_once(film_run, tmp_path):
+    """Memory stays below what the guide says, and small requests are answered; their longest time is printed."""
+    work = tmp_path / "work"
+    expected = hostdev.Predictor(film_run)(FILMS).tolist()
+    with started(film_run, work) as (process, address):
+        port, server = int(address.rpartition(":")[2]), psutil.Process(process.pid)
+        assert ask(address, "/v1/predict", {"columns": FILMS})["predictions"] == expected
+        before, most = server.memory_info().rss, 0
+        for name, make in LARGE.items():
+            body, length = made if isinstance(made := make(), tuple) else (made, None)
+            path = "/v1/predict" if length is None else "/v2/models/deepfm/infer"
+            head = [f"POST {path} HTTP/1.1", "Host: localhost", "Connection: close", f"Content-Length: {len(body)}"]
+            head += ["Content-Encoding: gzip"] if name == "a bomb" else []
+            head += [] if length is None else [f"Inference-Header-Content-Length: {length}"]
+            content = "\r\n".join(head).encode() + b"\r\n\r\n" + body
+            longest = 0.0
+            with ThreadPoolExecutor(12) as pool:
+                sent = [pool.submit(send, port, content, is_cut=False, timeout=600) for _ in range(12)]
+                while not all(one.done() for one in sent):
+                    start = time.perf_counter()
+                    assert ask(address, "/v2/health/live") == {"live": True}
+                    longest = max(longest, time.perf_counter() - start)
+                    most = max(most, server.memory_info().rss)
+                    time.sleep(0.01)
+            statuses = [one.result() for one in sent]
+            print(f"{name}: {sorted(statuses)}, health {longest:.3f} s, {(most - before) >> 20} MiB")
+            assert set(statuses) <= {0, 200, 400, 413, 503}, (name, statuses)
+        assert most - before < 1 << 30
+        assert ask(address, "/v1/predict", {"columns": FILMS})["predictions"] == expected
+        process.terminate()
+    assert "error" not in errors(work)

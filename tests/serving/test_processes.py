@@ -105,9 +105,13 @@ def test_workers(film_run, tmp_path):
             for variable in (f"{k}={v}" for k, v in psutil.Process(pid).environ().items())
             if variable.startswith("PROMETHEUS_MULTIPROC_DIR")
         }
+        for _ in range(6):
+            ask(address, "/v2/health/ready")
+        counted = 'hostdev_requests_total{end="ready",status="200"} 6.0'
+        wait_until(lambda: counted in ask(address, "/metrics"), 60)
         shutil.rmtree(metrics)  # as a cleaner of temporary files does
-        text = ask(address, "/metrics")
-        wait_until(lambda: counted in ask(address, "/metrics"), 60)  # of both processes, whose counts go on
+        assert "hostdev_queue_rows" in ask(address, "/metrics")
+        wait_until(lambda: counted in ask(address, "/metrics"), 60)  # what both processes have counted is there again
         wait_until(lambda: len(list(Path(metrics).glob("counter_*.db"))) == 2, 60)
         assert f"hostdev_model_step {newer.step:.1f}\n" in ask(address, "/metrics")
         process.terminate()
