@@ -1,5 +1,13 @@
 """`preprocess query` reads the values of files as `preprocess table` does, or refuses them."""
 
+import collections
+import gzip
+import json
+import random
+import re
+import shutil
+import uuid
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -76,3 +84,127 @@ def test_texts_are_kept(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "f.csv", [("u", "y"), *[(value, str(n % 2)) for n in range(20) for value in VALUES[name]]])
     same_as_table(tmp_path, "'f.csv'", ["f.csv"], "--label", "y", "--categorical", "u")
+
+
+# Files of all kinds
+
+NUMBERS = {
+    "integers": lambda rng: str(rng.randint(-5, 99)),
+    "hundredths": lambda rng: f"{rng.random() * 20:.2f}",
+    "tenths": lambda rng: f"{rng.randint(0, 9)}.0",
+    "fractions": lambda rng: rng.choice(["3", "3.5", "10.4", "-0"]),
+    "spellings": lambda rng: rng.choice(["3", "3.0", "10.40", "1e5", "2E-3", "+5", ".5"]),
+    "not numbers": lambda rng: rng.choice(["nan", "NaN", "1", "2.5"]),
+    "blanks": lambda rng: rng.choice(["", "1", "2"]),
+    "missing": lambda rng: rng.choice(["NA", "1", "NULL", "2"]),
+    "spaces": lambda rng: rng.choice([" 5", "5 ", "6"]),
+    "padded": lambda rng: f"{rng.randint(0, 120):03}",
+    "large": lambda rng: rng.choice(["18446744073709551615", "9223372036854775808", "5"]),
+    "large and fractions": lambda rng: rng.choice(["12345678901234567890", "12345678901234567891", "1.5"]),
+    "empty": lambda rng: "",
+}
+TEXTS = {
+    "larger": lambda rng: rng.choice(["1" * 45, "1" * 44 + "2"]),
+    "infinite": lambda rng: rng.choice(["inf", "1.0", "-Infinity"]),
+    "underscores": lambda rng: rng.choice(["1_000", "5", "0x10"]),
+    "codes": lambda rng: rng.choice(["007", "7", "12"]),
+    "true": lambda rng: rng.choice(["true", "false"]),
+    "True": lambda rng: rng.choice(["True", "False"]),
+    "booleans": lambda rng: rng.choice(["T", "true", "F", "FALSE"]),
+    "yes": lambda rng: rng.choice(["yes", "no"]),
+    "dates": lambda rng: f"2026-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}",
+    "other dates": lambda rng: f"{rng.randint(1, 28):02}/{rng.randint(1, 12):02}/2026",
+    "short dates": lambda rng: f"2026-{rng.randint(1, 12)}-{rng.randint(1, 28)}",
+    "times": lambda rng: f"2026-11-{rng.randint(1, 28):02} 12:{rng.randint(0, 59):02}:00",
+    "times in UTC": lambda rng: f"2026-11-{rng.randint(1, 28):02}T12:{rng.randint(0, 59):02}:00Z",
+    "milliseconds": lambda rng: f"2026-11-{rng.randint(1, 28):02}T12:00:00.{rng.randint(0, 999):03}Z",
+    "zones": lambda rng: f"2026-11-{rng.randint(1, 28):02} 12:00:00+01:00",
+    "dates and times": lambda rng: rng.choice(["2026-11-01", "2026-11-01 12:00:00", "2026-11-01T12:00"]),
+    "clock": lambda rng: f"12:{rng.randint(0, 59):02}:00",
+    "minutes": lambda rng: f"12:{rng.randint(0, 59):02}",
+    "uuids": lambda rng: str(uuid.UUID(int=rng.choice([5 << 90, 7 << 100]))),
+    "UUIDs": lambda rng: str(uuid.UUID(int=rng.choice([0xABC << 90, 0xDEF << 100]))).upper(),
+    "hashes": lambda rng: rng.choice(["#1", "#2", "x"]),
+    "unicode": lambda rng: rng.choice(["é", "日本", "x", "Ä"]),
+    "quotes": lambda rng: rng.choice(["a,b", 'a"b', "x\ty", "c", "'d'"]),
+    "json": lambda rng: rng.choice(['{"a":1}', "[1]"]),
+    "backslashes": lambda rng: rng.choice(["a\\b", "\\N", "\\"]),
+    "words": lambda rng: rng.choice(["a ", " a", "b", "null", "-"]),
+}
+KINDS = {**NUMBERS, **TEXTS}
+
+
+def cell(text, delimiter):
+    """Return a value as it is written in CSV."""
+    return '"' + text.replace('"', '""') + '"' if any(one in text for one in (delimiter, '"', "\n")) else text
+
+
+def dirty_files(rng, rows):
+    """Return columns for one to three files: for each file, the texts of each column. Kinds change late or by file."""
+    names = [f"c{n}" for n in range(rng.randint(2, 5))]
+    kinds = {name: [rng.choice(list(KINDS))] for name in names}
+    for name in names:
+        if rng.random() < 0.4:
+            kinds[name].append(rng.choice(list(KINDS)))
+    files, late = [], rng.random() < 0.5
+    for number in range(1 if rows > LATE else rng.randint(1, 3)):
+        columns = {}
+        for name in names:
+            first, last = KINDS[kinds[name][0]], KINDS[kinds[name][-1]]
+            before = rows - 100 if late else rows if number == 0 else 0
+            columns[name] = [(first if row < before else last)(rng) for row in range(rows)]
+        columns["y"] = [str(rng.randint(0, 1)) for _ in range(rows)]
+        files.append(columns)
+    numeric = [name for name in names if set(kinds[name]) <= set(NUMBERS) and rng.random() < 0.5]
+    return files, numeric
+
+
+def check_dirty(folder, seed, rows):
+    rng = random.Random(seed)
+    files, numeric = dirty_files(rng, rows)
+    kind = rng.choice(["csv", "csv", "tsv", "csv.gz", "json"])
+    for number, columns in enumerate(files):
+        path, values = folder / f"f{number}", list(zip(*columns.values(), strict=True))
+        for suffix, delimiter in (("csv", ","), ("tsv", "\t")):
+            write(
+                path.with_suffix(f".{suffix}"),
+                [tuple(cell(text, delimiter) for text in row) for row in [tuple(columns), *values]],
+                delimiter,
+            )
+        with gzip.open(path.with_suffix(".csv.gz"), "wb") as file:
+            file.write(path.with_suffix(".csv").read_bytes())
+        lines = [json.dumps(dict(zip(columns, (text or None for text in row), strict=True))) for row in values]
+        path.with_suffix(".json").write_text("\n".join(lines) + "\n")
+    ids = [name for name in files[0] if name != "y" and name not in numeric]
+    roles = ["--label", "y"]
+    roles += ["--categorical", ",".join(ids)] if ids else []
+    roles += ["--numeric", ",".join(numeric)] if numeric else []
+    if not ids:
+        return "without ids"
+    table = run(folder / "table", "table", *[f"f{n}.csv" for n in range(len(files))], *roles)
+    found = query(folder, f"'f*.{kind}'", *roles)
+    if isinstance(found, str):
+        if not isinstance(table, str):
+            assert re.search(r"column 'c\d': .* in row [\d,]+ of f\d\.", found), found
+            assert "VARCHAR" in found
+        return "refused"
+    assert found == table
+    return "same"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_dirty_files(tmp_path, monkeypatch, seed):
+    monkeypatch.chdir(tmp_path)
+    check_dirty(tmp_path, seed, 150)
+
+
+@pytest.mark.slow
+def test_many_dirty_files(tmp_path, monkeypatch):
+    counts = collections.Counter()
+    for seed in range(100, 300):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        counts[check_dirty(folder, seed, 150 if seed % 4 else LATE + 200)] += 1
+        shutil.rmtree(folder)
+    assert counts["same"] > counts["refused"]

@@ -278,7 +278,8 @@ def _sniff(
         "header": str(header).lower(),
         **({} if "quote" in given else {"quote": quoted('"'), "escape": quoted(escaped)}),
     }
-    return dialect, names, {k: v for k, v in (("DATE", date), ("TIMESTAMP", timestamp)) if v}
+    formats = ("DATE", date), ("TIMESTAMP", timestamp)
+    return dialect, names, {kind: found for kind, found in formats if found and not found.startswith("%Y-%m-%d")}
 
 
 def _uses_json(tree: Node) -> bool:
@@ -400,6 +401,6 @@ def _check_types(engine: Engine, node: Node, name: str, kind: str, found: Mappin
     other = next(file for file in found if found[file] != found[first])
     raise UserError(
         f"the query: column {name!r} is of type {found[first]} in {first} and {found[other]} in {other}, and would "
-        f"become {kind}, which changes values; read the files one by one, with UNION ALL BY NAME between them, and cast "
+        f"become {kind}, which changes values; read the files alone, with UNION ALL BY NAME between them, and cast "
         f"the column, such as SELECT * REPLACE ({value}::VARCHAR AS {value}) FROM {quoted(other)}"
     )

@@ -55,7 +55,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "BOOLEAN": (_booleans("true", "false"), _booleans("True", "False"), _booleans("TRUE", "FALSE")),
     "DATE": (_TEXT,),
     "TIME": (_TEXT, f"left({_TEXT}, 5)"),
-    "TIMESTAMP": (_TEXT, *_times(("", "Z"))),
+    "TIMESTAMP": (_TEXT, *_times(("", "Z")), _formatted("%Y-%m-%d")),
     "TIMESTAMP WITH TIME ZONE": _times(("Z", "+00:00", "+00", "+0000", " UTC")),
 }
 """The spellings of each type, the usual one first."""
