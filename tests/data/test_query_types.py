@@ -15,6 +15,11 @@ import pytest
 from hostdev.commands import preprocess
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
+from hostdev.data.preprocess.encoding import Encoding
+from hostdev.data.preprocess.query.engine import Engine
+from hostdev.data.preprocess.query.source import QueryRows
+from hostdev.data.preprocess.unlabelled import rows_in
+from tests.data.test_query import rows_of
 
 LATE = 20_480  # rows from which DuckDB guesses types
 
@@ -38,6 +43,13 @@ def run(out, *arguments):
 
 def query(tmp_path, source, *roles):
     return run(tmp_path / "query", "query", f"SELECT * FROM {source}", *roles)
+
+
+def served(folder, path):
+    """Return the ids that the raw rows of a file get when a model is served."""
+    found = manifest.read(folder)
+    parts = rows_in(path, Encoding(found, folder / found.vocabulary), found.options).parts()
+    return [part.batch.ids.tolist() for part in parts]
 
 
 def same_as_table(tmp_path, source, files, *roles):
@@ -84,6 +96,158 @@ def test_texts_are_kept(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "f.csv", [("u", "y"), *[(value, str(n % 2)) for n in range(20) for value in VALUES[name]]])
     same_as_table(tmp_path, "'f.csv'", ["f.csv"], "--label", "y", "--categorical", "u")
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """Return the rows of a query in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def found(sql):
+        return rows_of(opened(tmp_path, sql)).to_pylist()
+
+    return found
+
+
+def opened(tmp_path, sql):
+    return QueryRows(sql, Engine(2, 256 << 20, tmp_path / "spill"), 2)
+
+
+def write_json(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_fields_of_json(rows, tmp_path):
+    """Fields that are null first, texts among numbers, and texts that look like something else."""
+    capitals = "A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11"
+    first = {"f": "a1", "x": None, "u": capitals, "t": "2026-11-01", "l": ["a", 1], "s": {"d": "2026-11-01"}}
+    last = {"f": 5, "x": "late", "u": capitals, "t": "2026-11-02", "l": [2.5], "s": {"d": "soon"}, "more": 7}
+    write_json(tmp_path / "f.json", [first] * LATE + [last, {"f": True}])
+    found = rows("SELECT * FROM 'f.json'")
+    assert found[0] == {**first, "l": ["a", "1"], "more": None}
+    assert found[LATE] == {**last, "f": "5", "l": ["2.5"]}
+    assert found[LATE + 1]["f"] == "true"
+    assert rows("SELECT month(t) AS m, t, u || f AS v FROM 'f.json'")[LATE] == {
+        "m": 11,
+        "t": "2026-11-02",
+        "v": capitals + "5",
+    }
+    assert rows("SELECT f, json_type(f) AS kind FROM 'f.json'")[0] == {"f": "a1", "kind": "VARCHAR"}
+
+
+def test_several_json_files(rows, tmp_path):
+    write_json(tmp_path / "f1.json", [{"u": 1, "v": 3}] * 3)
+    write_json(tmp_path / "f2.json", [{"u": "x", "v": 3.5, "w": "007"}])
+    found = rows("SELECT * FROM 'f*.json'")
+    assert (found[0], found[-1]) == ({"u": "1", "v": 3.0, "w": None}, {"u": "x", "v": 3.5, "w": "007"})
+
+
+EXPRESSIONS = {
+    "price > 10": True,
+    "price * 2": 20.8,
+    "sum(price) OVER ()": 20.8,
+    "hour(time)": 12,
+    "time > '2026-10-01'": True,
+    "time::DATE::VARCHAR": "2026-11-01",
+    "month(day)": 11,
+    "CASE WHEN flag THEN 1 ELSE 0 END": 1,
+    "n + 1": 2,
+    "n::VARCHAR": "1",
+    "coalesce(rating, 0) > 3": True,
+    "price": "10.40",
+    "max(price) OVER ()": "10.40",
+    "[price]": ["10.40"],
+    "time": "2026-11-01T12:00:00Z",
+    "day": "01/11/2026",
+    "flag": "True",
+    "zip": "007",
+    "rating": "4.0",
+    "last_items(price, n, n - 1, 3)": [],
+}
+
+
+def test_queries_compute_with_numbers_and_times_and_return_texts(rows, tmp_path):
+    names = ("n", "price", "rating", "time", "day", "flag", "zip")
+    line = ("1", "10.40", "4.0", "2026-11-01T12:00:00Z", "01/11/2026", "True", "007")
+    other = ("1", "10.40", "3.5", "2026-11-13T12:00:00Z", "13/11/2026", "False", "7")
+    write(tmp_path / "f.csv", [names, line, other])
+    sql = ", ".join(f"{expression} AS x{i}" for i, expression in enumerate(EXPRESSIONS))
+    [found] = rows(f"SELECT * FROM (SELECT {sql}, rating AS r FROM 'f.csv') WHERE r = 4")
+    assert list(found.values())[:-1] == list(EXPRESSIONS.values())
+
+
+def test_numbers_whose_mean_has_more_digits_than_they_have(rows, tmp_path):
+    write(tmp_path / "f.csv", [("p",), ("10.25",), ("10.50",)])
+    assert rows("SELECT median(p) AS m, min(p) AS least FROM 'f.csv'") == [{"m": "10.375", "least": "10.25"}]
+
+
+def test_texts_that_a_query_reads_as_something_else_are_not_ids(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = ["3", "3.0", "10.40", "1e1"]
+    write(tmp_path / "f.csv", [("u", "y"), *[(value, str(n % 2)) for n in range(20) for value in values]])
+    roles = ("--label", "y", "--categorical")
+    for select in ("*", "u AS v, y", "max(u) OVER () AS v, y"):
+        name = "u" if select == "*" else "v"
+        found = run(tmp_path / "out", "query", f"SELECT {select} FROM 'f.csv'", *roles, name)
+        assert re.search(rf"column '{name}'.* '3' in row 1 of f.csv .*read_csv\('f.csv', types = ", found)
+    same_as_table(tmp_path, "read_csv('f.csv', types = {'u': 'VARCHAR'})", ["f.csv"], *roles, "u")
+    found = run(tmp_path / "number", "query", "SELECT u, y, 'a' AS v FROM 'f.csv'", "--numeric", "u", *roles, "v")
+    assert not isinstance(found, str), found
+    found = run(tmp_path / "floor", "query", "SELECT floor(u) AS v, y FROM 'f.csv'", *roles, "v")
+    assert not isinstance(found, str), found
+
+
+@pytest.mark.parametrize(("first", "second", "used"), [(True, "a", "c"), (2**60, 0.5, "c"), ("1.0", 1, "c")])
+def test_types_of_parquet_files_that_do_not_fit(rows, tmp_path, first, second, used):
+    for number, value in enumerate((first, second)):
+        pq.write_table(pa.table({"u": [1], "c": [value]}), tmp_path / f"f{number}.parquet")
+    with pytest.raises(UserError, match=r"column 'c'.*f0.parquet.*f1.parquet.*UNION ALL BY NAME"):
+        rows(f"SELECT {used} FROM 'f*.parquet'")
+    with pytest.raises(UserError, match="column 'c'"):
+        rows("SELECT * FROM read_parquet(['f0.parquet', 'f1.parquet'])")
+    assert rows("SELECT u FROM 'f*.parquet'") == [{"u": 1}] * 2
+    assert (
+        len(rows("SELECT c::VARCHAR AS c FROM 'f0.parquet' UNION ALL BY NAME SELECT c::VARCHAR FROM 'f1.parquet'")) == 2
+    )
+
+
+def test_types_of_parquet_files_that_fit(rows, tmp_path):
+    columns = {"a": [1, 2.5, None], "b": ["x", 5, "y"], "c": [None, None, "z"], "d": [1, 2**63, 3]}
+    kinds = {("d", 1): pa.uint64(), ("d", 2): pa.int32()}
+    for number in range(3):
+        table = {name: pa.array([of[number]], kinds.get((name, number))) for name, of in columns.items()}
+        pq.write_table(pa.table(table), tmp_path / f"f{number}.parquet")
+    found = rows("SELECT * FROM 'f*.parquet'")
+    assert [row["a"] for row in found] == columns["a"]
+    assert [row["b"] for row in found] == ["x", "5", "y"]
+    assert [row["c"] for row in found] == columns["c"]
+    assert [int(row["d"]) for row in found] == columns["d"]
+
+
+def test_arrow_files(rows, tmp_path):
+    for number in range(2):
+        table = pa.table({"u": ["007", "A"], "n": [number, 2]})
+        with pa.OSFile(str(tmp_path / f"f{number}.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
+            file.write_table(table)
+    assert rows("SELECT f0.u, row_number() OVER (ORDER BY n) AS r FROM 'f0.arrow'")[0] == {"u": "007", "r": 1}
+    assert [row["n"] for row in rows("FROM 'f*.arrow'")] == [0, 2, 1, 2]
+
+
+def test_quotes_are_those_of_tables(rows, tmp_path):
+    text = "u,y\n" + "a,1\n" * LATE
+    (tmp_path / "late.csv").write_text(text + '"x,\n1",2\n"""b""",3\n\'c\',4\n#d,5\n')
+    found = rows("SELECT * FROM 'late.csv'")[LATE:]
+    assert found == [{"u": u, "y": y} for u, y in (("x,\n1", 2), ('"b"', 3), ("'c'", 4), ("#d", 5))]
+    (tmp_path / "open.csv").write_text(text + '"x,2\n')
+    with pytest.raises(UserError, match=r"read_csv\('open.csv', quote = ''\)"):
+        rows("SELECT * FROM 'open.csv'")
+    assert rows("SELECT u FROM read_csv('open.csv', quote = '')")[-1] == {"u": '"x'}
+
+
+def test_empty_files_among_others(rows, tmp_path):
+    (tmp_path / "f1.csv").write_text("u,y\n07,1\n")
+    (tmp_path / "f2.csv").write_text("")
+    assert rows("FROM 'f*.csv'") == [{"u": "07", "y": 1}]
 
 
 # Files of all kinds
@@ -189,6 +353,9 @@ def check_dirty(folder, seed, rows):
             assert "VARCHAR" in found
         return "refused"
     assert found == table
+    for n in range(len(files)):
+        raw = folder / f"f{n}.csv"
+        assert served(folder / "query", raw) == served(folder / "table", raw)
     return "same"
 
 

@@ -14,7 +14,8 @@ import duckdb
 
 from hostdev.core.printable import printable
 from hostdev.data.preprocess.query.engine import MACROS, Engine, in_one_line
-from hostdev.data.preprocess.query.readers import Text, readers, select_all
+from hostdev.data.preprocess.query.from_clause import readers, select_all
+from hostdev.data.preprocess.query.readers import Text
 from hostdev.data.preprocess.query.settle import SUMMING, implicit_name
 from hostdev.data.preprocess.query.spelling import PLAIN, SPELLINGS, TAGS, X, identifier
 from hostdev.data.preprocess.query.statement import Node, parse, to_sql, walk
@@ -101,6 +102,19 @@ class Planner:
             return [kind for _, kind, *_ in self.rows(f"DESCRIBE {self.sql}")]
         except duckdb.Error:
             return None
+        finally:
+            self.rows("ROLLBACK")
+
+    def uses(self, location: int, name: str) -> bool:
+        """Return whether the query's result has a column of its tables, or is computed from it."""
+        before = len(self.types({}) or ())
+        self.rows("BEGIN")
+        try:
+            for table in self.tables.get(location, ()):
+                self.rows(f"ALTER TABLE {identifier(table)} DROP {identifier(name)}")
+            return len(self.rows(f"DESCRIBE {self.sql}")) != before
+        except duckdb.Error:
+            return True
         finally:
             self.rows("ROLLBACK")
 

@@ -84,7 +84,11 @@ class QueryRows:
         statement = parse(engine.connection, sql)
         settle.refuse_changing(statement)
         patterns = plan.patterns(statement.tree, engine)
-        texts = readers.complete(statement.tree, engine)
+        texts, mixed = readers.complete(statement.tree, engine)
+        planner = plan.Planner(statement.tree, engine) if mixed else None
+        for one in mixed:
+            if planner is not None and planner.uses(one.location, one.name):
+                raise UserError(f"{NAME}, column {one.name!r}: {one.reason}")
         found = self._settled(statement)
         self.respelled: Mapping[str, str]
         self._sql = self._with_texts(found.tree, texts)
