@@ -80,8 +80,9 @@ def complete_parquet(node: Node, engine: Engine) -> list[Mixed]:
     mixed = []
     for name, kind in types.items():
         having = [group for group in groups if group.types.get(name, _NULLS[0]) not in _NULLS]
-        if reason := _find_change(engine, node, name, kind, having):
-            mixed.append(Mixed(node["query_location"], name, reason))
+        change = _find_change(engine, node, name, kind, having)
+        if change is not None:
+            mixed.append(Mixed(node["query_location"], name, change))
     return mixed
 
 

@@ -165,7 +165,7 @@ def _fits(name: str, kind: str, formats: Mapping[str, str]) -> list[str]:
     elif kind == "BOOLEAN":
         tests.append(f"lower({_text(name)}) IN ('true', 'false')")
     elif kind in ("DATE", "TIME") and kind not in formats:
-        length = "= 10" if kind == "DATE" else "<= 15"
+        length = "<= 10" if kind == "DATE" else "<= 15"
         tests.append(f"length({_text(name)}) {length}")  # the cast ignores a time after a date
     return tests
 
