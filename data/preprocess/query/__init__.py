@@ -2,7 +2,8 @@
 
 `engine` configures DuckDB and adds SQL functions, `statement` is a query's parse tree, `settle` rewrites it so that its
 result does not depend on threads, `plan` finds expressions whose value still depends on them, and `source` reads the
-rows.
+rows. `readers` completes the functions that read files (`from_clause`), so that all values of a column decide its type:
+`spelling` finds types of texts, and `parquet_files` compares those of several files.
 """
 
 NAME = "the query"  # in messages, where other sources have a file's name
