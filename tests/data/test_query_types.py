@@ -256,6 +256,10 @@ def test_rows_that_begin_with_a_hash(rows, tmp_path):
     (tmp_path / "f.csv").write_text('u,y\n#x,"2,3"\n#y,3\n' + "a,3\n" * 10)
     assert [row["u"] for row in rows("FROM 'f.csv'")] == ["#x", "#y", *"a" * 10]
     assert [row["u"] for row in rows("FROM read_csv('f.csv', comment = '#')")] == [*"a" * 10]
+    (tmp_path / "noted.csv").write_text("u,y\na,1\nb,2\n# the end\n")
+    with pytest.raises(UserError, match=r"read_csv\('noted.csv', comment = '#'\)"):
+        rows("FROM 'noted.csv'")
+    assert [row["u"] for row in rows("FROM read_csv('noted.csv', comment = '#')")] == ["a", "b"]
 
 
 def test_empty_files_among_others(rows, tmp_path):

@@ -162,6 +162,11 @@ def _complete_csv(node: Node, engine: Engine) -> Text | None:
         files = full  # Spark writes empty files for empty partitions
         node.update(with_files(engine, node, files))
     dialect, names, formats = _sniff(node, engine, files[0], plain)
+    if plain and len(names) == 1 and len(_sniff(node, engine, files[0], {})[1]) > 1:
+        raise UserError(
+            f"the query: {files[0]} has lines with other numbers of values than its first line; if lines that begin "
+            f"with # are comments, read it with read_csv({shown_files(node)}, comment = '#')"
+        )
     several = len(files) > 1
     kept = {key: value for key, value in dialect.items() if key not in given and not (several and key in _OF_ONE)}
     read = with_options(engine, node, **plain, **kept)
