@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pyarrow import csv
 
 from hostdev.core.errors import UserError
-from hostdev.data.preprocess.files import Chunk, Part
+from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, Part
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.quoted import Rows, Scan, chain, scan_windows, unclosed
@@ -45,6 +45,8 @@ class DelimitedFile:
         encoding: The text's encoding, as a Python codec name.
         skipped_lines: Number of lines to skip before the header, or before the first row if there is no header.
     """
+
+    respelled = AS_WRITTEN
 
     def __init__(
         self,

@@ -2,10 +2,11 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.row_groups import GroupSize, RowGroups, open_parquet
 
 CHUNK_ROWS = 1 << 16
+AS_WRITTEN: Mapping[str, str] = MappingProxyType({})  # `TableFile.respelled` of readers that change no text
 CHUNK_VALUES = 1 << 21  # list elements
 CHUNK_BYTES = 1 << 25  # bytes of text
 _SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", ".zip", *COMPRESSED)
@@ -94,6 +96,8 @@ class TableFile(Protocol):
     """An upper bound on the number of rows."""
     lines_before: int
     """The number of lines before the first row."""
+    respelled: Mapping[str, str]
+    """For columns whose texts the reader has changed, why they must not become ids."""
 
     def get_type(self, name: str) -> pa.DataType:
         """Return a column's type."""
@@ -182,6 +186,7 @@ class ParquetTable:
     """A Parquet file."""
 
     lines_before = 0
+    respelled = AS_WRITTEN
 
     def __init__(self, source: Input) -> None:
         self.input, path = source, source.path
@@ -264,6 +269,7 @@ class ArrowTable:
 
     most_rows = 2**62  # unknown without reading the whole file
     lines_before = 0
+    respelled = AS_WRITTEN
 
     def __init__(self, source: Input, *, stream: bool) -> None:
         self.input, self._stream, path = source, stream, source.path

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
-from hostdev.data.preprocess.files import Chunk, Part
+from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, Part
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.rejected import RejectedLines
@@ -57,6 +57,7 @@ class SparseText:
     """A file of sparse text; a line is malformed if it has a column that does not occur in the file's first MiB."""
 
     lines_before = 0
+    respelled = AS_WRITTEN
 
     def __init__(self, source: AnyInput, kind: str) -> None:
         self.input, self._kind = source, kind

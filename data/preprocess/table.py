@@ -182,6 +182,9 @@ class Table:
         written = arrow.get_written_form(found)
         owner = self._owners.get(name, name)
         as_text = [*options.categorical, *(bag for bag, _ in options.bags), *(options.test_column or ())[:1]]
+        split = (options.validation_column or ())[:1]
+        if name in (*as_text, *split) and (reason := file.respelled.get(column)):
+            raise UserError(f"{file.input.name}, column {column!r}: {reason}")
         if written is None or name not in as_text:
             return
         first, before, where, other = self._types.setdefault(owner, (written, found, file, column))

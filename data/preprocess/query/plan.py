@@ -1,4 +1,5 @@
-"""Analysis of a query: its files, its sums of floating-point numbers, which depend on the row order, and its joins.
+"""Analysis of a query: its files, its sums of floating-point numbers, which depend on the row order, its joins, and the
+columns of its files that it returns unchanged.
 
 Only DuckDB's plan has the types of expressions, and DuckDB cannot write the plan of a query that reads files as JSON.
 So the query is planned with empty tables in place of the files.
@@ -7,16 +8,19 @@ So the query is planned with empty tables in place of the files.
 import copy
 import fnmatch
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import duckdb
 
 from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
-from hostdev.data.preprocess.query.allowed import CHANGING, READERS, SUMMING, changing, shown
+from hostdev.data.preprocess.query.allowed import CHANGING, SUMMING, changing, shown
 from hostdev.data.preprocess.query.engine import CLOSED, MACROS, Engine, in_one_line
+from hostdev.data.preprocess.query.from_clause import is_given, readers, select_all
+from hostdev.data.preprocess.query.readers import Text
 from hostdev.data.preprocess.query.settle import implicit_name
+from hostdev.data.preprocess.query.spelling import PLAIN, SPELLINGS, TAGS, X, identifier
 from hostdev.data.preprocess.query.statement import Node, Statement, parse, table_name, to_sql, walk
 
 _FLOATS = ("DOUBLE", "FLOAT")
@@ -29,9 +33,9 @@ def patterns(statement: Statement, engine: Engine) -> list[str]:
         UserError: The names are unknown before the query runs, or are on another machine.
     """
     found: list[str] = []
-    for node in _readers(statement.tree):
+    for node in readers(statement.tree):
         if node["type"] == "BASE_TABLE":
-            if not _is_given(node, engine):
+            if not is_given(node, engine):
                 found.append(table_name(node))
             continue
         found += _names(statement, node["function"], engine)
@@ -43,11 +47,7 @@ def patterns(statement: Statement, engine: Engine) -> list[str]:
 
 def reads_tables(statement: Statement, engine: Engine) -> bool:
     """Return whether a query reads tables of this process."""
-    return any(node["type"] == "BASE_TABLE" and _is_given(node, engine) for node in _readers(statement.tree))
-
-
-def _is_given(node: Node, engine: Engine) -> bool:
-    return node["qualified_name"]["path"][-1].lower() in {name.lower() for name in engine.tables}
+    return any(node["type"] == "BASE_TABLE" and is_given(node, engine) for node in readers(statement.tree))
 
 
 def _names(statement: Statement, function: Node, engine: Engine) -> list[str]:
@@ -77,17 +77,13 @@ def float_sums(tree: Node, engine: Engine) -> list[str]:
         UserError: The query is invalid; for example, it names a column that does not exist. Or it has a name, such as
             `localtime`, that is no column but a function whose value changes.
     """
-    tree_before, tree = tree, copy.deepcopy(tree)
+    planner = Planner(tree, engine)
     with in_one_line():
-        planner = duckdb.connect(":memory:", config=CLOSED)
-        for macro in MACROS:
-            planner.execute(macro)
-        _stand_in(tree, engine, planner)
-        plan = json.loads(planner.execute("SELECT json_serialize_plan(?)", [to_sql(planner, tree)]).fetchall()[0][0])
+        plan = json.loads(planner.rows("SELECT json_serialize_plan(?)", planner.sql)[0][0])
     if plan.get("error"):
         message = printable(" ".join(str(plan.get("error_message")).split()), 200)
-        engine.schema(to_sql(engine.connection, tree_before))  # raises if the query is invalid
-        if any(node.get("column_names") == ["localtime"] for node in walk(tree_before)):
+        engine.schema(to_sql(engine.connection, tree))  # raises if the query is invalid
+        if any(node.get("column_names") == ["localtime"] for node in walk(tree)):
             raise changing("the query", "localtime")
         return [f"DuckDB cannot show the query's plan ({message})"]
     found = []
@@ -157,28 +153,137 @@ def _reads(operator: Node, file: str) -> bool:
     return (bool(file) and matches) or any(_reads(one, file) for one in operator.get("children") or ())
 
 
-def _readers(tree: Node) -> Iterator[Node]:
-    """Yield the elements of FROM clauses that are files, functions that read files, or tables of this process."""
-    named = {one["key"].lower() for node in walk(tree) for one in (node.get("cte_map") or {}).get("map", ())}
-    for node in walk(tree):
-        is_table = node.get("type") == "BASE_TABLE" and table_name(node).lower() not in named
-        is_function = node.get("type") == "TABLE_FUNCTION"
-        if is_table or (is_function and node["function"]["function_name"].lower() in READERS):
-            yield node
+class Planner:
+    """A query with empty tables, in a database of their own, in place of the tables that it reads.
 
+    Attributes:
+        sql: The query.
+        tables: The names of the tables that stand for a reader, by its location in the query.
+    """
 
-def _stand_in(tree: Node, engine: Engine, planner: Any) -> None:
-    """Replace the tables that a query reads with empty tables of `planner` that have the same columns."""
-    for number, node in enumerate(list(_readers(tree))):
-        alone = copy.deepcopy(parse(planner, "SELECT * FROM x").tree)
-        alone["statements"][0]["node"]["from_table"] = copy.deepcopy(node)
-        columns = engine.rows(f"DESCRIBE {to_sql(planner, alone)}")
-        shown = ", ".join(f'"{name.replace(chr(34), chr(34) * 2)}" {kind}' for name, kind, *_ in columns)
-        name = f"hostdev {number}"
-        planner.execute(f'CREATE TABLE "{name}" ({shown})')
+    def __init__(self, tree: Node, engine: Engine) -> None:
+        tree = copy.deepcopy(tree)
+        self.tables: dict[int, list[str]] = {}
+        with in_one_line():
+            self._connection = duckdb.connect(":memory:", config=CLOSED)
+            for macro in MACROS:
+                self._connection.execute(macro)
+            for number, node in enumerate(list(readers(tree))):
+                self._stand_in(node, f"hostdev {number}", engine)
+            self.sql = to_sql(self._connection, tree)
+
+    def rows(self, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """Run a statement and return all rows."""
+        found: list[tuple[Any, ...]] = self._connection.execute(sql, list(parameters)).fetchall()
+        return found
+
+    def types(self, changes: Mapping[tuple[int, str], str]) -> list[str] | None:
+        """Return the types of the query's columns if columns of its tables, by location and name, had other types.
+
+        None if the query is invalid with these types.
+        """
+        columns = [(table, name, kind) for (at, name), kind in changes.items() for table in self.tables.get(at, ())]
+        self.rows("BEGIN")
+        try:
+            for table, name, kind in columns:
+                self.rows(f"ALTER TABLE {identifier(table)} ALTER {identifier(name)} TYPE {kind}")
+            return [kind for _, kind, *_ in self.rows(f"DESCRIBE {self.sql}")]
+        except duckdb.Error:
+            return None
+        finally:
+            self.rows("ROLLBACK")
+
+    def uses(self, location: int, name: str) -> bool:
+        """Return whether the query's result has a column of its tables, or is computed from it."""
+        before = len(self.types({}) or ())
+        self.rows("BEGIN")
+        try:
+            for table in self.tables.get(location, ()):
+                self.rows(f"ALTER TABLE {identifier(table)} DROP {identifier(name)}")
+            return len(self.rows(f"DESCRIBE {self.sql}")) != before
+        except duckdb.Error:
+            return True
+        finally:
+            self.rows("ROLLBACK")
+
+    def _stand_in(self, node: Node, name: str, engine: Engine) -> None:
+        columns = engine.rows(f"DESCRIBE {select_all(engine, node)}")
+        shown = ", ".join(f"{identifier(column)} {kind}" for column, kind, *_ in columns)
+        self.rows(f"CREATE TABLE {identifier(name)} ({shown})")
+        self.tables.setdefault(node["query_location"], []).append(name)
         is_table = node["type"] == "BASE_TABLE"
         own = implicit_name(table_name(node)) if is_table else node["function"]["function_name"]
-        alias, columns_named = node["alias"] or own, node.get("column_name_alias", [])
+        kept = {"alias": node["alias"] or own, "column_name_alias": node.get("column_name_alias", [])}
         node.clear()
-        node.update(parse(planner, f'SELECT * FROM "{name}"').select["from_table"])
-        node.update(alias=alias, column_name_alias=columns_named)
+        node.update(parse(self._connection, f"SELECT * FROM {identifier(name)}").select["from_table"])
+        node.update(kept)
+
+
+class Kept(NamedTuple):
+    """A column of a query's result with unchanged values of text files' columns, whose type is not text.
+
+    Attributes:
+        is_list: Whether it has lists of such values.
+        spelling: The expression for the file's texts, or None if there is none for all of them.
+        sources: Without a spelling, the columns that the values may come from, each with its reader's location.
+    """
+
+    is_list: bool
+    spelling: str | None
+    sources: tuple[tuple[int, str], ...] = ()
+
+    def text(self, value: str, kind: str) -> str:
+        """Return the expression for the text of `value`, an expression of type `kind`."""
+        spelling = self.spelling or X
+        if kind.startswith("DOUBLE"):  # a query may compute other numbers from those of the file
+            usual = SPELLINGS["DOUBLE"][0]
+            spelling = f"CASE WHEN CAST({spelling} AS DOUBLE) = {X} THEN {spelling} ELSE {usual} END"
+        return f"[{spelling.replace(X, 'one')} FOR one IN {value}]" if self.is_list else spelling.replace(X, value)
+
+
+def kept_columns(tree: Node, engine: Engine, texts: Mapping[int, Text]) -> dict[int, Kept]:
+    """Return the columns of a query's result, by index, that have values of text files' columns, unchanged.
+
+    The query is planned with another type, which occurs nowhere else, for columns of its files. Columns of its result
+    that then have this type, or lists of it, have unchanged values.
+    """
+    by_type: dict[str, dict[tuple[int, str], str | None]] = {}
+    for at, text in texts.items():
+        for name, column in text.columns.items():
+            if column.type in TAGS:
+                by_type.setdefault(column.type, {})[at, name] = column.spelling
+    found: dict[int, Kept] = {}
+    if not by_type:
+        return found
+    planner = Planner(tree, engine)
+    before = planner.types({}) or []
+    for kind, columns in by_type.items():
+        tag = TAGS[kind]
+        typed = {i: shown != kind for i, shown in enumerate(before) if shown in (kind, f"{kind}[]")}
+
+        def tagged(
+            some: Iterable[tuple[int, str]], typed: Mapping[int, bool] = typed, tag: str = tag
+        ) -> set[int] | None:
+            """Return which of the columns of this type have values of `some` columns; None if it is unknown."""
+            types = planner.types(dict.fromkeys(some, tag))
+            return None if types is None else {i for i, is_list in typed.items() if types[i] == tag + "[]" * is_list}
+
+        if not typed:
+            continue
+        kept = tagged(columns)
+        if kept is None:
+            kept = set() if set(columns.values()) <= PLAIN else set(typed)
+            found |= {i: Kept(typed[i], None, tuple(columns)) for i in kept}
+            continue
+        spellings: dict[int, set[str | None]] = {i: set() for i in kept}
+        for spelling in set(columns.values()):
+            for i in tagged(one for one, of in columns.items() if of == spelling) or ():
+                spellings[i].add(spelling)
+        alone = {one: tagged([one]) or set() for one in columns} if kept else {}
+        for i in kept:
+            if len(spellings[i]) == 1 and None not in spellings[i]:
+                found[i] = Kept(typed[i], next(iter(spellings[i])))
+            else:
+                sources = tuple(one for one in columns if i in alone[one])
+                found[i] = Kept(typed[i], None, sources or tuple(columns))
+    return found

@@ -15,11 +15,13 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar, note
 from hostdev.data.preprocess.files import Chunk, Part, split_batch
-from hostdev.data.preprocess.query import NAME, allowed, plan, settle
+from hostdev.data.preprocess.query import NAME, allowed, plan, readers, settle
 from hostdev.data.preprocess.query.engine import Engine
-from hostdev.data.preprocess.query.statement import Statement, parse, to_sql
+from hostdev.data.preprocess.query.spelling import identifier
+from hostdev.data.preprocess.query.statement import Node, Statement, parse, to_sql
 
 _POLLED = 0.5  # seconds between updates of the query's progress
+_UNQUOTED = {"JSON": "{} ->> '$'", "JSON[]": "[one ->> '$' FOR one IN {}]"}  # a text in JSON has quotes
 _DOUBTS = 3  # maximum number of doubts in a note
 
 
@@ -84,14 +86,20 @@ class QueryRows:
         allowed.check(statement, engine)
         patterns = plan.patterns(statement, engine)
         engine.confine(patterns)
-        found = self._settled(statement)
-        self._sql = to_sql(engine.connection, found.tree)
-        self._keeps_order = found.keeps_order
+        has_tables = plan.reads_tables(statement, engine)
         self._first_file = plan.first_file(statement)
         self._noted = False
+        texts, mixed = readers.complete(statement.tree, engine)
+        planner = plan.Planner(statement.tree, engine) if mixed else None
+        for one in mixed:
+            if planner is not None and planner.uses(one.location, one.name):
+                raise UserError(f"{NAME}, column {one.name!r}: {one.reason}")
+        found = self._settled(statement)
+        self._keeps_order = found.keeps_order
+        self.respelled: Mapping[str, str]
+        self._sql = self._with_texts(found.tree, texts)
         self._schema = engine.schema(self._sql)
         self.names = tuple(self._schema.names)
-        has_tables = plan.reads_tables(statement, engine)
         self.input: Any = QueryInput(sql.strip(), None if has_tables else patterns, engine)
         self.order, self.doubts = found.order, found.doubts + plan.float_sums(found.tree, engine)
         engine.lock(1 if self.doubts else threads, spills=not found.ties)
@@ -105,6 +113,38 @@ class QueryRows:
             self._engine.schema(to_sql(self._engine.connection, plain.tree))
             return plain
         return found
+
+    def _with_texts(self, tree: Node, texts: Mapping[int, readers.Text]) -> str:
+        """Return the SQL of a query that returns columns of text files with the texts of the files.
+
+        `respelled` gets a reason for each column whose values have other texts than in the files.
+        """
+        sql = to_sql(self._engine.connection, tree)
+        kept = plan.kept_columns(tree, self._engine, texts)
+        respelled, values, changes = {}, [], False
+        columns = self._engine.rows(f"DESCRIBE {sql}")
+        for i, (name, kind, *_) in enumerate(columns):
+            value = f"column{i}"
+            if i in kept and kept[i].spelling is None:
+                respelled[name] = self._about(kept[i].sources, kind, texts)
+            elif i in kept:
+                value = kept[i].text(value, kind)
+            elif kind in _UNQUOTED:
+                value = _UNQUOTED[kind].format(value)
+            changes = changes or value != f"column{i}"
+            values.append(f"{value} AS {identifier(name)}")
+        self.respelled = respelled
+        names = ", ".join(f"column{i}" for i in range(len(columns)))
+        return f"SELECT {', '.join(values)} FROM ({sql}) AS result({names})" if changes else sql
+
+    def _about(self, sources: Sequence[tuple[int, str]], kind: str, texts: Mapping[int, readers.Text]) -> str:
+        """Return why the texts of a column of type `kind`, which come from columns of text files, have changed."""
+        for at, name in sources:
+            if texts[at].columns[name].spelling is None:
+                changed = readers.find_changed(self._engine, texts[at], name)
+                return f"it has values of {name!r} as {kind}, so that {changed}"
+        names = " and ".join(repr(name) for _, name in sources)
+        return f"it may have values of {names} as {kind}, which changes how they are written; cast it to VARCHAR"
 
     def get_type(self, name: str) -> pa.DataType:
         """Return a column's type."""

@@ -1,0 +1,100 @@
+"""The elements of a query's FROM clauses that read files, and changes of their arguments."""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+from hostdev.data.preprocess.query.allowed import READERS
+from hostdev.data.preprocess.query.engine import Engine
+from hostdev.data.preprocess.query.spelling import quoted
+from hostdev.data.preprocess.query.statement import Node, parse, table_name, to_sql, walk
+
+
+def readers(tree: Node) -> Iterator[Node]:
+    """Yield the elements of FROM clauses that are files, functions that read files, or tables of this process."""
+    named = {one["key"].lower() for node in walk(tree) for one in (node.get("cte_map") or {}).get("map", ())}
+    for node in walk(tree):
+        is_table = node.get("type") == "BASE_TABLE" and table_name(node).lower() not in named
+        is_function = node.get("type") == "TABLE_FUNCTION"
+        if is_table or (is_function and node["function"]["function_name"].lower() in READERS):
+            yield node
+
+
+def is_given(node: Node, engine: Engine) -> bool:
+    """Return whether an element of a FROM clause is a table of this process."""
+    return node["qualified_name"]["path"][-1].lower() in {name.lower() for name in engine.tables}
+
+
+def select_all(engine: Engine, node: Node, more: str = "") -> str:
+    """Return a query for all columns of an element of a FROM clause, and for `more` expressions."""
+    tree = copy.deepcopy(parse(engine.connection, f"SELECT *{more} FROM x").tree)
+    alone = copy.deepcopy(node)
+    alone.update(alias="", column_name_alias=[], sample=None)
+    tree["statements"][0]["node"]["from_table"] = alone
+    return to_sql(engine.connection, tree)
+
+
+def given_options(node: Node) -> dict[str, Node]:
+    """Return the named arguments of a function."""
+    found = {}
+    for one in node["function"]["arguments"]:
+        expression = one["expression"]
+        if one["name"]:
+            found[one["name"].lower()] = expression
+        elif expression.get("type") == "COMPARE_EQUAL" and expression["left"].get("class") == "COLUMN_REF":
+            found[expression["left"]["column_names"][-1].lower()] = expression["right"]
+    return found
+
+
+def _name(argument: Node) -> str | None:
+    """Return the name of an argument, or None if it has none."""
+    alone: Node = {"function": {"arguments": [argument]}}
+    return next(iter(given_options(alone)), None)
+
+
+def with_options(engine: Engine, node: Node, without: Sequence[str] = (), **options: str) -> Node:
+    """Return a function's node without some of its named arguments, and with others, given as SQL."""
+    found = copy.deepcopy(node)
+    arguments = found["function"]["arguments"]
+    arguments[:] = [one for one in arguments if _name(one) not in {*without, *options}]
+    if options:
+        shown = ", ".join(f"{name} = {value}" for name, value in options.items())
+        parsed = parse(engine.connection, f"SELECT * FROM f({shown})").select["from_table"]
+        arguments += parsed["function"]["arguments"]
+    return found
+
+
+def list_files(node: Node, engine: Engine) -> list[str]:
+    """Return the files that a function reads, in its order; empty if its first argument is not constant."""
+    arguments = node["function"]["arguments"]
+    if not arguments:
+        return []
+    constants = [one for one in walk(arguments[0]) if one.get("class") == "CONSTANT"]
+    texts = [one["literal"]["text"] for one in constants if one["literal"]["kind"] == "STRING"]
+    in_order = sorted(zip([one["query_location"] for one in constants], texts, strict=False))
+    return [file for _, text in in_order for (file,) in engine.rows("SELECT file FROM glob(?) ORDER BY file", text)]
+
+
+def shown_files(node: Node) -> str:
+    """Return the first argument of a function that reads files, as a query has it."""
+    texts = [one["literal"]["text"] for one in walk(node["function"]["arguments"][0]) if one.get("class") == "CONSTANT"]
+    return quoted(texts[0]) if len(texts) == 1 else "[...]"
+
+
+def described(engine: Engine, node: Node) -> dict[str, str]:
+    """Return the types of a reader's columns."""
+    return {name: kind for name, kind, *_ in engine.rows(f"DESCRIBE {select_all(engine, node)}")}
+
+
+def one_file(engine: Engine, node: Node, file: str) -> Node:
+    """Return a function's node that reads one file."""
+    return with_files(engine, node, [file])
+
+
+def with_files(engine: Engine, node: Node, files: Sequence[str]) -> Node:
+    """Return a function's node that reads some files."""
+    shown = quoted(files[0]) if len(files) == 1 else f"[{', '.join(map(quoted, files))}]"
+    found = copy.deepcopy(node)
+    found["function"]["arguments"][0] = parse(engine.connection, f"SELECT * FROM f({shown})").select["from_table"][
+        "function"
+    ]["arguments"][0]
+    return found
