@@ -14,6 +14,8 @@ import pyarrow as pa
 from hostdev.core.errors import HostdevError, TransientError, UserError
 from hostdev.core.printable import printable
 
+# last_items: max(x, n) merges rows of equal times in logarithmic time, where a list would copy all of them for
+# each row. It allocates n values at once, so that histories of more than 1,000 items are cut from a list.
 MACROS = (
     """
     CREATE MACRO draw(value, seed) AS
@@ -21,14 +23,27 @@ MACROS = (
     """,
     """
     CREATE MACRO last_items(item, who, moment, n) AS
-        coalesce(
-            [one.item FOR one IN list_sort(
-                list({moment: moment, item: item}) OVER (
-                    PARTITION BY who ORDER BY moment GROUPS BETWEEN n PRECEDING AND 1 PRECEDING
-                )
-            )[-n:]],
-            []
-        )
+        CASE
+            WHEN moment IS NULL OR (typeof(moment) IN ('DOUBLE', 'FLOAT') AND moment::VARCHAR = 'nan') THEN []
+            WHEN n <= 1000 THEN coalesce(
+                [one.item FOR one IN list_reverse(
+                    max({moment: moment, item: item}, least(greatest(n, 1), 1000)::BIGINT) OVER (
+                        PARTITION BY who ORDER BY moment NULLS LAST
+                        GROUPS BETWEEN (CASE WHEN n <= 1000 THEN n ELSE 0 END) PRECEDING AND 1 PRECEDING
+                    )
+                )],
+                []
+            )
+            ELSE coalesce(
+                [one.item FOR one IN list_sort(
+                    list({moment: moment, item: item}) OVER (
+                        PARTITION BY who ORDER BY moment NULLS LAST
+                        GROUPS BETWEEN (CASE WHEN n <= 1000 THEN 0 ELSE n END) PRECEDING AND 1 PRECEDING
+                    )
+                )[-n:]],
+                []
+            )
+        END
     """,
 )
 _SHOWN = 500  # characters of an error

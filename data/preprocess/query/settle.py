@@ -93,6 +93,8 @@ def refuse_changing(statement: Statement) -> None:
                 f"the query, {statement.place(node)}: {name}() has a different value in each run, which would change "
                 f"the data set; write {CHANGING[name]}"
             )
+        if name in WINDOWS and any(one.get("class") == "COLUMN_REF" for one in walk(node["arguments"][3:])):
+            raise UserError(f"the query, {statement.place(node)}: {name}() takes the number of items as a constant")
         if node.get("sample") is not None:
             raise UserError(
                 "the query: the rows of a sample (USING SAMPLE, TABLESAMPLE) depend on the number of threads; select "
