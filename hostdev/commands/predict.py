@@ -18,6 +18,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     )
     options.add_checkpoint(made)
     options.add_model(made)
+    options.add_query(made)
     made.add_argument(
         "--data",
         type=cli.checked(source_path),
@@ -61,6 +62,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         raise UserError(f"--at must be at least 1, not {arguments.at}")
     if str(arguments.data) != "-" and address_of(arguments.data) is None and not arguments.data.exists():
         raise UserError(f"--data {arguments.data}: there is no such file or data set")
+    arguments.query = options.read_query(arguments.query)
     with cli.importing(prog):
         from hostdev.predict.command import run
     run(arguments, prog)

@@ -23,6 +23,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     options.add_checkpoint(made)
     add("--follow", action="store_true", help="take newer checkpoints of the folder while serving")
     options.add_model(made)
+    options.add_query(made)
     add("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="the address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=8000, metavar="N", help="the port (default 8000; 0 chooses a free one)")
@@ -55,6 +56,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line and serve."""
     arguments = vars(parser(prog).parse_args(argv))
     _check(arguments)
+    arguments["query"] = options.read_query(arguments["query"])
     host, port, _ = (arguments.pop(name) for name in ("host", "port", "debug"))
     with cli.importing(prog):
         from hostdev.serving.settings import Settings

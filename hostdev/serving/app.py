@@ -152,20 +152,13 @@ class Service:
         for name in inference.outputs or ():
             if name not in model.labels:
                 raise bad(f"the model has no output {name!r}; its outputs are {', '.join(model.labels)}")
-        return inference, columns.from_tensors(inference.inputs, model.inputs)
+        inputs = model.inputs_of([tensor.name for tensor in inference.inputs])
+        return inference, columns.from_tensors(inference.inputs, inputs)
 
     async def _predict(self, request: Request) -> Response:
         with self._bodies.holding() as body:
             content = await body.read(request.headers, request.receive, (JSON,))
-            given, rows = await _beside(
-                len(content),
-                lambda: columns.from_rows(
-                    parse_json(content),
-                    self._model.inputs,
-                    self._limits.most_rows,
-                    has_escapes=b"\\u" in content,
-                ),
-            )
+            given, rows = await _beside(len(content), partial(self._parse_predict, content))
             answer = await self._compute(request, given, rows, None)
         values = answer.values.tolist()
         labels = answer.model.labels
@@ -173,6 +166,12 @@ class Service:
         if len(labels) > 1:
             found = [dict(zip(labels, row, strict=True)) for row in values]
         return _json({"model": self._name, "step": answer.model.step, "predictions": found})
+
+    def _parse_predict(self, content: bytes) -> tuple[columns.Columns, int]:
+        parsed = parse_json(content)
+        names = columns.names_in(parsed)
+        inputs = self._model.inputs if names is None else self._model.inputs_of(names)
+        return columns.from_rows(parsed, inputs, self._limits.most_rows, has_escapes=b"\\u" in content)
 
     async def _compute(self, request: Request, given: columns.Columns, rows: int, version: str | None) -> Answer:
         return await self._gatherer.predict(given, rows, version, lambda: asyncio.ensure_future(_gone(request.receive)))

@@ -23,7 +23,7 @@ _LOCAL = frozenset(("range", "generate_series", "unnest", "repeat", "repeat_row"
 def patterns(tree: Node, engine: Engine) -> list[str] | None:
     """Return the names and patterns of the files that a query reads, or None if it also has other inputs."""
     found: list[str] = []
-    for node in _readers(tree):
+    for node in readers(tree):
         if node["type"] == "BASE_TABLE":
             if node["table_name"] in engine.tables:
                 return None
@@ -66,7 +66,7 @@ def float_sums(tree: Node, engine: Engine) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _readers(tree: Node) -> Iterator[Node]:
+def readers(tree: Node) -> Iterator[Node]:
     """Yield the elements of FROM clauses that are files, functions that read files, or tables of this process."""
     named = {one["key"] for node in walk(tree) for one in (node.get("cte_map") or {}).get("map", ())}
     for node in walk(tree):
@@ -78,16 +78,30 @@ def _readers(tree: Node) -> Iterator[Node]:
 
 def _stand_in(tree: Node, engine: Engine, planner: Any) -> None:
     """Replace the tables that a query reads with empty tables of `planner` that have the same columns."""
-    for number, node in enumerate(list(_readers(tree))):
-        alone = copy.deepcopy(parse(planner, "SELECT * FROM x").tree)
-        alone["statements"][0]["node"]["from_table"] = copy.deepcopy(node)
-        columns = engine.rows(f"DESCRIBE {to_sql(planner, alone)}")
-        shown = ", ".join(f'"{name.replace(chr(34), chr(34) * 2)}" {kind}' for name, kind, *_ in columns)
+    for number, node in enumerate(list(readers(tree))):
         name = f"hostdev {number}"
+        shown = ", ".join(f'"{column.replace(chr(34), chr(34) * 2)}" {kind}' for column, kind in columns(node, engine))
         planner.execute(f'CREATE TABLE "{name}" ({shown})')
-        is_table = node["type"] == "BASE_TABLE"
-        own = implicit_name(node["table_name"]) if is_table else node["function"]["function_name"]
-        alias, columns_named = node["alias"] or own, node.get("column_name_alias", [])
-        node.clear()
-        node.update(parse(planner, f'SELECT * FROM "{name}"').select["from_table"])
-        node.update(alias=alias, column_name_alias=columns_named)
+        replace_table(node, name, planner)
+
+
+def select_all(node: Node, connection: Any) -> str:
+    """Return the SQL that selects all columns of an element of a FROM clause."""
+    alone = copy.deepcopy(parse(connection, "SELECT * FROM x").tree)
+    alone["statements"][0]["node"]["from_table"] = copy.deepcopy(node)
+    return to_sql(connection, alone)
+
+
+def columns(node: Node, engine: Engine) -> list[tuple[str, str]]:
+    """Return the names and DuckDB's types of the columns of an element of a FROM clause."""
+    return [(name, kind) for name, kind, *_ in engine.rows(f"DESCRIBE {select_all(node, engine.connection)}")]
+
+
+def replace_table(node: Node, name: str, connection: Any) -> None:
+    """Replace an element of a FROM clause with the table `name`, under the name that the query has for it."""
+    is_table = node["type"] == "BASE_TABLE"
+    own = implicit_name(node["table_name"]) if is_table else node["function"]["function_name"]
+    alias, columns_named = node["alias"] or own, node.get("column_name_alias", [])
+    node.clear()
+    node.update(parse(connection, f'SELECT * FROM "{name}"').select["from_table"])
+    node.update(alias=alias, column_name_alias=columns_named)

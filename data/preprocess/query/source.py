@@ -16,6 +16,7 @@ from hostdev.core.progress import bar, note
 from hostdev.data.preprocess.files import Chunk, Part, split_batch
 from hostdev.data.preprocess.query import NAME, plan, settle
 from hostdev.data.preprocess.query.engine import Engine
+from hostdev.data.preprocess.query.raw_files import describe_tables
 from hostdev.data.preprocess.query.statement import Statement, parse, to_sql
 
 _POLLED = 0.5  # seconds between updates of the query's progress
@@ -27,19 +28,20 @@ class QueryInput:
 
     Args:
         patterns: Names and patterns of the files that the query reads, or None if it also has other inputs.
+        raw: Description of the columns of its tables.
     """
 
     name, plain, size, path = NAME, False, 0, Path("-")
 
-    def __init__(self, sql: str, patterns: Sequence[str] | None, engine: Engine) -> None:
-        self._sql, self._engine = sql, engine
+    def __init__(self, sql: str, patterns: Sequence[str] | None, engine: Engine, raw: Mapping[str, Any]) -> None:
+        self._sql, self._engine, self._raw = sql, engine, raw
         self._patterns = patterns
         self._seen = self._files()
 
     def describe(self) -> dict[str, Any]:
-        """Return the query, its engine, and the files that it reads."""
+        """Return the query, its engine, the files that it reads, and their columns."""
         files = [] if self._seen is None else [{"file": name, "bytes": size} for name, size, _ in self._seen]
-        return {"query": self._sql, "engine": f"DuckDB {duckdb.__version__}", "files": files}
+        return {"query": self._sql, "engine": f"DuckDB {duckdb.__version__}", "files": files, **self._raw}
 
     def stamp(self) -> list[Any] | None:
         """Return the query, DuckDB's version, and each file's path, size and time; None if the files are unknown."""
@@ -85,7 +87,8 @@ class QueryRows:
         self._sql = to_sql(engine.connection, found.tree)
         self._schema = engine.schema(self._sql)
         self.names = tuple(self._schema.names)
-        self.input: Any = QueryInput(sql.strip(), plan.patterns(statement.tree, engine), engine)
+        raw = describe_tables(statement.tree, engine)
+        self.input: Any = QueryInput(sql.strip(), plan.patterns(statement.tree, engine), engine, raw)
         self.order, self.doubts = found.order, found.doubts + plan.float_sums(found.tree, engine)
         engine.set_threads(1 if self.doubts else threads)
 
