@@ -253,16 +253,19 @@ class RawQuery:
         """Return a raw column's type; text if the data set's query did not read it."""
         return self._types.get(name) or RawType("VARCHAR", pa.string(), None)
 
-    def _typed(self, columns: Sequence[str]) -> str:
-        """Return the SQL of the rows as a table with the types of training."""
-        casts = (f"CAST({identifier(name)} AS {self.type_of(name).name}) AS {identifier(name)}" for name in columns)
+    def _typed(self, columns: Sequence[str], raw: Sequence[str]) -> str:
+        """Return the SQL of the rows as a table with the types of training; only the columns `raw` have values."""
+        there = set(raw)
+        values = (
+            f"CAST({identifier(name) if name in there else 'NULL'} AS {self.type_of(name).name}) AS {identifier(name)}"
+            for name in columns
+        )
         number = [f'"{_NUMBER}"'] if self._joins else []
-        return f'"{_TYPED}" AS (SELECT {", ".join([*number, *casts])} FROM "{_RAW}")'
+        return f'"{_TYPED}" AS (SELECT {", ".join([*number, *values])} FROM "{_RAW}")'
 
-    def _register(self, columns: Mapping[str, pa.Array], rows: int, names: Sequence[str]) -> None:
-        number = pa.array(np.arange(rows, dtype=np.int64))
-        arrays = {name: columns[name] if name in columns else pa.nulls(rows, self.type_of(name).kind) for name in names}
-        self._engine.connection.register(_RAW, pa.table({_NUMBER: number, **arrays}))
+    def _register_empty(self, names: Sequence[str]) -> None:
+        arrays = {name: pa.nulls(0, self.type_of(name).kind) for name in names}
+        self._engine.connection.register(_RAW, pa.table({_NUMBER: pa.nulls(0, pa.int64()), **arrays}))
 
     def _bind(self, have: set[str]) -> tuple[list[str], list[str]]:
         """Return the columns of the table of rows that have the columns `have`, and the names of the result's columns.
@@ -280,10 +283,10 @@ class RawQuery:
             tables = [plain, sorted(have), [*self._types, *sorted(have - self._types.keys())]]
         error: UserError | None = None
         for table in tables:
-            self._register({}, 0, table)
+            self._register_empty(table)
             try:
-                names: list[str] = self._engine.schema(f"WITH {self._typed(table)} FROM ({self.statement})").names
-                return table, names
+                names = self._schema(table).names
+                return table, list(names)
             except UserError as failure:
                 error = error or failure
         assert error is not None
@@ -293,10 +296,20 @@ class RawQuery:
         self._reason = removed if self._removed else str(error).removeprefix("the query ")
         return [], []
 
+    def _schema(self, table: Sequence[str]) -> pa.Schema:
+        return self._engine.schema(f"WITH {self._typed(table, table)} FROM ({self.statement})")
+
+    def result_types(self, table: Sequence[str], outputs: Sequence[str]) -> list[pa.DataType]:
+        """Return the types of columns of the result."""
+        with self._lock:
+            self._register_empty(table)
+            schema = self._schema(table)
+        return [schema.field(schema.names.index(name)).type for name in outputs]
+
     def _needs(self, output: str, names: Sequence[str]) -> list[str]:
         """Return the raw columns that a column of the result depends on; `names` are those of the table of rows."""
-        self._register({}, 0, names)
-        sql = f"WITH {self._typed(names)} SELECT {identifier(output)} FROM ({self.statement})"
+        self._register_empty(names)
+        sql = f"WITH {self._typed(names, names)} SELECT {identifier(output)} FROM ({self.statement})"
         explained = json.loads(self._engine.rows(f"EXPLAIN (FORMAT json) {sql}")[0][1])
         found: list[str] = []
         waiting = list(explained)
@@ -308,14 +321,23 @@ class RawQuery:
                 found += [shown] if isinstance(shown, str) else shown
         return [name for name in found if name != _NUMBER]
 
-    def run(self, raw: Mapping[str, Any], names: Sequence[str], outputs: Sequence[str], as_array: AsArray) -> pa.Table:
-        """Return the columns `outputs` for rows.
+    def select(self, outputs: Sequence[str], table: Sequence[str], raw: Sequence[str]) -> Any:
+        """Return the parsed statement for columns of the result, if rows have the columns `raw` of the table."""
+        number = [f"{_NUMBER} of the result"] if self._joins else []
+        shown = ", ".join(map(identifier, [*outputs, *number]))
+        order = f" ORDER BY {identifier(number[0])}" if number else ""
+        sql = f"WITH {self._typed(table, raw)} SELECT {shown} FROM ({self.statement}){order}"
+        with self._lock, in_one_line():
+            return self._engine.connection.extract_statements(sql)[0]
+
+    def run(self, statement: Any, raw: Mapping[str, Any], as_array: AsArray, *, as_table: bool) -> pa.Table | list[Any]:
+        """Return the result of a statement of `select` for rows: a table, or a list of rows.
 
         Args:
-            raw: The columns that they depend on, each with a value per row.
-            names: The columns of the table of rows.
-            outputs: Names of columns of the statement's result.
+            statement: The statement.
+            raw: The raw columns, each with a value per row.
             as_array: Converts a column to an array.
+            as_table: Whether a table is returned.
 
         Raises:
             WrongRowError: A value does not have the type that it had in training.
@@ -324,19 +346,21 @@ class RawQuery:
         with self._lock:
             arrays = {name: self._convert(name, values, as_array) for name, values in raw.items()}
             rows = max(map(len, arrays.values()), default=0)
-            self._register(arrays, rows, names)
-            number = [f"{_NUMBER} of the result"] if self._joins else []
-            shown = ", ".join(map(identifier, [*outputs, *number]))
-            sql = f"WITH {self._typed(names)} SELECT {shown} FROM ({self.statement})"
-            if self._joins:
-                sql += f" ORDER BY {identifier(number[0])}"
+            number = pa.array(np.arange(rows, dtype=np.int64))
+            connection = self._engine.connection
             with in_one_line():
-                found = self._engine.connection.sql(sql).to_arrow_table()
-        if self._joins:
-            given = found[number[0]].to_numpy()
-            if len(given) != rows or (given != np.arange(rows)).any():
-                self._refuse_rows(np.bincount(given, minlength=rows)[:rows])
-        return found.select(list(outputs))
+                connection.register(_RAW, pa.table({_NUMBER: number, **arrays}))
+                if as_table or self._joins:
+                    found = connection.sql(statement.query).to_arrow_table()
+                else:
+                    return connection.execute(statement).fetchall()
+        if not self._joins:
+            return found
+        given = found[found.schema.names[-1]].fill_null(-1).to_numpy()
+        if not np.array_equal(given, np.arange(rows)):
+            self._refuse_rows(given, rows)
+        found = found.select(found.schema.names[:-1])
+        return found if as_table else list(zip(*(column.to_pylist() for column in found.columns), strict=True))
 
     def _convert(self, name: str, values: Any, as_array: AsArray) -> pa.Array:
         wanted = self.type_of(name)
@@ -349,10 +373,14 @@ class RawQuery:
         except WrongValueError as error:
             raise WrongRowError(error.row, name, str(error)) from None
 
-    def _refuse_rows(self, counts: Any) -> None:
-        wrong = int(np.flatnonzero(counts != 1)[0])
-        how = "no row; use LEFT JOIN" if counts[wrong] == 0 else f"{counts[wrong]} rows; join unique keys"
-        raise UserError(f"row {wrong + 1}: the statement of --query has {how}: each row needs one")
+    def _refuse_rows(self, given: Any, rows: int) -> None:
+        """Raise UserError for a result whose rows are not those with the numbers 0 to `rows`, in order."""
+        counts = np.bincount(given[given >= 0], minlength=rows)
+        wrong = np.flatnonzero(counts != 1)
+        if not len(wrong):
+            raise UserError("the statement of --query adds rows that are no row to predict; use LEFT JOIN")
+        how = "no row; use LEFT JOIN" if counts[wrong[0]] == 0 else f"{counts[wrong[0]]} rows; join unique keys"
+        raise UserError(f"row {wrong[0] + 1}: the statement of --query has {how}: each row needs one")
 
 
 class RawPlan:
@@ -409,14 +437,25 @@ class RawPlan:
         if not self.computed:
             return found
         raw = {name: rows[name] for name in self.raw}
-        table = self._query.run(raw, self._table, list(self.computed), as_array)
-        for name in self.computed:
-            column = table[name]
-            kind = column.type
-            is_plain = pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_float64(kind)
-            is_list = is_plain and len(column) <= _FEW and not as_arrays
-            found[name] = column.to_pylist() if is_list else _combined(column)
-        return found
+        is_few = self._is_plain and not as_arrays and all(len(values) <= _FEW for values in raw.values())
+        made = self._query.run(self._statement, raw, as_array, as_table=not is_few)
+        if isinstance(made, pa.Table):
+            columns: Any = map(_combined, made.columns)
+        else:
+            columns = map(list, zip(*made, strict=True)) if made else ([] for _ in self.computed)
+        return found | dict(zip(self.computed, columns, strict=True))
+
+    @cached_property
+    def _statement(self) -> Any:
+        return self._query.select(list(self.computed), self._table, self.raw)
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether the encoding reads all computed values as plain ones, which is faster for few."""
+        tests = (pa.types.is_integer, pa.types.is_string, pa.types.is_float64)
+        types = self._query.result_types(self._table, list(self.computed))
+        types = [kind.value_type if pa.types.is_list(kind) else kind for kind in types]
+        return all(any(test(kind) for test in tests) for kind in types)
 
 
 def _combined(column: pa.ChunkedArray) -> pa.Array:
