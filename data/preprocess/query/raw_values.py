@@ -119,8 +119,8 @@ def _cast(values: pa.Array, wanted: RawType) -> pa.Array | None:
     try:
         if is_number and (types.is_floating(kind) or types.is_decimal(kind)):
             return values.cast(kind, safe=False)
-        found = values.cast(kind)
-        if types.is_nested(kind):
+        found = values.cast(kind)  # raises for an integer with a fraction
+        if types.is_nested(kind) or (is_number and types.is_integer(kind)):
             return found
         return found if found.cast(values.type).equals(values) else None
     except _ERRORS:
