@@ -26,7 +26,8 @@ def complete_together(predictor: Predictor, requests: Sequence[Columns]) -> "lis
     groups: dict[RawPlan, list[int]] = {}
     for number, columns in enumerate(requests):
         try:
-            if (plan := predictor.plan(list(columns))) is not None:
+            is_empty = all(len(values) == 0 for values in columns.values())
+            if not is_empty and (plan := predictor.plan(list(columns))) is not None:
                 groups.setdefault(plan, []).append(number)
         except UserError as error:
             found[number] = error

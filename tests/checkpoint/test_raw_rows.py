@@ -308,6 +308,7 @@ def test_another_statement(joined, typed, tmp_path, monkeypatch):
     with Served(joined / "run", listens=False, query=sql) as served:
         sent = [{**row, "day": None} for row in given.drop(["stars", "city"]).to_pylist()[:20]]
         assert served.predict({"rows": sent}).json["predictions"] == expected[:20].tolist()
+        assert served.predict({"rows": []}).json["predictions"] == []
 
 
 @pytest.mark.parametrize(

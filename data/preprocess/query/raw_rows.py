@@ -94,10 +94,11 @@ class RawQuery:
         self._sql = given if given is not None else "" if source is None else source.sql
         self._reason = ""  # why the statement is not row by row
         with self._lock:
-            self._types = {name: RawType(*self._kind(kind), form) for name, (kind, form) in known.items()}
+            self._types: dict[str, RawType] = {}
             self._parse()
-            self._engine.connection.execute("SET enable_external_access = false")
+            self._engine.connection.execute("SET enable_external_access = false")  # as a checkpoint's query is not ours
             self._engine.connection.execute("SET lock_configuration = true")
+            self._types = {name: RawType(*self._kind(kind), form) for name, (kind, form) in known.items()}
 
     def _kind(self, name: str) -> tuple[str, pa.DataType]:
         return name, self._engine.schema(f"SELECT NULL::{name} AS value").field(0).type
@@ -168,8 +169,8 @@ class RawQuery:
         Args:
             names: The rows' columns.
             optional: Further columns that are computed, or taken from the rows, if that is possible.
-            typed: Whether columns that the statement does not change get their types of training, too. They need not
-                where the encoding knows their types.
+            typed: Whether columns that the statement does not change get their types of training, too, unless they were
+                text. They need not where the encoding knows their types.
 
         Raises:
             UserError: A column is not there and cannot be computed.
@@ -196,9 +197,9 @@ class RawQuery:
         lacking, missing = [], []
         for name in dict.fromkeys([*wanted, *optional]):
             needs = self._needs(name, table) if name in outputs else None
-            unchanged = (
-                by_row.source_of(select, name, set(self._types)) if needs and self.reader and not typed else None
-            )
+            unchanged = None
+            if needs and self.reader is not None and (not typed or name in self.encoding.text_columns):
+                unchanged = by_row.source_of(select, name, set(self._types))
             if unchanged in have and unchanged is not None:
                 taken[name] = unchanged
             elif needs is not None and set(needs) <= have:
