@@ -1,7 +1,6 @@
 """Raw rows: the columns that a data set's query computes are computed for predictions as they were for training."""
 
 import json
-import math
 import random
 import shutil
 from datetime import date
@@ -17,7 +16,6 @@ import hostdev
 from hostdev.commands import predict, preprocess, train
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.data import manifest
 from tests.serving.helpers import Served
 
 SQL = """
@@ -356,18 +354,3 @@ def test_a_column_that_has_the_name_of_a_raw_one(redefined, typed):
     given = hostdev.Predictor(redefined / "run", query=sql)
     rows = {**computed, "price": typed["price"].to_pylist(), "time": typed["time"].to_pylist()}
     assert np.array_equal(given(rows), raw)
-
-
-def test_an_older_data_set(shop, tmp_path, typed):
-    """Its manifest has the query, but not the types of raw columns."""
-    shutil.copytree(shop / "data", tmp_path / "data")
-    found = manifest.read(tmp_path / "data")
-    for name in ("columns", "text", "header"):
-        del found.sources[0][name]
-    found.write(tmp_path / "data")
-    options = ["--data", tmp_path / "data", "--batch-size", 100, "--emb-dim", 4, "--epochs", 1, "--device", "cpu"]
-    assert run(train, *options, "--checkpoint-every", 3, "--run-dir", tmp_path / "run") == 0
-    predictor = hostdev.Predictor(tmp_path / "run")
-    assert math.isfinite(predictor(pq.read_table(shop / "all.parquet"))[0])
-    with pytest.raises(UserError, match="place.*preprocess"):
-        predictor(typed)

@@ -227,3 +227,14 @@ def test_files_that_cannot_be_read(engine, tmp_path):
         with pytest.raises(UserError) as error:
             read_raw(engine, tmp_path / name, entry, ["u", "twice"])
         assert "\n" not in str(error.value)
+
+
+def test_an_older_data_set(engine, tmp_path):
+    """Its manifest has the query, but not the types of raw columns."""
+    (tmp_path / "log.csv").write_text("u,n\na,1\n")
+    _, entry = describe(engine, "SELECT u, n * 2 AS twice FROM 'log.csv'")
+    older = {name: entry[name] for name in ("query", "engine", "files")}
+    with pytest.raises(UserError, match="twice.*preprocess"):
+        RawQuery(Needs("u", "twice"), find_source([older])).plan(["u", "n"])
+    given = RawQuery(Needs("u", "twice"), find_source([older]), "SELECT n::INT * 2 AS twice FROM rows").plan(["u", "n"])
+    assert given.complete({"u": ["a"], "n": ["3"]}, lambda _, values: values) == {"u": ["a"], "twice": [6]}
