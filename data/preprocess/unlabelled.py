@@ -16,7 +16,7 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.encoding import Encoding, WrongRowError
 from hostdev.data.preprocess.files import Chunk, TableFile, chunks, find_format
-from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput, open_input
+from hostdev.data.preprocess.inputs import HEAD_BYTES, STANDARD_INPUT, AnyInput, open_input
 from hostdev.data.preprocess.naming import about_blanks, listed
 from hostdev.data.preprocess.opening import open_file
 
@@ -84,7 +84,8 @@ def rows_in(
 def _computed(path: Path, encoding: Encoding, query: "RawQuery", more: Sequence[str]) -> Rows:
     """Open a file of raw rows, whose columns a query computes."""
     if not path.is_file():
-        raise UserError(f"{path}: raw rows whose columns a query computes are read from a file on this machine")
+        name = "standard input" if path == STANDARD_INPUT else path
+        raise UserError(f"{name}: raw rows whose columns a query computes are read from a file on this machine")
     from hostdev.data.preprocess.query.raw_files import open_raw  # imports DuckDB
 
     return _Table(open_raw(path, query, [*encoding.label_columns, *more]), encoding, more, computes=True)
