@@ -52,7 +52,7 @@ AGAINST = {
     "data": {"hostdev.core", "hostdev.kernels", "hostdev.stores"},
 }
 # Options that several commands have, each with its own meaning. Every other option is added in one place.
-SHARED_OPTIONS = {"--out", "--mesh", "--label", "--keep"}  # the last keeps checkpoints, or columns of a file
+SHARED_OPTIONS = {"--out", "--mesh", "--label", "--keep", "--query"}  # --keep keeps checkpoints, or columns of a file
 
 UPPER = ("hostdev.pipeline", "hostdev.runtime", "hostdev.train", "hostdev.checkpoint", "hostdev.predict")
 

@@ -127,6 +127,12 @@ class Encoding:
         ids = {self._sources[column.name] for column in self.schema.columns}
         return {self._sources[name] for name in self.schema.dense} - ids
 
+    @cached_property
+    def text_columns(self) -> set[str]:
+        """The columns for ids whose values were text in training's files."""
+        kinds = {name: kind["types"] for name, kind in self._data.kinds.items()}
+        return {self._sources[name] for name in self._sources if kinds.get(name) == ["text"]}
+
     def written(self, space: str) -> Written:
         """Return how the values of an id space were written in training."""
         return self._written[space]

@@ -1,9 +1,9 @@
 """Rows for predictions, with or without labels: reads Criteo text or a table, and encodes it like a data set."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,12 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.encoding import Encoding, WrongRowError
 from hostdev.data.preprocess.files import Chunk, TableFile, chunks, find_format
-from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput, open_input
+from hostdev.data.preprocess.inputs import HEAD_BYTES, STANDARD_INPUT, AnyInput, open_input
 from hostdev.data.preprocess.naming import about_blanks, listed
 from hostdev.data.preprocess.opening import open_file
+
+if TYPE_CHECKING:
+    from hostdev.data.preprocess.query.raw_rows import RawQuery
 
 
 class Part(NamedTuple):
@@ -36,12 +39,21 @@ class Rows(Protocol):
 
     total: int  # bytes
     labelled: bool  # whether there is a label column; individual labels may be missing
+    computes: bool  # whether a query computes the columns
 
     def parts(self) -> Iterator[Part]:
         """Iterate over the rows; raise UserError for unreadable input."""
 
 
-def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any], more: Sequence[str] = ()) -> Rows:
+def rows_in(
+    path: Path,
+    encoding: Encoding,
+    options: Mapping[str, Any],
+    more: Sequence[str] = (),
+    query: Callable[[], "RawQuery | None"] = lambda: None,
+    *,
+    raw: bool = False,
+) -> Rows:
     """Open the rows of a file; raise UserError if it is unreadable.
 
     Args:
@@ -49,7 +61,11 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any], more: Se
         encoding: Turns rows into ids and numbers.
         options: The manifest's entry about how the data set's files were read.
         more: Names of additional columns to read.
+        query: Returns what computes the columns of a file that lacks some, or None.
+        raw: Whether it computes the columns of any file.
     """
+    if raw and (computing := query()) is not None:
+        return _computed(path, encoding, computing, more)
     source = open_input(path)
     found = find_format(source)
     if encoding.is_criteo and found == "text":
@@ -60,7 +76,19 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any], more: Se
         return _Criteo(source, encoding)
     text = _text_options(options)
     file = open_file(source, found, columns=_columns(source, options) if found == "text" else None, **text)
+    if not set(encoding.columns()) <= set(file.names) and (computing := query()) is not None:
+        return _computed(path, encoding, computing, more)
     return _Table(file, encoding, more)
+
+
+def _computed(path: Path, encoding: Encoding, query: "RawQuery", more: Sequence[str]) -> Rows:
+    """Open a file of raw rows, whose columns a query computes."""
+    if not path.is_file():
+        name = "standard input" if path == STANDARD_INPUT else path
+        raise UserError(f"{name}: raw rows whose columns a query computes are read from a file on this machine")
+    from hostdev.data.preprocess.query.raw_files import open_raw  # imports DuckDB
+
+    return _Table(open_raw(path, query, [*encoding.label_columns, *more]), encoding, more, computes=True)
 
 
 def _text_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +119,7 @@ class _Criteo:
 
     def __init__(self, source: AnyInput, encoding: Encoding) -> None:
         self._text, self._encoding = CriteoText(inputs=[source]), encoding
+        self.computes = False
         self.total = self._text.total
         first = source.head(HEAD_BYTES).split(b"\n", 1)[0]
         self.labelled = first.count(b"\t") >= len(criteo.COLUMNS) - 1
@@ -132,8 +161,8 @@ def _with_labels(block: bytes) -> tuple[bytes, npt.NDArray[np.int64]]:
 class _Table:
     """The rows of a table; a part's `places` omits malformed lines and rows with an unreadable number."""
 
-    def __init__(self, file: TableFile, encoding: Encoding, more: Sequence[str]) -> None:
-        self._file, self._encoding, self._more = file, encoding, more
+    def __init__(self, file: TableFile, encoding: Encoding, more: Sequence[str], *, computes: bool = False) -> None:
+        self._file, self._encoding, self._more, self.computes = file, encoding, more, computes
         self.total = file.input.size
         needed = [*encoding.columns(), *more]
         if missing := [name for name in needed if name not in file.names]:

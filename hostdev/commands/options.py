@@ -2,8 +2,10 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 from hostdev.core import cli
+from hostdev.core.errors import UserError, in_words
 from hostdev.neighbours import METRICS
 from hostdev.predict import WHICH
 from hostdev.stores.address import checkpoint_path, require_input
@@ -27,6 +29,26 @@ def add_checkpoint(to: cli.Parser, missing: str) -> None:
 def add_model(to: argparse.ArgumentParser) -> None:
     """Add --model."""
     to.add_argument("--model", metavar="package.module:Class", help="the model's class, if it is your own")
+
+
+def add_query(to: argparse.ArgumentParser) -> None:
+    """Add --query."""
+    to.add_argument(
+        "--query",
+        type=Path,
+        metavar="FILE",
+        help="a SELECT that computes the columns of raw rows, the table `rows` (default: the data set's query)",
+    )
+
+
+def read_query(path: Path | None) -> str | None:
+    """Return the text of the file that --query names, or None without --query."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--query {path}: the file cannot be read ({in_words(error)})") from None
 
 
 def add_rows(to: argparse.ArgumentParser, several: str, used: str = "") -> None:

@@ -20,6 +20,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.inputs["data"] = partial(require_input, said="--data {}: there is no such file or data set")
     options.add_checkpoint(made, "there is no file or folder {}")
     options.add_model(made)
+    options.add_query(made)
     made.add_argument(
         "--data",
         type=cli.checked(source_path),
@@ -61,6 +62,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         raise UserError("--at has no effect without --by NAME; give both")
     if arguments.at is not None and arguments.at < 1:
         raise UserError(f"--at must be at least 1, not {arguments.at}")
+    arguments.query = options.read_query(arguments.query)
     with cli.importing(prog):
         from hostdev.predict.command import run
     run(arguments, prog)

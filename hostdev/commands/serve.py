@@ -25,6 +25,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     made.inputs["token_file"] = partial(require_input, said="--token-file {}: there is no such file")
     add("--follow", action="store_true", help="take newer checkpoints of the folder while serving")
     options.add_model(made)
+    options.add_query(made)
     add("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="the address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=8000, metavar="N", help="the port (default 8000; 0 chooses a free one)")
@@ -57,6 +58,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line and serve."""
     arguments = vars(parser(prog).parse_args(argv))
     _check(arguments)
+    arguments["query"] = options.read_query(arguments["query"])
     host, port, _ = (arguments.pop(name) for name in ("host", "port", "debug"))
     with cli.importing(prog):
         from hostdev.serving.settings import Settings

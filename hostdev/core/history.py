@@ -151,9 +151,7 @@ class History:
                 known = min(self.steps + 1, len(recent))
                 recent[:known, -1] = self._frozen[self.steps - known + 1 : self.steps + 1, -1][::-1]
             product, shift = self._product[0], np.float32(not self.how.epsilon_hat)
-            self._clock = Clock(
-                np.int64(self.steps), product, self._inverse, recent, self._frozen, self._powers, shift
-            )
+            self._clock = Clock(np.int64(self.steps), product, self._inverse, recent, self._frozen, self._powers, shift)
         return self._clock
 
     def packed(self) -> str:

@@ -50,13 +50,14 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
             device=device,
             model=arguments.model,
             which=arguments.which,
+            query=arguments.query,
             _encodes=not arguments.data.is_dir(),
         )
     for warning in told:
         note(f"{prog}: {warning.message}")
     schema = predictor.data.schema
     kept = kept_columns(arguments.keep, schema)
-    work = _open_rows(arguments, predictor, kept)
+    work = _open_rows(arguments, predictor, kept, prog)
     chosen = f" ({predictor.why})" if predictor.why else ""
     print(f"model    {predictor.settings['model']} of {shown_place(predictor.path)}{chosen}", flush=True)
     unknown = None if arguments.data.is_dir() else UnknownValues(predictor.encoding)
@@ -130,9 +131,11 @@ class _Work(NamedTuple):
     parts: Iterator[Part]
 
 
-def _open_rows(arguments: argparse.Namespace, predictor: Predictor, kept: list[str]) -> _Work:
+def _open_rows(arguments: argparse.Namespace, predictor: Predictor, kept: list[str], prog: str) -> _Work:
     path: Path = arguments.data
     if path.is_dir():
+        if arguments.query is not None:
+            raise UserError(f"--query has no effect on {path}, a data set, which has ids only; give a file of raw rows")
         if kept:
             raise UserError(f"--keep has no effect on {path}, a data set, which has ids only; give a file of raw rows")
         split = arguments.split or "test"
@@ -155,5 +158,9 @@ def _open_rows(arguments: argparse.Namespace, predictor: Predictor, kept: list[s
     if arguments.split is not None:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave out --split")
     by = [] if arguments.by is None else [arguments.by]
-    source = rows_in(path, predictor.encoding, predictor.data.options, [*dict.fromkeys([*kept, *by])])
+    names = [*dict.fromkeys([*kept, *by])]
+    is_given = arguments.query is not None
+    source = rows_in(path, predictor.encoding, predictor.data.options, names, lambda: predictor.raw_query, raw=is_given)
+    if not source.computes and predictor.ambiguity is not None:
+        note(f"{prog}: warning: {predictor.ambiguity}")
     return _Work(source.total, "B", source.labelled, source.parts())

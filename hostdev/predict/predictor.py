@@ -4,10 +4,10 @@ import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from hostdev.checkpoint.current import open_table
 from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import rows_of
+from hostdev.data.preprocess.naming import listed
 from hostdev.data.targets import columns_of
 from hostdev.device import backend
 from hostdev.device.ops import get_ops
@@ -25,11 +26,14 @@ from hostdev.models import registry
 from hostdev.models.model import Model, Rows
 from hostdev.predict.following import SECONDS, FollowingPredictor, list_checkpoints, warn
 from hostdev.predict.opening import Opened, choose_model, open_checkpoint, reading
-from hostdev.predict.rows import as_batch, as_columns, as_mapping, get_column_names
+from hostdev.predict.rows import as_array, as_batch, as_columns, as_mapping, get_column_names
 from hostdev.predict.unknown import UnknownValues
 from hostdev.runtime.features import FeatureIds, read_ids
 from hostdev.runtime.spec import Feature
 from hostdev.stores.address import checkpoint_path
+
+if TYPE_CHECKING:
+    from hostdev.data.preprocess.query.raw_rows import RawPlan, RawQuery
 
 Probabilities = npt.NDArray[np.float32]
 _MOST_PLAIN = 1 << 16  # rows; for more, Arrow's way takes less memory
@@ -61,9 +65,12 @@ class Predictor:
         model: A model class or its name. Required if the run had a custom class: a checkpoint must not decide which
             module is imported.
         which: "best" or "newest", to override the default choice.
+        query: A SELECT that computes the columns of raw rows, which it reads as the table `rows`; by default, the query
+            that the data set was made by computes those that rows lack, if it is row by row (docs/guides/query.md).
 
     Raises:
-        UserError: The checkpoint is damaged, of a different model, or not written by `python -m hostdev.train`.
+        UserError: The checkpoint is damaged, of a different model, or not written by `python -m hostdev.train`; or
+            `query` is invalid.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Predictor:
         device: torch.device | str = "cpu",
         model: str | type[Any] | None = None,  # Any, as classes need not inherit from Model
         which: str | None = None,
+        query: str | None = None,
         _encodes: bool = True,  # whether raw rows will be given, not only batches of a data set
         _in_float32: bool = False,  # whether a model that was trained in bfloat16 computes in float32
     ) -> None:
@@ -85,9 +93,14 @@ class Predictor:
         dim = opened.settings["emb_dim"] or registry.default_dim(chosen)
         self.model: Model = registry.make(chosen, self.data.schema, dim, seed=opened.settings["seed"])
         self._use(opened)
+        self._given_query, self._is_warned = query, False
+        with reading(self.path):
+            self._has_query = query is not None or any("query" in one for one in self.data.sources)
         if _encodes:
             with reading(self.path):
                 self.encoding.prepare()
+        if query is not None:
+            _ = self.raw_query
         self._ops = get_ops(torch.device("cpu"))
 
     @classmethod
@@ -166,6 +179,43 @@ class Predictor:
     def _unknown(self) -> UnknownValues:
         return UnknownValues(self.encoding)  # this loads the vocabulary
 
+    @cached_property
+    def raw_query(self) -> "RawQuery | None":
+        """Computes the columns of raw rows; None if the data set was not made by a query, and no other is given."""
+        if not self._has_query:
+            return None
+        from hostdev.data.preprocess.query.raw_rows import RawQuery, find_source  # imports DuckDB
+
+        return RawQuery(self.encoding, find_source(self.data.sources), self._given_query)
+
+    def plan(self, names: Sequence[Any]) -> "RawPlan | None":
+        """Return how to compute the columns of rows that have the columns `names`, or None for rows that have all.
+
+        Raises:
+            UserError: A column is not there and cannot be computed.
+        """
+        if not self._has_query or (self._given_query is None and set(self.encoding.columns()) <= set(names)):
+            return None
+        assert self.raw_query is not None
+        return self.raw_query.plan(names)
+
+    @cached_property
+    def ambiguity(self) -> str | None:
+        """A line about columns that rows may have as raw values or as the query's results, or None."""
+        if self._given_query is not None or not self._has_query:
+            return None
+        try:
+            redefined = [] if self.raw_query is None else self.raw_query.redefined
+        except UserError:  # rows that have all columns do not need the query
+            return None
+        names = [name for name in self.encoding.columns() if name in redefined]
+        if not names:
+            return None
+        return (
+            f"the data set's query computes {listed(names)} from raw columns of the same name; rows that have all "
+            "columns are taken as computed; give the query with --query (query=) to compute raw ones"
+        )
+
     def _require_tables(self) -> None:
         """Raise UserError unless the tables have the model's shapes."""
         for name, spec in self.model.tables.items():
@@ -190,16 +240,21 @@ class Predictor:
         vocabulary; a warning names a column in which most values are unseen, unlike in training.
 
         Args:
-            rows: Columns by name, as in the data set: a dict of lists or arrays (or of single values for one row, where
-                a bag may have a list), a pandas DataFrame or Series (one row), or a pyarrow Table or RecordBatch. None
-                and NaN are missing values. Other columns, such as the label, are ignored.
+            rows: Columns by name, as in the data set, or as in the raw files that its query reads: a dict of lists or
+                arrays (or of single values for one row, where a bag may have a list), a pandas DataFrame or Series (one
+                row), or a pyarrow Table or RecordBatch. None and NaN are missing values. Other columns, such as the
+                label, are ignored.
 
         Raises:
             UserError: A column is missing or has a wrong type, or a value or a result is invalid.
         """
         rows = as_mapping(rows)
-        self.encoding.require(get_column_names(rows))
-        batch = self.encode(as_columns(rows, self.encoding) if isinstance(rows, Mapping) else rows)
+        names = get_column_names(rows)
+        plan = self.plan(names)
+        if plan is None:
+            self.encoding.require(names)
+            self._warn_of_ambiguity()
+        batch = self.encode(as_columns(rows, plan or self.encoding) if isinstance(rows, Mapping) else rows)
         self._unknown.count(batch)
         for line in self._unknown.lines():
             warnings.warn(line, stacklevel=2)
@@ -211,17 +266,30 @@ class Predictor:
         """Return rows as a batch with the data set's ids; its labels are NaN.
 
         Args:
-            rows: The required columns: a dict with a list or an array of one value per row for each, a pandas
-                DataFrame, or a pyarrow Table or RecordBatch.
+            rows: The required columns, or raw columns that a query computes them from: a dict with a list or an array
+                of one value per row for each, a pandas DataFrame, or a pyarrow Table or RecordBatch.
 
         Raises:
             UserError: A column has a wrong type, or a value is invalid.
         """
+        plan = self.plan(get_column_names(rows))
+        if plan is not None:
+            rows = plan.complete(rows, as_array)
+        return self.encode_columns(rows)
+
+    def encode_columns(self, rows: Any) -> Batch:
+        """Return the same as `encode` for rows that have all columns of the data set."""
         if isinstance(rows, Mapping) and all(type(some) is list and len(some) <= _MOST_PLAIN for some in rows.values()):
             batch = self.encoding.encode_few(rows)
             if batch is not None:
                 return batch
         return self.encoding.encode(as_batch(rows, self.encoding))
+
+    def _warn_of_ambiguity(self) -> None:
+        if self._has_query and not self._is_warned:
+            self._is_warned = True
+            if self.ambiguity is not None:
+                warnings.warn(self.ambiguity, stacklevel=3)
 
     def to_predictions(self, outputs: Probabilities) -> Probabilities:
         """Return probabilities for labels of 0 or 1, and the model's outputs for numeric labels."""

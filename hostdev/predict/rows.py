@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import counted
-from hostdev.data.preprocess.encoding import Encoding
 
 
 def as_mapping(rows: Any) -> Any:
@@ -17,7 +16,22 @@ def as_mapping(rows: Any) -> Any:
     return rows.to_dict() if _is_pandas(rows, "Series") else rows
 
 
-def as_columns(rows: Mapping[Any, Any], encoding: Encoding) -> dict[str, Any]:
+class Columns(Protocol):
+    """The columns that are read from rows: those of `Encoding`, or raw ones that a query needs."""
+
+    def columns(self) -> list[str]:
+        """Return the names of the columns."""
+
+    @property
+    def separators(self) -> Mapping[str, str | None]:
+        """By column with lists, the separator of the values in text."""
+
+    @property
+    def numeric_columns(self) -> set[str]:
+        """The columns that are used only as numbers."""
+
+
+def as_columns(rows: Mapping[Any, Any], encoding: Columns) -> dict[str, Any]:
     """Return the required columns, each with a value per row; single values mean one row.
 
     In the column of a bag, a list of single values is one row's bag if all columns that are not bags have single
@@ -25,7 +39,7 @@ def as_columns(rows: Mapping[Any, Any], encoding: Encoding) -> dict[str, Any]:
 
     Args:
         rows: Columns by name.
-        encoding: The encoding of the data set's rows.
+        encoding: Has the columns to read.
 
     Raises:
         UserError: Columns have different lengths, or it is ambiguous whether lists are one row or several.
@@ -72,7 +86,7 @@ def _is_one_row(rows: Mapping[Any, Any], separators: Mapping[str, str | None]) -
     return any(len(values) > 1 for values in lists.values())
 
 
-def as_batch(rows: Any, encoding: Encoding) -> pa.RecordBatch:
+def as_batch(rows: Any, encoding: Columns) -> pa.RecordBatch:
     """Return the required columns of a dict from `as_columns`, a pandas DataFrame, or a pyarrow Table or RecordBatch.
 
     Raises:
@@ -99,6 +113,15 @@ def get_column_names(rows: Any) -> Sequence[Any]:
     raise TypeError(
         f"rows must be a dict, a pandas DataFrame, or a pyarrow Table or RecordBatch, not a {type(rows).__name__}"
     )
+
+
+def as_array(name: str, values: Any) -> pa.Array:
+    """Return a column of any accepted type as an Arrow array; None and NaN in lists and frames become nulls.
+
+    Raises:
+        UserError: The column is not a valid Arrow array, or cannot be converted to one.
+    """
+    return _array(name, values, "values")
 
 
 def _array(name: str, values: Any, what: str) -> pa.Array:

@@ -171,9 +171,10 @@ class Service:
         for name in inference.outputs or ():
             if name not in model.labels:
                 raise bad(f"the model has no output {name!r}; its outputs are {', '.join(model.labels)}")
-        inputs = [one for one in inference.inputs if one.name in model.inputs or one.name not in model.labels]
-        given = columns.from_tensors(inputs, model.inputs)
-        return inference, given, self._limits.count_values(given, model.inputs)
+        tensors = [one for one in inference.inputs if one.name in model.inputs or one.name not in model.labels]
+        inputs = model.inputs_of([tensor.name for tensor in tensors])
+        given = columns.from_tensors(tensors, inputs)
+        return inference, given, self._limits.count_values(given, inputs)
 
     async def _predict(self, request: Request) -> Response:
         with self._bodies.holding() as body:
@@ -184,8 +185,9 @@ class Service:
         return await _beside(rows, partial(self._predicted, answer))
 
     def _parse_rows(self, content: bytes, structure: Structure | None) -> tuple[columns.Columns, int, int]:
-        inputs = self._model.inputs
         found = parse_json(content, structure=structure)
+        names = columns.names_in(found)
+        inputs = self._model.inputs if names is None else self._model.inputs_of(names)
         count, has_escapes = self._limits.count_values, b"\\u" in content
         given, rows = columns.from_rows(found, inputs, self._limits.most_rows, has_escapes=has_escapes, count=count)
         return given, rows, count(given, inputs)

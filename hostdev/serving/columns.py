@@ -4,9 +4,11 @@ Values reach the encoder with the types that they have in a request, so that it 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.naming import listed
@@ -14,6 +16,9 @@ from hostdev.predict.predictor import Predictor
 from hostdev.serving.json_input import PIECE_BYTES, parse_json, scan
 from hostdev.serving.refused import RefusedError, bad
 from hostdev.serving.tensors import BYTES, Tensor, is_unicode, shown
+
+if TYPE_CHECKING:
+    from hostdev.data.preprocess.query.raw_rows import RawPlan
 
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
@@ -67,6 +72,31 @@ def describe_inputs(predictor: Predictor) -> dict[str, Input]:
         else:
             found[name] = Input(name, "weights", BYTES, (-1,), separator)
     return found
+
+
+def describe_raw_inputs(plan: "RawPlan", inputs: Mapping[str, Input]) -> dict[str, Input]:
+    """Return the columns that are read from raw rows, by name; `inputs` are those of the data set."""
+    found = {}
+    for name, source in plan.taken.items():
+        found[source] = replace(inputs[name], name=source)
+    for name in plan.raw:
+        kind = plan.type_of(name)
+        if kind.is_list:
+            found[name] = Input(name, "bag", BYTES, (-1,))
+        else:
+            is_text = not (pa.types.is_integer(kind.kind) or pa.types.is_floating(kind.kind))
+            datatype = BYTES if is_text else "INT64" if pa.types.is_integer(kind.kind) else "FP64"
+            found[name] = Input(name, "id" if is_text else "number", datatype, (-1,))
+    return found
+
+
+def names_in(content: Any) -> list[str] | None:
+    """Return the names of the columns of a JSON document, or None if it has another form, or no rows."""
+    if not isinstance(content, dict):
+        return None
+    rows, columns = content.get("rows"), content.get("columns")
+    first = rows[0] if isinstance(rows, list) and rows else columns
+    return list(first) if isinstance(first, dict) else None
 
 
 def _is_integer(encoding: Encoding, space: str) -> bool:

@@ -2,9 +2,9 @@
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,15 @@ from hostdev.data.preprocess.encoding import rows_of
 from hostdev.data.targets import columns_of
 from hostdev.predict.predictor import Predictor
 from hostdev.predict.unknown import UnknownValues
-from hostdev.serving.columns import Columns, describe_inputs
-from hostdev.serving.together import encode_together
+from hostdev.serving.columns import Columns, Input, describe_inputs, describe_raw_inputs
+from hostdev.serving.refused import bad
+from hostdev.serving.together import complete_together, encode_together
+
+if TYPE_CHECKING:
+    from hostdev.data.preprocess.query.raw_rows import RawPlan
 
 Values = npt.NDArray[np.float32]
+_MOST_INPUTS = 64  # sets of columns of raw rows whose inputs are kept
 _WARM_UP_ROWS = (1, 600)  # few and many rows take different ways through the kernels
 
 
@@ -40,6 +45,9 @@ class ServedModel:
         self._note = note
         self._use(predictor)
         self.inputs = describe_inputs(predictor)
+        self._inputs_of: dict[RawPlan, dict[str, Input]] = {}
+        if predictor.ambiguity is not None:
+            note(f"warning: {predictor.ambiguity}")
         self.labels = predictor.data.schema.labels
         self._unknown = UnknownValues(predictor.encoding)
 
@@ -60,19 +68,40 @@ class ServedModel:
         name = str(self.predictor.settings["model"]).rpartition(":")[2]
         return re.sub(r"[^A-Za-z0-9._-]", "-", name) or "model"
 
+    def inputs_of(self, names: Collection[str]) -> dict[str, Input]:
+        """Return the columns that are read from a request with the columns `names`: the model's, or raw ones.
+
+        Raises:
+            RefusedError: A column is not there, and the query cannot compute it.
+        """
+        try:
+            plan = self.predictor.plan(list(names))
+        except UserError as error:
+            raise bad(str(error)) from None
+        if plan is None:
+            return self.inputs
+        if plan not in self._inputs_of:
+            if len(self._inputs_of) >= _MOST_INPUTS:
+                self._inputs_of.clear()
+            self._inputs_of[plan] = describe_raw_inputs(plan, self.inputs)
+        return self._inputs_of[plan]
+
     def encode(self, requests: Sequence[Columns]) -> "list[Batch | Exception]":
         """Return each request's columns as a batch, as `Predictor` encodes them, or the error that it raises."""
         found: list[Batch | Exception] = []
-        if len(requests) > 1 and (whole := encode_together(self.predictor.encoding, requests)) is not None:
+        completed = complete_together(self.predictor, requests)
+        right = [columns for columns in completed if not isinstance(columns, Exception)]
+        is_right = len(right) == len(completed) > 1
+        if is_right and (whole := encode_together(self.predictor.encoding, right)) is not None:
             start = 0
-            for columns in requests:
+            for columns in right:
                 stop = start + len(next(iter(columns.values())))
                 found.append(rows_of(whole, start, stop))
                 start = stop
         else:
-            for columns in requests:
+            for each in completed:
                 try:
-                    found.append(self.predictor.encode(columns))
+                    found.append(each if isinstance(each, Exception) else self.predictor.encode_columns(each))
                 except Exception as error:
                     found.append(error)
         for batch in found:

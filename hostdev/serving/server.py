@@ -88,7 +88,9 @@ class Serving:
         backend.make_deterministic(device)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            predictor = Predictor(settings.checkpoint, device=device, model=settings.model, which=settings.which)
+            predictor = Predictor(
+                settings.checkpoint, device=device, model=settings.model, which=settings.which, query=settings.query
+            )
         for warning in told:
             self._note(str(warning.message))
         model = ServedModel(predictor, self._note)

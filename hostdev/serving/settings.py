@@ -22,6 +22,7 @@ class Settings:
     which: str | None = None
     follow: bool = False
     model: str | None = None
+    query: str | None = None  # the statement
     device: str = "cpu"
     model_name: str | None = None
     max_batch: int | None = None

@@ -3,10 +3,13 @@
 import json
 import re
 from collections import Counter, defaultdict
+from datetime import datetime
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from hostdev.core.errors import UserError
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.source import QueryRows
 from tests.conftest import ROOT
@@ -113,3 +116,133 @@ def test_splits(run, log):
     assert Counter(row["user"] for row in last) == Counter({row["user"] for row in log[1]})
     newest = {user: max(row["time"] for row in log[1] if row["user"] == user) for user in by_user}
     assert all(row["time"] == newest[row["user"]] for row in last)
+
+
+def draw_log(rng, n=400):
+    """Return rows with missing users, items, times, labels and prices, and many equal times."""
+
+    def some(value):
+        return None if rng.random() < 0.1 else value
+
+    return [
+        {
+            "user": some(f"u{rng.integers(6)}"), "item": some(int(rng.integers(15))),
+            "time": some(int(rng.integers(12)) * 3600), "label": some(int(rng.integers(2))),
+            "price": some(round(float(rng.random()), 2)),
+        }
+        for _ in range(n)
+    ]  # fmt: skip
+
+
+def find_history(rows, row, n, *, is_missing=lambda time: time is None):
+    """Return the last `n` items of the row's user before its time; missing items are last of those of one time."""
+    if is_missing(row["time"]):
+        return []
+    events = [one for one in rows if one["user"] == row["user"] and not is_missing(one["time"])]
+    before = [one for one in events if one["time"] < row["time"]]
+    ordered = sorted(before, key=lambda one: (one["time"], one["item"] is None, one["item"] or 0))
+    return [one["item"] for one in ordered][-n:] if n else []
+
+
+def as_texts(rows):
+    return sorted(json.dumps(row, sort_keys=True, default=str) for row in rows)
+
+
+@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def run_missing(request, tmp_path, monkeypatch):
+    """Run a recipe on a log with missing values; return its rows and the log's."""
+    rows = draw_log(np.random.default_rng(request.param))
+    names = list(rows[0])
+    lines = [",".join("" if row[name] is None else str(row[name]) for name in names) for row in rows]
+    (tmp_path / "log.csv").write_text("\n".join([",".join(names), *lines]) + "\n")
+    monkeypatch.chdir(tmp_path)
+
+    def found(title, number=0):
+        opened = QueryRows(SECTIONS[title][number], Engine(2, 256 << 20, tmp_path / "spill"), 2)
+        return rows_of(opened).to_pylist(), rows
+
+    return found
+
+
+def test_histories_with_missing_values(run_missing):
+    found, rows = run_missing("A user's history before each event")
+    expected = [
+        {name: row[name] for name in ("user", "item", "time", "label")} | {"history": find_history(rows, row, 20)}
+        for row in rows
+    ]
+    assert as_texts(found) == as_texts(expected)
+
+
+@pytest.mark.parametrize(
+    ("title", "number"),
+    [("Negatives for a log of positives", 0), ("Negatives for a log of positives", 1), ("Negatives with histories", 0)],
+)
+def test_negatives_with_missing_values(run_missing, title, number):
+    found, rows = run_missing(title, number)
+    had = {(row["user"], row["item"]) for row in rows}
+    names = [name for name in found[0] if name != "label"]
+    events = [{**row, "history": find_history(rows, row, 20)} for row in rows]
+    events = [{name: row[name] for name in names} for row in events]
+    positives = [row for row in found if row["label"] == 1]
+    assert as_texts(positives) == as_texts([{**event, "label": 1} for event in events])
+    negatives = [row for row in found if row["label"] == 0]
+    assert len(negatives) > 20
+    assert not had & {(row["user"], row["item"]) for row in negatives}
+    assert None not in {row["item"] for row in negatives}
+    of_events = set(as_texts({name: value for name, value in event.items() if name != "item"} for event in events))
+    of_negatives = as_texts({k: v for k, v in row.items() if k not in ("item", "label")} for row in negatives)
+    assert set(of_negatives) <= of_events
+
+
+def test_counts_and_buckets_with_missing_values(run_missing):
+    found, rows = run_missing("How often an item was chosen before")
+    expected = []
+    for row in rows:
+        before = [
+            one
+            for one in rows
+            if one["item"] == row["item"] and None not in (one["time"], row["time"]) and one["time"] < row["time"]
+        ]
+        chosen = sum(one["label"] or 0 for one in before)
+        expected.append({k: v for k, v in row.items() if k != "price"} | {"shown": len(before), "chosen": chosen})
+    assert as_texts({**row, "chosen": int(row["chosen"])} for row in found) == as_texts(expected)
+    found, rows = run_missing("Buckets of equal size")
+    assert sum(row["price_bucket"] is None for row in found) == sum(row["price"] is None for row in rows)
+    found, rows = run_missing("Two columns as one")
+    pairs = {(row["item"], None if row["time"] is None else row["time"] // 3600) for row in rows}
+    assert len({row["item_hour"] for row in found}) == len(pairs)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 1001])
+@pytest.mark.parametrize("kind", ["infinite", "text", "timestamps"])
+def test_last_items_equals_a_simple_program(tmp_path, kind, n):
+    rows = draw_log(np.random.default_rng(n))
+    special = {0: float("inf"), 3600: float("-inf"), 7200: float("nan")}
+    if kind == "infinite":
+        rows = [{**row, "time": None if row["time"] is None else special.get(row["time"], row["time"])} for row in rows]
+    elif kind == "text":
+        rows = [{**row, "time": None if row["time"] is None else f"{row['time']:06}"} for row in rows]
+    else:
+        rows = [{**row, "time": None if row["time"] is None else datetime.fromtimestamp(row["time"])} for row in rows]
+    table = pa.Table.from_pylist([{**row, "place": i} for i, row in enumerate(rows)])
+    engine = Engine(2, 256 << 20, tmp_path, {"log": table})
+    found = engine.rows(f"SELECT place, last_items(item, user, time, {n}) FROM log ORDER BY place")
+    expected = [find_history(rows, row, n, is_missing=lambda time: time is None or time != time) for row in rows]
+    assert [items for _, items in found] == expected
+
+
+def test_many_equal_times(tmp_path):
+    """A list for each of them would take minutes, and gigabytes."""
+    sql = "SELECT i, last_items(i, i % 2, i // 20000, 5) AS history FROM range(60000) AS r(i)"
+    found = dict(Engine(2, 512 << 20, tmp_path).rows(f"FROM ({sql}) WHERE i IN (39999, 40000, 40001)"))
+    assert found == {
+        39999: [19991, 19993, 19995, 19997, 19999],
+        40000: [39990, 39992, 39994, 39996, 39998],
+        40001: [39991, 39993, 39995, 39997, 39999],
+    }
+
+
+def test_the_number_of_last_items_is_a_constant(tmp_path):
+    sql = "SELECT last_items(i, u, t, i) FROM (SELECT 1 AS i, 2 AS u, 3 AS t)"
+    with pytest.raises(UserError, match="last_items"):
+        QueryRows(sql, Engine(1, 256 << 20, tmp_path), 1)

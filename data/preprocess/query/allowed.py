@@ -71,6 +71,9 @@ _WINDOWS = _words(
     """
 )
 
+WINDOWS = frozenset(["last_items"])
+"""Window functions that hostdev adds to DuckDB."""
+
 _OPERATORS = _words(
     """
     != !__postfix !~~ !~~* % & && * ** + - ->> / // < <-> << <= <=> <@ = > >= >> @ @> ^ ^@ | || ~ ~~ ~~* ~~~
@@ -207,6 +210,8 @@ def check(statement: Statement, engine: Engine) -> None:
                 "query, because nothing says that it has the same value in each run and changes nothing; compute the "
                 "column with other functions, or before, in a file"
             )
+        elif name in WINDOWS and any(one.get("class") == "COLUMN_REF" for one in walk(node["arguments"][3:])):
+            raise UserError(f"{statement.where(node)}: {name}() takes the number of items as a constant")
         elif name in _BY_NAME and not _names_an_aggregate(node):
             raise UserError(f"{statement.where(node)}: {name}() needs the name of an aggregate as text, such as 'sum'")
 

@@ -28,6 +28,8 @@ def _checked_time(function: str, kind: str, unit: str, per_second: int, instead:
     """
 
 
+# last_items: max(x, n) merges rows of equal times in logarithmic time, where a list would copy all of them for
+# each row. It allocates n values at once, so that histories of more than 1,000 items are cut from a list.
 MACROS = (
     """
     CREATE MACRO draw(value, seed) AS
@@ -35,14 +37,27 @@ MACROS = (
     """,
     """
     CREATE MACRO last_items(item, who, moment, n) AS
-        coalesce(
-            [one.item FOR one IN list_sort(
-                list({moment: moment, item: item}) OVER (
-                    PARTITION BY who ORDER BY moment GROUPS BETWEEN n PRECEDING AND 1 PRECEDING
-                )
-            )[-n:]],
-            []
-        )
+        CASE
+            WHEN moment IS NULL OR (typeof(moment) IN ('DOUBLE', 'FLOAT') AND moment::VARCHAR = 'nan') THEN []
+            WHEN n <= 1000 THEN coalesce(
+                [one.item FOR one IN list_reverse(
+                    max({moment: moment, item: item}, least(greatest(n, 1), 1000)::BIGINT) OVER (
+                        PARTITION BY who ORDER BY moment NULLS LAST
+                        GROUPS BETWEEN (CASE WHEN n <= 1000 THEN n ELSE 0 END) PRECEDING AND 1 PRECEDING
+                    )
+                )],
+                []
+            )
+            ELSE coalesce(
+                [one.item FOR one IN list_sort(
+                    list({moment: moment, item: item}) OVER (
+                        PARTITION BY who ORDER BY moment NULLS LAST
+                        GROUPS BETWEEN (CASE WHEN n <= 1000 THEN 0 ELSE n END) PRECEDING AND 1 PRECEDING
+                    )
+                )[-n:]],
+                []
+            )
+        END
     """,
     _checked_time(
         "to_timestamp", "DOUBLE", "seconds", 1, "for milliseconds, write epoch_ms(x), or to_timestamp(x / 1000)"
@@ -124,6 +139,12 @@ class Engine:
         with in_one_line():
             found: list[tuple[Any, ...]] = self.connection.execute(sql, list(parameters)).fetchall()
             return found
+
+    @property
+    def aggregates(self) -> frozenset[str]:
+        """The names of all aggregate functions, in lower case."""
+        sql = "SELECT DISTINCT lower(function_name) FROM duckdb_functions() WHERE function_type = 'aggregate'"
+        return frozenset(name for (name,) in self.rows(sql))
 
     def schema(self, sql: str) -> pa.Schema:
         """Return the schema of a query's result."""

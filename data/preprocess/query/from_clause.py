@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hostdev.data.preprocess.query.allowed import READERS
 from hostdev.data.preprocess.query.engine import Engine
-from hostdev.data.preprocess.query.spelling import quoted
+from hostdev.data.preprocess.query.settle import implicit_name
+from hostdev.data.preprocess.query.spelling import identifier, quoted
 from hostdev.data.preprocess.query.statement import Node, parse, table_name, to_sql, walk
 
 
@@ -78,6 +80,16 @@ def shown_files(node: Node) -> str:
     """Return the first argument of a function that reads files, as a query has it."""
     texts = [one["literal"]["text"] for one in walk(node["function"]["arguments"][0]) if one.get("class") == "CONSTANT"]
     return quoted(texts[0]) if len(texts) == 1 else "[...]"
+
+
+def replace_table(node: Node, name: str, connection: Any) -> None:
+    """Replace an element of a FROM clause with the table `name`, under the name that the query has for it."""
+    is_table = node["type"] == "BASE_TABLE"
+    own = implicit_name(table_name(node)) if is_table else node["function"]["function_name"]
+    kept = {"alias": node["alias"] or own, "column_name_alias": node.get("column_name_alias", [])}
+    node.clear()
+    node.update(parse(connection, f"SELECT * FROM {identifier(name)}").select["from_table"])
+    node.update(kept)
 
 
 def described(engine: Engine, node: Node) -> dict[str, str]:

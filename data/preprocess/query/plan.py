@@ -17,9 +17,8 @@ from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 from hostdev.data.preprocess.query.allowed import CHANGING, SUMMING, changing, shown
 from hostdev.data.preprocess.query.engine import CLOSED, MACROS, Engine, in_one_line
-from hostdev.data.preprocess.query.from_clause import is_given, readers, select_all
+from hostdev.data.preprocess.query.from_clause import described, is_given, readers, replace_table
 from hostdev.data.preprocess.query.readers import Text
-from hostdev.data.preprocess.query.settle import implicit_name
 from hostdev.data.preprocess.query.spelling import PLAIN, SPELLINGS, TAGS, X, identifier
 from hostdev.data.preprocess.query.statement import Node, Statement, parse, table_name, to_sql, walk
 
@@ -207,16 +206,10 @@ class Planner:
             self.rows("ROLLBACK")
 
     def _stand_in(self, node: Node, name: str, engine: Engine) -> None:
-        columns = engine.rows(f"DESCRIBE {select_all(engine, node)}")
-        shown = ", ".join(f"{identifier(column)} {kind}" for column, kind, *_ in columns)
+        shown = ", ".join(f"{identifier(column)} {kind}" for column, kind in described(engine, node).items())
         self.rows(f"CREATE TABLE {identifier(name)} ({shown})")
         self.tables.setdefault(node["query_location"], []).append(name)
-        is_table = node["type"] == "BASE_TABLE"
-        own = implicit_name(table_name(node)) if is_table else node["function"]["function_name"]
-        kept = {"alias": node["alias"] or own, "column_name_alias": node.get("column_name_alias", [])}
-        node.clear()
-        node.update(parse(self._connection, f"SELECT * FROM {identifier(name)}").select["from_table"])
-        node.update(kept)
+        replace_table(node, name, self._connection)
 
 
 class Kept(NamedTuple):

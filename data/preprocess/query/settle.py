@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from hostdev.core.errors import UserError
-from hostdev.data.preprocess.query.allowed import AGGREGATES, APPROXIMATE, PICKING, SUMMING
+from hostdev.data.preprocess.query.allowed import AGGREGATES, APPROXIMATE, PICKING, SUMMING, WINDOWS
 from hostdev.data.preprocess.query.statement import (
     Node,
     Statement,
@@ -26,9 +26,6 @@ from hostdev.data.preprocess.query.statement import (
     unpacked,
     walk,
 )
-
-WINDOWS = frozenset(["last_items"])
-"""Window functions that hostdev adds to DuckDB."""
 
 _NUMBERING = frozenset(
     ("row_number", "ntile", "lag", "lead", "first_value", "last_value", "nth_value", "first", "last", "fill")

@@ -1,5 +1,6 @@
 """Rows selected by a query, as a table without a file."""
 
+import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from hostdev.core.progress import bar, note
 from hostdev.data.preprocess.files import Chunk, Part, split_batch
 from hostdev.data.preprocess.query import NAME, allowed, plan, readers, settle
 from hostdev.data.preprocess.query.engine import Engine
+from hostdev.data.preprocess.query.raw_files import describe_tables
 from hostdev.data.preprocess.query.spelling import identifier
 from hostdev.data.preprocess.query.statement import Node, Statement, parse, to_sql
 
@@ -30,19 +32,20 @@ class QueryInput:
 
     Args:
         patterns: Names and patterns of the files that the query reads, or None if it also has other inputs.
+        raw: Description of the columns of its tables.
     """
 
     name, plain, size, path = NAME, False, 0, Path("-")
 
-    def __init__(self, sql: str, patterns: Sequence[str] | None, engine: Engine) -> None:
-        self._sql, self._engine = sql, engine
+    def __init__(self, sql: str, patterns: Sequence[str] | None, engine: Engine, raw: Mapping[str, Any]) -> None:
+        self._sql, self._engine, self._raw = sql, engine, raw
         self._patterns = patterns
         self._seen = self._files()
 
     def describe(self) -> dict[str, Any]:
-        """Return the query, its engine, and the files that it reads."""
+        """Return the query, its engine, the files that it reads, and their columns."""
         files = [] if self._seen is None else [{"file": name, "bytes": size} for name, size, _ in self._seen]
-        return {"query": self._sql, "engine": f"DuckDB {duckdb.__version__}", "files": files}
+        return {"query": self._sql, "engine": f"DuckDB {duckdb.__version__}", "files": files, **self._raw}
 
     def stamp(self) -> list[Any] | None:
         """Return the query, DuckDB's version, and each file's path, size and time; None if the files are unknown."""
@@ -89,6 +92,7 @@ class QueryRows:
         has_tables = plan.reads_tables(statement, engine)
         self._first_file = plan.first_file(statement)
         self._noted = False
+        before = copy.deepcopy(statement.tree)
         texts, mixed = readers.complete(statement.tree, engine)
         planner = plan.Planner(statement.tree, engine) if mixed else None
         for one in mixed:
@@ -100,7 +104,8 @@ class QueryRows:
         self._sql = self._with_texts(found.tree, texts)
         self._schema = engine.schema(self._sql)
         self.names = tuple(self._schema.names)
-        self.input: Any = QueryInput(sql.strip(), None if has_tables else patterns, engine)
+        raw = describe_tables(before, statement.tree, engine)
+        self.input: Any = QueryInput(sql.strip(), None if has_tables else patterns, engine, raw)
         self.order, self.doubts = found.order, found.doubts + plan.float_sums(found.tree, engine)
         engine.lock(1 if self.doubts else threads, spills=not found.ties)
 
