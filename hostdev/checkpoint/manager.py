@@ -12,7 +12,7 @@ from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.items import Item, Located, describe_table
 from hostdev.checkpoint.keyed import OtherKeys, is_by_key, make_state
 from hostdev.checkpoint.locating import can_locate, describe_segments, find_held
-from hostdev.checkpoint.manifest import Table
+from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import FILE_BYTES
 from hostdev.checkpoint.uploads import Uploads
 from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content
@@ -48,6 +48,7 @@ class CheckpointManager:
         self.uploads: Uploads | None = None  # if the folder is that of a store's copies, once it is locked
         self._lock = ExitStack()
         self._locked: IO[Any] | None = None
+        self.found_damage = False  # the last checkpoint was not saved since it would build on a damaged one
         self.most_copied = 0  # peak bytes of copied rows
         self.copying_seconds = 0.0  # training time spent copying rows
 
@@ -151,6 +152,9 @@ class CheckpointManager:
                 written = sum(item.source.count * _row_bytes(item.table) for item in items if item.located is None)
                 self._increments = 0 if parent is None else self._increments + written
                 self.last = writer.checkpoint
+            self.found_damage = isinstance(writer.error, BrokenCheckpointError)
+            if self.found_damage:
+                self.last = None
 
         try:
             for number, table in enumerate(tables):

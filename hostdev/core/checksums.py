@@ -50,6 +50,15 @@ def json_checksum(content: dict[str, Any]) -> str:
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def is_whole_json(text: bytes) -> bool:
+    """Return whether a text is a JSON object whose field `sha256`, if it has one, is the checksum of all others."""
+    try:
+        content = json.loads(text)
+        return "sha256" not in content or content.pop("sha256") == json_checksum(content)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return False
+
+
 class HashedFile:
     """A new file that is written sequentially and hashed as it is written."""
 
