@@ -428,7 +428,7 @@ def _join_md5s(parts: Iterable[bytes]) -> str:
 
 def _get_md5s(path: Path, part: int) -> list[bytes]:
     """Return the MD5s of a file's parts; of an empty file, that of no bytes."""
-    found = []
+    found: list[bytes] = []
     with path.open("rb") as file:
         while True:
             digest, left = md5(usedforsecurity=False), part
