@@ -84,7 +84,9 @@ def refresh(folder: Path, address: str) -> None:
         UserError: The store cannot be read, or the folder cannot be written.
     """
     files = RemoteFiles(address)
-    content = files.store.read_manifest(FILE_NAME) or files.store.read(FILE_NAME)  # which says what is missing
+    content = files.store.read_manifest(FILE_NAME, without=True)
+    if content is None:
+        content = files.store.read(FILE_NAME)  # says that it is missing
     try:
         _place_vocabulary(files, content, folder)
         _write(folder / FILE_NAME, content)

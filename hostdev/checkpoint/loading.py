@@ -53,7 +53,7 @@ def verify_segments(chain: Chain) -> None:
 def verify_some(chain: Chain) -> None:
     """Verify what the last checkpoint of a chain, which is new, has from earlier ones: its segments, and its parents.
 
-    If these are more than `SOME_BYTES`, so many are read, and the next checkpoint's turn begins where they end.
+    If these are more than `SOME_BYTES`, so many are read, and at the next checkpoint the next ones.
 
     Raises:
         BrokenCheckpointError: A file is damaged.
@@ -64,13 +64,12 @@ def verify_some(chain: Chain) -> None:
         for file in checkpoint.manifest.files
         if checkpoint is not chain[-1] or isinstance(file, SegmentEntry)
     ]
-    total = sum(file.bytes for _, file in files)
-    turn = chain[-1].manifest.serial * SOME_BYTES % max(1, total)
-    begin = 0
+    turns = -(-sum(file.bytes for _, file in files) // SOME_BYTES)
+    first = chain[-1].manifest.serial % max(1, turns) * SOME_BYTES
+    end = 0
     for checkpoint, file in files:
-        first, last = (begin - turn) % total, (begin + file.bytes - 1 - turn) % total
-        begin += file.bytes
-        if total <= SOME_BYTES or first < SOME_BYTES or last < first:
+        begin, end = end, end + file.bytes
+        if begin < first + SOME_BYTES and first < end:
             check_entry(checkpoint.path, file, checkpoint.manifest.segment_states)
 
 

@@ -17,6 +17,7 @@ from hostdev.checkpoint.files import check_entry
 from hostdev.checkpoint.folder import FOLDER
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest
 from hostdev.core import locks
+from hostdev.core.checksums import is_whole_json
 from hostdev.core.errors import HostdevError, UserError, in_words, raise_if_transient
 from hostdev.core.names import inside
 from hostdev.core.progress import bar, note
@@ -167,6 +168,8 @@ def _drop_others(store: Store, root: Path, contents: dict[str, bytes]) -> None:
             contents = {**{name: b"" for name in folder.names_in(root) if name not in contents}, **contents}
     for name in folder.names_in(root):
         path, content = root / name, contents.get(name)
+        if content and not is_whole_json(content) and (path / IN_STORE).exists():
+            continue  # the store's is damaged
         with contextlib.suppress(OSError):
             if content == b"" or (path / FILE_NAME).read_bytes() == content:
                 if content:

@@ -310,7 +310,7 @@ class AsyncWriter:
         try:
             verify_some([*parents, Checkpoint(partial, content)])
         except BrokenCheckpointError as error:
-            raise BrokenCheckpointError(f"{error}, and the new one would build on it; the next one is full") from None
+            raise BrokenCheckpointError(f"{error}; the new checkpoint would build on it") from None
         return content
 
     def _prefix(self, number: int) -> str:

@@ -50,11 +50,14 @@ def json_checksum(content: dict[str, Any]) -> str:
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def is_whole_json(text: bytes) -> bool:
-    """Return whether a text is a JSON object whose field `sha256`, if it has one, is the checksum of all others."""
+def is_whole_json(text: bytes, *, without: bool = False) -> bool:
+    """Return whether a text is a JSON object whose field `sha256` is the checksum of all others.
+
+    With `without`, an object without this field is whole, too.
+    """
     try:
         content = json.loads(text)
-        return "sha256" not in content or content.pop("sha256") == json_checksum(content)
+        return bool(content.pop("sha256", None if without else "") in (None, json_checksum(content)))
     except (ValueError, TypeError, AttributeError, RecursionError):
         return False
 

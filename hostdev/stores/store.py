@@ -141,8 +141,8 @@ class Store:
 
         return self._patiently(name, get, None)
 
-    def read_manifest(self, name: str) -> bytes | None:
-        """Return a file with a checksum of its own (`is_whole_json`), or None if there is no such file.
+    def read_manifest(self, name: str, *, without: bool = False) -> bytes | None:
+        """Return a file with a checksum of its own (see `is_whole_json`), or None if there is no such file.
 
         What has a wrong one is asked for again, as in `fetch_intact`.
         """
@@ -150,7 +150,7 @@ class Store:
         patience = _Patience(f"{self.shown}/{name}")
         while True:
             content = self.read_if_there(name)
-            if content is None or is_whole_json(content):
+            if content is None or is_whole_json(content, without=without):
                 return content
             came[content] += 1
             if came[content] == _SAME:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import compact, deliver, export, folder
+from hostdev.checkpoint import compact, deliver, export, folder, loading
 from hostdev.checkpoint.loading import find_newest_valid, verify
 from hostdev.core.errors import HostdevError
 from hostdev.kernels import disk_records
@@ -226,6 +226,25 @@ def test_no_damage_is_published(kind, seed, tmp_path, monkeypatch):
     disk = bool(random.integers(2))
     outcome = KINDS[kind](disk, random, tmp_path, monkeypatch)
     print(f"flip {seed}: {kind}{' (disk)' if disk else ''}: {outcome}")
+
+
+def test_files_are_read_in_turn(monkeypatch, tmp_path):
+    """Where a checkpoint builds on more than it reads again, the next ones read the rest."""
+    run, read, real = Run(tmp_path, tmp_path / "run", disk=False), set(), loading.check_entry
+    with run.runtime:
+        for _ in range(3):
+            run.save()
+        names = {each for each in files_in(tmp_path / "run") if each.name != "checkpoint.json"}
+        size = sum(each.stat().st_size for each in names)
+        monkeypatch.setattr(loading, "SOME_BYTES", size // 3)
+        monkeypatch.setattr(
+            loading, "check_entry", lambda root, *rest: read.add(root / rest[0].file) or real(root, *rest)
+        )
+        for number in range(6):
+            before = len(read)
+            run.save(keep=9)
+            assert number or len(read) - before < len(names)
+    assert names <= read
 
 
 def kill_at_random(place, target, seconds, environment):

@@ -317,6 +317,24 @@ def test_damage_in_the_store_is_replaced_by_the_run(monkeypatch, tmp_path, capfd
     np.testing.assert_array_equal(model["items"].lookup(np.arange(1000)), expected)
 
 
+def test_a_damaged_manifest_in_the_store_costs_no_checkpoint(monkeypatch, tmp_path):
+    with make() as runtime:
+        step(runtime, 0)
+        runtime.save(ADDRESS)
+    files, name = fsspec.filesystem("memory"), "/saved/run/step-0000000001/checkpoint.json"
+    files.pipe_file(name, files.cat_file(name).replace(b'"sha256"', b'"sha356"'))
+    with make() as runtime:
+        runtime.load(ADDRESS)
+        step(runtime, 1)
+        runtime.save(ADDRESS)
+        expected = rows(runtime)
+    assert names() == ["step-0000000001", "step-0000000002"]
+    other_machine(monkeypatch, tmp_path)
+    for number in (1, 2):
+        model = hostdev.open(f"{ADDRESS}/step-{number:010d}", verify=True)
+    np.testing.assert_array_equal(model["items"].lookup(np.arange(1000)), expected)
+
+
 def test_a_damaged_copy_is_fetched_again(capfd):
     with make() as runtime:
         for number in range(2):
