@@ -202,7 +202,8 @@ class Uploads:
         """Compare the files of the store's checkpoints with those here, and replace damaged ones.
 
         Raises:
-            BrokenCheckpointError: A file of a checkpoint that new ones build on is damaged both here and in the store.
+            BrokenCheckpointError: A file of a checkpoint that new ones build on is damaged here, and cannot be compared.
+            StoreError: The store has other files since another process writes there, or cannot be reached.
         """
         there = self.store.list_about()
         self._compared = {name: about for name, about in self._compared.items() if name.partition("/")[0] in names}
@@ -221,6 +222,7 @@ class Uploads:
                     note(f"warning: {error}; it cannot be compared with the one in {self.store.shown}")
                     return
                 if (same := self.store.compare(target, source)) is None:
+                    self._require_alone()  # else it may be another's
                     note(f"{self.store.shown}/{target} is damaged; it is replaced from {source}")
                     same = self.store.put(source, target)
                 self._compared[target] = same
