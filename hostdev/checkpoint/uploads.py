@@ -202,7 +202,7 @@ class Uploads:
         """Compare the files of the store's checkpoints with those here, and replace damaged ones.
 
         Raises:
-            BrokenCheckpointError: A file of a checkpoint that new ones build on is damaged here, and cannot be compared.
+            BrokenCheckpointError: A file that new checkpoints build on is damaged here, and cannot be compared.
             StoreError: The store has other files since another process writes there, or cannot be reached.
         """
         there = self.store.list_about()

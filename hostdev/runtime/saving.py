@@ -94,11 +94,10 @@ class RuntimeCheckpoints:
             return manager.save(self._runtime.tables.values(), self._runtime.pipeline.steps, content)
 
         writer = begin()
-        if wait:
-            writer.join()
-            if manager.found_damage and self._runtime.ranks is None and writer.error is not None:
+        if wait and manager.must_repeat():
+            if writer.error is not None:
                 warnings.warn(in_words(writer.error), stacklevel=3)
-                writer = begin()
+            writer = begin()
         _unreported.add(writer)
         if wait:
             writer.wait()

@@ -436,11 +436,7 @@ class CheckpointSchedule:
             due = self._ranks.control.share(due)[0]
         if due:
             self.save(step, state_sha256)
-            self.manager.join()
-            again = self.manager.found_damage
-            if self._ranks is not None:
-                again = self._ranks.control.share(again)[0]
-            if again:
+            if self.manager.must_repeat():
                 self.save(step, state_sha256)
         else:
             self.saved_step, self._failing = step, None
@@ -493,12 +489,11 @@ class CheckpointSchedule:
 
     def summary(self) -> dict[str, Any]:
         """Return the entry on checkpoints for summary.json."""
-        uploads = self.manager.uploads
         return {
             "path": shown_place(self.manager.path),
             "saved": self._count,
             "failed": self._failed,
-            **({"uploaded": uploads.count, "failed_uploads": uploads.failures} if uploads is not None else {}),
+            **self.manager.upload_counts(),
             "last_step": self.saved_step,
             **({"best_step": self.manager.best_steps[0]} if self.manager.best_steps else {}),
             "stall_us": round((self._stalled + self.manager.copying_seconds) * 1e6),
