@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 from hostdev.core import json_files
+from hostdev.core.checksums import checksum
 from hostdev.core.disk import replacing
 from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.memory import format_bytes
@@ -48,6 +49,9 @@ class RemoteFiles:
     def _link_or_copy(self, name: str, sha256: str, part: Path) -> None:
         for attempt in range(_ATTEMPTS):
             copy = self.fetch(name, sha256)
+            if not _has_checksum(copy, sha256):  # its name does not prove it
+                self.kept.discard(sha256)
+                continue
             try:
                 os.link(copy, part)  # it stays when the copy makes room for others
             except OSError:  # other processes have made room, or there are no links
@@ -55,6 +59,10 @@ class RemoteFiles:
                     continue
                 shutil.copyfile(copy, part)
             return
+        raise UserError(
+            f"{self.store.shown}/{name}: the copy in {self.kept.folder} was damaged or removed {_ATTEMPTS} times; "
+            "check the disk, or set HOSTDEV_STORE_CACHE to a folder with more space"
+        )
 
     def fetch(self, name: str, sha256: str, stop: threading.Event | None = None) -> Path:
         """Return the path of a copy of a file; see `KeptFiles.get`."""
@@ -76,7 +84,9 @@ def refresh(folder: Path, address: str) -> None:
         UserError: The store cannot be read, or the folder cannot be written.
     """
     files = RemoteFiles(address)
-    content = files.store.read(FILE_NAME)
+    content = files.store.read_manifest(FILE_NAME, without=True)
+    if content is None:
+        content = files.store.read(FILE_NAME)  # says that it is missing
     try:
         _place_vocabulary(files, content, folder)
         _write(folder / FILE_NAME, content)
@@ -98,20 +108,22 @@ def pin(root: Path) -> Path:
 
 
 def _place_vocabulary(files: RemoteFiles, content: bytes, folder: Path) -> None:
-    """Copy the vocabulary that a manifest names, unless it is there; a file beside it has its SHA-256."""
+    """Copy the vocabulary that a manifest names, unless it is there."""
     try:
         found = json_files.loads(content)
         name, sha256 = found["vocabulary"], found.get("vocabulary_sha256")
         inside(folder, name)
     except (ValueError, TypeError, KeyError, AttributeError):
         return  # whoever reads the manifest says what is wrong
-    noted = folder / f"{name}.sha256"
-    with contextlib.suppress(OSError):
-        if sha256 is not None and (folder / name).is_file() and noted.read_text() == sha256:
-            return
-    files.fetch_to(name, sha256, folder / name)
-    if sha256 is not None:
-        _write(noted, sha256.encode())
+    if sha256 is None or not _has_checksum(folder / name, sha256):
+        files.fetch_to(name, sha256, folder / name)
+
+
+def _has_checksum(path: Path, sha256: str) -> bool:
+    try:
+        return checksum(path) == sha256
+    except OSError:
+        return False
 
 
 def _write(path: Path, content: bytes) -> None:

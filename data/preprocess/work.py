@@ -112,7 +112,10 @@ class Work:
                 sent.write(f"{line_of(name)}\n")
                 sent.flush()
 
-            new = [name for name in files_of(self.result) if name == _MANIFEST or line_of(name) not in lines]
+            def is_there(name: str) -> bool:
+                return line_of(name) in lines and store.compare(name, self.result / name) is not None
+
+            new = [name for name in files_of(self.result) if name == _MANIFEST or not is_there(name)]
             put_all(store, self.result, new, _MANIFEST, note_sent)
         shutil.rmtree(self.result)
         self._is_sent = True

@@ -1,11 +1,12 @@
 """The commands `checkpoint info|verify|...`; another module has parsed their flags."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from hostdev.checkpoint import compact, deliver, diff, export, folder, reshard
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.loading import damaged, find_newest_valid
+from hostdev.checkpoint.loading import damaged, find_newest_valid, verify
 from hostdev.checkpoint.manifest import FILE_NAME, VERSION, BrokenCheckpointError
 from hostdev.checkpoint.state import read_dense_tensors, state_digest
 from hostdev.core import cli
@@ -146,7 +147,7 @@ def _compact(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"compact changes a folder of this machine, not {address}; merge {address} --out DIR writes a new one"
         )
-    found = find_newest_valid(arguments.path)
+    found = find_newest_valid(arguments.path, partial(verify, segments=True))
     for line in found.notes():
         note(f"{arguments.prog}: {line}")
     print(compact.compact(found.chain, arguments.keep))
@@ -162,7 +163,7 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
 
 def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
-    found = find_newest_valid(arguments.path)
+    found = find_newest_valid(arguments.path, partial(verify, segments=True))
     for line in found.notes():
         note(f"{arguments.prog}: {line}")
     require_new(arguments.out)

@@ -12,6 +12,7 @@ from hostdev.checkpoint import best, folder
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.items import FROM_FIRST, Item, Located
 from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import VERSION, Table
 from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.writer import AsyncWriter, Content
@@ -72,7 +73,8 @@ def compact(chain: Chain, keep: int | None = None) -> str:
                 folder.remove(newest.path)
         if keep is not None:
             known = best.of_run(newest)
-            folder.prune(path, keep, [known.step] if known is not None and known.stops_early else [])
+            best_steps = [known.step] if known is not None and known.stops_early else []
+            folder.prune(path, keep, best_steps, partial(verify, segments=True))
         after = _size(path)
     return f"{told}; {path} now has {after:,} bytes, {before:,} before"
 

@@ -1,27 +1,31 @@
 """Delivery of a checkpoint to another folder or a store, such as the one that a server follows.
 
-Only files that are not there are copied. A checkpoint appears at once, after its parents, so that a reader finds either
-all of it or none; what a killed delivery has left is removed by the next one.
+All files of the source are compared with their checksums first, and so is what the target has: a damaged file there is
+replaced from the source, and only files that are not there are copied. A checkpoint appears at once, after its parents,
+so that a reader finds either all of it or none; what a killed delivery has left is removed by the next one.
 """
 
 import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 from hostdev.checkpoint import folder, manifest
-from hostdev.checkpoint.files import check_file, check_segment
+from hostdev.checkpoint.files import check_entry, check_segment
 from hostdev.checkpoint.folder import Chain, Checkpoint
-from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest, SegmentEntry
-from hostdev.checkpoint.remote import WRITER, remove_stored
+from hostdev.checkpoint.loading import verify
+from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest, SegmentEntry, SegmentState
+from hostdev.checkpoint.remote import WRITER, fetch_file, remove_stored
+from hostdev.core.disk import sync_folder
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.memory import format_bytes
-from hostdev.core.progress import bar
+from hostdev.core.names import inside
+from hostdev.core.progress import bar, note
 from hostdev.core.workers import call_all
 from hostdev.stores.address import address_of, shown_place
 from hostdev.stores.store import Store, StoreError
@@ -33,7 +37,7 @@ Key = tuple[int, str]  # a file's size and SHA-256
 
 
 class Delivered(NamedTuple):
-    """What a delivery did: the number of new checkpoints, the bytes copied, and the bytes that were there already."""
+    """What a delivery did: the number of checkpoints that are new or were mended, the bytes copied, and those there."""
 
     checkpoints: int
     copied: int
@@ -49,10 +53,11 @@ def deliver(chain: Chain, path: Path, keep: int) -> Delivered:
         keep: Number of checkpoints that stay there, besides their parents; older ones are removed.
 
     Raises:
-        BrokenCheckpointError: A file of the checkpoint is damaged or gone.
+        BrokenCheckpointError: A file of the checkpoint is damaged or gone; the target is as it was.
         UserError: The folder is in use, has another checkpoint of the same name or a newer one, or cannot be written.
         StoreError: The store cannot be read or written.
     """
+    verify(chain, segments=True)
     address = address_of(path)
     if address is not None:
         return _deliver_to_store(chain, Store(address), keep)
@@ -66,16 +71,57 @@ def deliver(chain: Chain, path: Path, keep: int) -> Delivered:
 
 
 def _deliver_to_folder(chain: Chain, path: Path, keep: int) -> Delivered:
-    there = {name: found for name in folder.names_in(path) if (found := _read(path / name)) is not None}
+    there: dict[str, Manifest] = {}
+    lost: set[str] = set()  # without a manifest that can be read
+    for name in folder.names_in(path):
+        try:
+            there[name] = manifest.read(path / name)
+        except BrokenCheckpointError as error:
+            if name not in (each.name for each in chain):
+                note(f"{error}; {name} is removed there")
+                lost.add(name)
     new = _choose_new(chain, there, str(path))
-    for each in new:
-        if (path / each.name).exists():  # a damaged one
-            folder.remove(path / each.name)
-    known = {key: path / name for name, key in _list_files(there)}
-    with bar(sum(each.manifest.nbytes for each in new), "delivering", "B", unit_scale=True) as progress:
-        copied = sum(_copy_checkpoint(each, path, known, progress.update) for each in new)
+    compared: dict[tuple[int, int], bool] = {}  # by device and inode, which checkpoints share
+
+    def is_intact(name: str, file: File, find_source: Callable[[], Path | None]) -> bool:
+        try:
+            found = inside(path / name, file.file).stat()
+        except (OSError, ValueError):
+            return False
+        key = found.st_dev, found.st_ino
+        if key not in compared:
+            compared[key] = _is_right(path / name, file, there[name])
+        return compared[key]
+
+    held = _compare(chain, there, str(path), is_intact)
+    known = {key: path / name for key, name in held.known.items()}
+    total = sum(each.manifest.nbytes for each in new)
+    with bar(total, "delivering", "B", unit_scale=True) as progress:
+        copied = _replace_in_folder(held.damaged, path, known)
+        copied += sum(_copy_checkpoint(each, path, known, progress.update) for each in new)
+    for name in held.lost | lost:
+        folder.remove(path / name)
     folder.prune(path, keep)
-    return Delivered(len(new), copied, sum(each.manifest.nbytes for each in chain) - copied)
+    return _count(chain, new, held, copied)
+
+
+def _replace_in_folder(damaged: "list[_Damaged]", path: Path, known: dict[Key, Path]) -> int:
+    """Put new files in the place of damaged ones, which may have other names; return the bytes that were copied."""
+    if not damaged:
+        return 0
+    copied = 0
+    partial_ = folder.begin(path, "replaced")
+    for name, file, source, state in damaged:
+        made, target, key = partial_ / "file", path / name / file.file, (file.bytes, file.sha256)
+        if (same := known.get(key)) is None or not _link(same, made):
+            _copy_file(source, made, file, state)
+            copied += file.bytes
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made.replace(target)
+        sync_folder(target.parent)
+        known[key] = target
+    partial_.rmdir()
+    return copied
 
 
 def _copy_checkpoint(checkpoint: Checkpoint, to: Path, known: dict[Key, Path], done: Callable[[int], object]) -> int:
@@ -87,17 +133,17 @@ def _copy_checkpoint(checkpoint: Checkpoint, to: Path, known: dict[Key, Path], d
         target, same = partial_ / file.file, known.get((file.bytes, file.sha256))
         target.parent.mkdir(parents=True, exist_ok=True)
         if same is None or not _link(same, target):
-            _copy_file(checkpoint.path / file.file, target, file)
-            if isinstance(file, SegmentEntry):
-                check_segment(target, file, states[file.file])
+            _copy_file(checkpoint.path / file.file, target, file, states.get(file.file))
             copied += file.bytes
         known[file.bytes, file.sha256] = to / checkpoint.name / file.file
         done(file.bytes)
+    if (to / checkpoint.name).exists():  # one with a damaged manifest
+        folder.remove(to / checkpoint.name)
     folder.commit(partial_, checkpoint.name, checkpoint.manifest)
     return copied
 
 
-def _copy_file(source: Path, target: Path, file: File) -> None:
+def _copy_file(source: Path, target: Path, file: File, state: SegmentState | None) -> None:
     """Copy a file and sync it; raise BrokenCheckpointError if its content is not the manifest's."""
     digest = sha256()
     try:
@@ -110,7 +156,9 @@ def _copy_file(source: Path, target: Path, file: File) -> None:
             out.write(piece)
         out.flush()
         os.fsync(out.fileno())
-    if not isinstance(file, SegmentEntry) and digest.hexdigest() != file.sha256:
+    if state is not None and isinstance(file, SegmentEntry):
+        check_segment(target, file, state)
+    elif digest.hexdigest() != file.sha256:
         raise BrokenCheckpointError(f"{source} is broken (its checksum is wrong)")
 
 
@@ -124,42 +172,59 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _deliver_to_store(chain: Chain, store: Store, keep: int) -> Delivered:
-    files = store.list()
-    names = {name.partition("/")[0] for name in files if "/" in name}
+    names = {name.partition("/")[0] for name in store.list() if "/" in name}
     there = {name: found for name in names if folder.is_name(name) and (found := _read_stored(store, name)) is not None}
     new = _choose_new(chain, there, store.shown)
     token = secrets.token_hex(16).encode()
     store.write(WRITER, token)  # a run that writes there notices
-    known = {key: name for name, key in _list_files(there)}
-    copied = 0
+
+    def is_intact(name: str, file: File, find_source: Callable[[], Path | None]) -> bool:
+        if (source := find_source()) is not None:
+            return store.compare(f"{name}/{file.file}", source) is not None
+        return _is_intact_stored(store, name, file, there[name])
+
+    held = _compare(chain, there, store.shown, is_intact)
+    known, copied = held.known, 0
     with bar(sum(each.manifest.nbytes for each in new), "delivering", "B", unit_scale=True) as progress:
+        for name, file, source, _ in held.damaged:
+            store.put(source, f"{name}/{file.file}")
+            known[file.bytes, file.sha256] = f"{name}/{file.file}"
+            copied += file.bytes
         for each in new:
             copied += _put_checkpoint(each, store, known, progress.update)
             if store.read_if_there(WRITER) != token:
                 raise StoreError(f"{store.shown} is in use: another process has begun to write checkpoints there")
             store.put(each.path / FILE_NAME, f"{each.name}/{FILE_NAME}")
             there[each.name] = each.manifest
-    complete = _choose_kept(there, keep)
+    complete = _choose_kept({name: found for name, found in there.items() if name not in held.lost}, keep)
     for name in names:
         if folder.is_name(name) and name not in complete:
             remove_stored(store, name)
-    return Delivered(len(new), copied, sum(each.manifest.nbytes for each in chain) - copied)
+    return _count(chain, new, held, copied)
+
+
+def _is_intact_stored(store: Store, name: str, file: File, content: Manifest) -> bool:
+    """Read a file of a checkpoint in a store; return whether it is intact."""
+    with tempfile.TemporaryDirectory() as made:
+        try:
+            return fetch_file(store, name, Path(made), file, content)
+        except StoreError as error:
+            if error.may_pass:
+                raise
+            return False  # it is missing
 
 
 def _put_checkpoint(checkpoint: Checkpoint, store: Store, known: dict[Key, str], done: Callable[[int], object]) -> int:
     """Copy a checkpoint's files to a store, all but the manifest; return the bytes that were sent."""
-    states = checkpoint.manifest.segment_states
 
     def put(file: File) -> int:
         source, target = checkpoint.path / file.file, f"{checkpoint.name}/{file.file}"
         same = known.get((file.bytes, file.sha256))
         if same is not None:
             store.copy(same, target)
-            return 0
-        if isinstance(file, SegmentEntry):
-            check_segment(source, file, states[file.file])
-        else:
-            check_file(source, file)
+            if store.compare(target, source) is not None:
+                return 0
+        check_entry(checkpoint.path, file, checkpoint.manifest.segment_states)
         store.put(source, target)
         return file.bytes
 
@@ -203,24 +268,108 @@ def _choose_kept(there: Mapping[str, Manifest], keep: int) -> set[str]:
     return kept
 
 
-def _list_files(there: Mapping[str, Manifest]) -> Iterable[tuple[str, Key]]:
-    """Yield the files of checkpoints: their names in the folder, and their keys."""
-    for name, found in there.items():
-        for file in found.files:
-            yield f"{name}/{file.file}", (file.bytes, file.sha256)
+class _Damaged(NamedTuple):
+    """A damaged file of a checkpoint that is there: the checkpoint, the file's entry, and an intact file to copy."""
+
+    name: str
+    file: File
+    source: Path
+    state: SegmentState | None
+
+
+class _Compared(NamedTuple):
+    """What the target has: its intact files, by size and SHA-256, and what to do about the others.
+
+    Attributes:
+        known: The intact files.
+        damaged: Files to replace.
+        lost: Checkpoints with damaged files that the source does not have, and those that build on them.
+    """
+
+    known: dict[Key, str]
+    damaged: list[_Damaged]
+    lost: set[str]
+
+
+def _compare(
+    chain: Chain,
+    there: Mapping[str, Manifest],
+    where: str,
+    is_intact: Callable[[str, File, Callable[[], Path | None]], bool],
+) -> _Compared:
+    """Read the files of the checkpoints that are there, and say which ones are damaged.
+
+    Args:
+        chain: The checkpoint to deliver, whose files are intact.
+        there: The manifests of the target's checkpoints.
+        where: The target, for messages.
+        is_intact: Called with a checkpoint's name, a file's entry, and a function that returns a file of this machine
+            with the right content, or None.
+    """
+    own = {(file.bytes, file.sha256): each.path / file.file for each in chain for file in each.manifest.files}
+    root = chain[-1].path.parent
+    beside = {name: _read(root / name) for name in there}  # older checkpoints of the source, which it may still have
+    found = _Compared({}, [], set())
+
+    def find_source(name: str, file: File) -> Path | None:
+        if (source := own.get((file.bytes, file.sha256))) is not None:
+            return source
+        other = beside[name]
+        same = other is not None and other.checksum == there[name].checksum
+        return root / name / file.file if same and _is_right(root / name, file, there[name]) else None
+
+    def look(name: str, file: File) -> tuple[bool, Path | None]:
+        find = cache(partial(find_source, name, file))
+        intact = is_intact(name, file, find)
+        return intact, None if intact else find()
+
+    files = [(name, file) for name, content in there.items() for file in content.files]
+    calls = (partial(look, *each) for each in files)
+    with bar(sum(file.bytes for _, file in files), f"comparing {where}", "B", unit_scale=True) as progress:
+        for (name, file), (intact, source) in zip(files, call_all(_THREADS, "hostdev-compare", calls), strict=True):
+            progress.update(file.bytes)
+            if intact:
+                found.known[file.bytes, file.sha256] = f"{name}/{file.file}"
+            elif source is not None:
+                note(f"{where}/{name}/{file.file} is damaged; it is replaced from {source}")
+                found.damaged.append(_Damaged(name, file, source, there[name].segment_states.get(file.file)))
+            else:
+                note(f"{where}/{name}/{file.file} is damaged, and {root} does not have it; {name} is removed there")
+                found.lost.add(name)
+    while more := {
+        name
+        for name, each in there.items()
+        if each.parent is not None and each.parent.name in found.lost and name not in found.lost
+    }:
+        found.lost.update(more)
+    return found
+
+
+def _count(chain: Chain, new: Chain, held: _Compared, copied: int) -> Delivered:
+    changed = {each.name for each in new} | {each.name for each in held.damaged}
+    return Delivered(len(changed), copied, max(0, sum(each.manifest.nbytes for each in chain) - copied))
+
+
+def _is_right(root: Path, file: File, content: Manifest) -> bool:
+    """Return whether a file of the checkpoint at `root` is intact."""
+    try:
+        check_entry(root, file, content.segment_states)
+    except BrokenCheckpointError:
+        return False
+    return True
 
 
 def _read(path: Path) -> Manifest | None:
-    """Return a checkpoint's manifest if its files are there, or None."""
+    """Return a checkpoint's manifest, or None if it is missing or damaged."""
     try:
-        return folder.read_chain(path)[-1].manifest
+        return manifest.read(path)
     except HostdevError:
         return None
 
 
 def _read_stored(store: Store, name: str) -> Manifest | None:
     """Return the manifest of a checkpoint in a store, or None if it is missing or damaged."""
-    content = store.read_if_there(f"{name}/{FILE_NAME}")
+    content = store.read_manifest(f"{name}/{FILE_NAME}")
     if content is None:
         return None
     with tempfile.TemporaryDirectory() as made, contextlib.suppress(BrokenCheckpointError):

@@ -1,7 +1,7 @@
 """A checkpoint's files: mapped into memory, and verified by their checksums."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from io import FileIO
 from pathlib import Path
@@ -17,6 +17,7 @@ from hostdev.kernels import disk_records
 from hostdev.kernels.disk_records import GOOD, Format
 
 _PIECE = 1 << 22  # bytes
+SOME_BYTES = 1 << 30  # that are read again where reading everything would take too long
 
 
 _mapped: WeakValueDictionary[tuple[int, ...], Any] = WeakValueDictionary()  # by device, inode, size and time
@@ -82,6 +83,20 @@ def check_segment(path: Path, file: SegmentEntry, state: SegmentState) -> None:
         return None if found.hexdigest() == file.sha256 else "its checksum is wrong"
 
     _check(path, file, look)
+
+
+def check_entry(root: Path, file: File, states: Mapping[str, SegmentState]) -> None:
+    """Read a file or a segment of the checkpoint at `root`; raise BrokenCheckpointError unless it is intact.
+
+    Args:
+        root: The checkpoint's folder, or a folder with a copy of the file.
+        file: The file's entry in the manifest.
+        states: `Manifest.segment_states`.
+    """
+    if isinstance(file, SegmentEntry):
+        check_segment(root / file.file, file, states[file.file])
+    else:
+        check_file(root / file.file, file)
 
 
 def _check(path: Path, file: File, look: Callable[[FileIO], str | None]) -> None:

@@ -294,7 +294,9 @@ def remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
+def prune(
+    path: Path, keep: int, best_steps: Sequence[int] = (), check: Callable[[Chain], object] = lambda chain: None
+) -> None:
     """Remove all but the newest valid checkpoints and their parents.
 
     Args:
@@ -302,6 +304,7 @@ def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
         keep: Number of valid checkpoints to keep.
         best_steps: Steps in order of preference. The newest valid checkpoint of the first step that has one is also
             kept, with its parents.
+        check: Called with the chains to keep, newest first; raises BrokenCheckpointError for one that does not count.
     """
     kept: set[str] = set()
     chains: dict[str, Chain] = {}
@@ -321,5 +324,7 @@ def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
             if name not in kept:
                 remove(path / name)
         elif name in chains:
-            kept |= {checkpoint.name for checkpoint in chains[name]}
-            found += 1
+            with contextlib.suppress(BrokenCheckpointError):
+                check(chains[name])
+                kept |= {checkpoint.name for checkpoint in chains[name]}
+                found += 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from hostdev.checkpoint.adopting import adopt_rows
 from hostdev.checkpoint.current import history_of
-from hostdev.checkpoint.files import check_file, check_segment, mapped
+from hostdev.checkpoint.files import SOME_BYTES, check_entry, check_file, mapped
 from hostdev.checkpoint.folder import Chain, Found, candidates, chain_of_table, read_chain
 from hostdev.checkpoint.keyed import is_by_key, load_ids, load_keys, require_kind
 from hostdev.checkpoint.layers import Layers
@@ -30,13 +30,47 @@ from hostdev.core.progress import bar
 _THREADS = 4
 
 
-def verify(chain: Chain, *, segments: bool = False) -> None:
+def verify(chain: Chain, *, segments: bool | None = None) -> None:
     """Verify the checksums of all files of a chain; raise BrokenCheckpointError for the first damaged file.
 
-    Blocks of segments are verified when they are read; with `segments`, they are also verified now.
+    Blocks of segments are verified when they are read. They are also verified now with `segments`; if it is None, those
+    of the newest checkpoint are, where they have at most `SOME_BYTES`.
     """
-    for _, error in damaged([chain], segments=segments):
+    for _, error in damaged([chain], segments=bool(segments)):
         raise error
+    if segments is None:
+        verify_segments(chain)
+
+
+def verify_segments(chain: Chain) -> None:
+    """Verify the segments of a chain's newest checkpoint if they have at most `SOME_BYTES`; see `verify`."""
+    newest = chain[-1]
+    files = [file for file in newest.manifest.files if isinstance(file, SegmentEntry)]
+    for file in files if sum(file.bytes for file in files) <= SOME_BYTES else ():
+        check_entry(newest.path, file, newest.manifest.segment_states)
+
+
+def verify_some(chain: Chain) -> None:
+    """Verify what the last checkpoint of a chain, which is new, has from earlier ones: its segments, and its parents.
+
+    If these are more than `SOME_BYTES`, so many are read, and at the next checkpoint the next ones.
+
+    Raises:
+        BrokenCheckpointError: A file is damaged.
+    """
+    files = [
+        (checkpoint, file)
+        for checkpoint in chain
+        for file in checkpoint.manifest.files
+        if checkpoint is not chain[-1] or isinstance(file, SegmentEntry)
+    ]
+    turns = -(-sum(file.bytes for _, file in files) // SOME_BYTES)
+    first = chain[-1].manifest.serial % max(1, turns) * SOME_BYTES
+    end = 0
+    for checkpoint, file in files:
+        begin, end = end, end + file.bytes
+        if begin < first + SOME_BYTES and first < end:
+            check_entry(checkpoint.path, file, checkpoint.manifest.segment_states)
 
 
 def verify_others(chain: Chain) -> None:
@@ -62,10 +96,7 @@ def damaged(chains: Sequence[Chain], *, segments: bool = True) -> Iterator[tuple
 
     def look(path: Path, file: File) -> BrokenCheckpointError | None:
         try:
-            if isinstance(file, SegmentEntry):
-                check_segment(path / file.file, file, states[path][file.file])
-            else:
-                check_file(path / file.file, file)
+            check_entry(path, file, states[path])
         except BrokenCheckpointError as error:
             return error
         return None

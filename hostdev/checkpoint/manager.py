@@ -12,7 +12,7 @@ from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.items import Item, Located, describe_table
 from hostdev.checkpoint.keyed import OtherKeys, is_by_key, make_state
 from hostdev.checkpoint.locating import can_locate, describe_segments, find_held
-from hostdev.checkpoint.manifest import Table
+from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import FILE_BYTES
 from hostdev.checkpoint.uploads import Uploads
 from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content
@@ -48,6 +48,7 @@ class CheckpointManager:
         self.uploads: Uploads | None = None  # if the folder is that of a store's copies, once it is locked
         self._lock = ExitStack()
         self._locked: IO[Any] | None = None
+        self._found_damage = False  # the last checkpoint was not saved since it would build on a damaged one
         self.most_copied = 0  # peak bytes of copied rows
         self.copying_seconds = 0.0  # training time spent copying rows
 
@@ -151,6 +152,9 @@ class CheckpointManager:
                 written = sum(item.source.count * _row_bytes(item.table) for item in items if item.located is None)
                 self._increments = 0 if parent is None else self._increments + written
                 self.last = writer.checkpoint
+            self._found_damage = isinstance(writer.error, BrokenCheckpointError)
+            if self._found_damage:
+                self.last = None
 
         try:
             for number, table in enumerate(tables):
@@ -308,6 +312,19 @@ class CheckpointManager:
             return None
         ended, self._untaken = self._untaken, None
         return ended
+
+    def must_repeat(self) -> bool:
+        """Wait for the last checkpoint; return whether it was not saved since it would build on a damaged one.
+
+        The next one is then full. All ranks must call this.
+        """
+        self.join()
+        return self._found_damage if self._ranks is None else bool(self._ranks.control.share(self._found_damage)[0])
+
+    def upload_counts(self) -> dict[str, int]:
+        """Return the entries on uploads to a store for summary.json."""
+        found = self.uploads
+        return {} if found is None else {"uploaded": found.count, "failed_uploads": found.failures}
 
     def join(self) -> None:
         """Wait until the last checkpoint is written or has failed."""

@@ -1,8 +1,8 @@
 """Checkpoints in a store: the folder of their copies on this machine, and what is fetched to it.
 
 A checkpoint in a store has the files that it has on a disk; its manifest is written last and removed first, so that one
-with a manifest is complete. Its copy has its name when all files are there and have the manifest's checksums. `uploads`
-has the other direction.
+with a manifest is complete. Its copy has its name when all files are there and have the manifest's checksums. They are
+compared again when a process first uses the copy, and damaged ones are replaced. `uploads` has the other direction.
 """
 
 import contextlib
@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from hostdev.checkpoint import folder, manifest
-from hostdev.checkpoint.files import check_segment
+from hostdev.checkpoint.files import check_entry
 from hostdev.checkpoint.folder import FOLDER
-from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest, SegmentEntry
+from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest
 from hostdev.core import locks
-from hostdev.core.errors import UserError, in_words, raise_if_transient
+from hostdev.core.checksums import is_whole_json
+from hostdev.core.errors import HostdevError, UserError, in_words, raise_if_transient
 from hostdev.core.names import inside
 from hostdev.core.progress import bar, note
 from hostdev.core.workers import call_all
@@ -28,6 +29,10 @@ WRITER = ".writer"  # in the store and beside the copies: a random text, the sam
 IN_STORE = ".in-store"  # in the copy of a checkpoint that the store has, or had
 _FETCHED, _LOCK, _ASIDE = ".fetched-", ".store-lock", ".aside"
 _THREADS = 8
+
+_compared: set[tuple[str, int, int, int]] = (
+    set()
+)  # copies' files that this process has found intact, as `_state_of` has them
 
 
 def fetch(path: Path, *, everything: bool = False, step: int | None = None) -> None:
@@ -103,7 +108,7 @@ def pull(
         return
     for each in root.glob(f"{_FETCHED}*"):
         shutil.rmtree(each, ignore_errors=True)
-    contents = {name: content for name in names if (content := store.read_if_there(f"{name}/{FILE_NAME}")) is not None}
+    contents = {name: content for name in names if (content := store.read_manifest(f"{name}/{FILE_NAME}")) is not None}
     _drop_others(store, root, contents)
     there: dict[str, Manifest] = {}
     broken: dict[str, BrokenCheckpointError] = {}
@@ -125,7 +130,9 @@ def pull(
     for name in wanted:
         try:
             for part in _chain(name, there, store):
-                if not (root / part).is_dir():
+                if (root / part).is_dir():
+                    _mend(store, root, part, there[part])
+                else:
                     _fetch(store, root, part, there[part])
         except BrokenCheckpointError as error:
             first = first or error
@@ -161,6 +168,8 @@ def _drop_others(store: Store, root: Path, contents: dict[str, bytes]) -> None:
             contents = {**{name: b"" for name in folder.names_in(root) if name not in contents}, **contents}
     for name in folder.names_in(root):
         path, content = root / name, contents.get(name)
+        if content and not is_whole_json(content) and (path / IN_STORE).exists():
+            continue  # the store's is damaged
         with contextlib.suppress(OSError):
             if content == b"" or (path / FILE_NAME).read_bytes() == content:
                 if content:
@@ -169,11 +178,17 @@ def _drop_others(store: Store, root: Path, contents: dict[str, bytes]) -> None:
         if (path / IN_STORE).exists() and contents:
             folder.remove(path)
             continue
-        aside = root / _ASIDE
-        aside.mkdir(exist_ok=True)
-        number = 1 + sum(1 for _ in aside.iterdir())
-        path.rename(aside / f"{name}-{number}")
+        aside = _set_aside(root, name)
         note(f"{store.shown} does not have the checkpoint {name} of this machine, which is now in {aside}")
+
+
+def _set_aside(root: Path, name: str) -> Path:
+    """Move a copy to a folder that nobody reads, and return this folder."""
+    aside = root / _ASIDE
+    aside.mkdir(exist_ok=True)
+    number = 1 + sum(1 for _ in aside.iterdir())
+    (root / name).rename(aside / f"{name}-{number}")
+    return aside
 
 
 def _parse(root: Path, name: str, content: bytes) -> Manifest:
@@ -204,26 +219,23 @@ def _fetch(store: Store, root: Path, name: str, content: Manifest) -> None:
     """Copy a checkpoint, of which only the manifest is there yet."""
     part = root / f"{_FETCHED}{name}"
     (part / IN_STORE).touch()
-    states = content.segment_states
     here: dict[tuple[int, str], Path] = {}
-    for other in folder.names_in(root) if states else ():
-        here |= folder.segments_of(folder.Checkpoint(root / other, manifest.read(root / other)))
+    for other in folder.names_in(root) if content.segment_states else ():
+        with contextlib.suppress(HostdevError):
+            here |= folder.segments_of(folder.Checkpoint(root / other, manifest.read(root / other)))
 
     def get(file: File) -> None:
         path = inside(part, file.file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not isinstance(file, SegmentEntry):
-            for _ in range(2):  # it may have been replaced meanwhile
-                if store.fetch(f"{name}/{file.file}", path) == file.sha256:
-                    return
-            raise BrokenCheckpointError(f"{store.shown}/{name}/{file.file} is broken (its checksum is wrong)")
-        same = here.get((file.bytes, file.sha256))
-        if same is not None:
+        if (same := here.get((file.bytes, file.sha256))) is not None:
             with contextlib.suppress(OSError):
                 os.link(same, path)
-                return
-        store.fetch(f"{name}/{file.file}", path)
-        check_segment(path, file, states[file.file])
+                with contextlib.suppress(BrokenCheckpointError):
+                    check_entry(part, file, content.segment_states)
+                    return
+                path.unlink()
+        if not fetch_file(store, name, part, file, content):
+            raise BrokenCheckpointError(f"{store.shown}/{name}/{file.file} is broken (its checksum is wrong)")
 
     try:
         calls = (partial(get, file) for file in content.files)
@@ -231,9 +243,67 @@ def _fetch(store: Store, root: Path, name: str, content: Manifest) -> None:
             for file, _ in zip(content.files, call_all(_THREADS, "hostdev-fetch", calls), strict=True):
                 progress.update(file.bytes)
         part.rename(root / name)
+        _compared.update(_state_of(root / name / file.file) for file in content.files)
     except OSError as error:
-        raise_if_transient(error)
-        raise UserError(
-            f"{store.shown}/{name} cannot be copied to {root} ({in_words(error)}); set HOSTDEV_STORE_CACHE to a folder "
-            "with more space"
-        ) from None
+        raise _no_space(error, store, root, name) from None
+
+
+def fetch_file(store: Store, name: str, root: Path, file: File, content: Manifest) -> bool:
+    """Copy a file of the checkpoint `name` to the folder `root`; return False if it is damaged in the store."""
+    path = inside(root, file.file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def is_intact(digest: str) -> bool:
+        with contextlib.suppress(BrokenCheckpointError):
+            check_entry(root, file, content.segment_states)
+            return True
+        return False
+
+    return store.fetch_intact(f"{name}/{file.file}", path, is_intact)
+
+
+def _mend(store: Store, root: Path, name: str, content: Manifest) -> None:
+    """Compare the files of a copy that this process has not compared yet, and fetch those again that are damaged.
+
+    If the store has one no better, the copy is set aside.
+    """
+    part = root / f"{_FETCHED}{name}"
+
+    def look(file: File) -> None:
+        path = inside(root / name, file.file)
+        with contextlib.suppress(OSError):
+            if _state_of(path) in _compared:
+                return
+        try:
+            check_entry(root / name, file, content.segment_states)
+        except BrokenCheckpointError as error:
+            note(f"{error}; it is replaced from {store.shown}")
+            if not fetch_file(store, name, part, file, content):
+                raise
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (part / file.file).replace(path)  # a new file, since others may have links to the damaged one
+        _compared.add(_state_of(path))
+
+    try:
+        for _ in call_all(_THREADS, "hostdev-compare", (partial(look, file) for file in content.files)):
+            pass
+    except OSError as error:
+        raise _no_space(error, store, root, name) from None
+    except BrokenCheckpointError as error:
+        raise BrokenCheckpointError(f"{error}, and so is it in the store; now in {_set_aside(root, name)}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _state_of(path: Path) -> tuple[str, int, int, int]:
+    """Return what differs if a file is written to or replaced."""
+    found = path.stat()
+    return str(path), found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _no_space(error: OSError, store: Store, root: Path, name: str) -> UserError:
+    raise_if_transient(error)
+    return UserError(
+        f"{store.shown}/{name} cannot be copied to {root} ({in_words(error)}); set HOSTDEV_STORE_CACHE to a folder "
+        "with more space"
+    )

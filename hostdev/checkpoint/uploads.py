@@ -3,17 +3,19 @@
 import contextlib
 import secrets
 import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from hostdev.checkpoint import folder, manifest
-from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, Manifest, SegmentEntry
+from hostdev.checkpoint.files import check_entry
+from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest
 from hostdev.checkpoint.remote import IN_STORE, WRITER, begin_writing, remove_stored
 from hostdev.core.errors import HostdevError, in_words
-from hostdev.core.progress import bar
+from hostdev.core.progress import bar, note
 from hostdev.core.workers import call_all
 from hostdev.stores.address import address_of
-from hostdev.stores.store import Store, StoreError
+from hostdev.stores.store import About, Store, StoreError
 
 _THREADS = 4
 _POLL = 0.2  # seconds
@@ -23,10 +25,14 @@ class Uploads:
     """What a process that writes checkpoints brings to a store: the state of its folder.
 
     Checkpoints that the folder has no more are removed from the store, too. If uploads are slower than checkpoints are
-    saved, those are left out that were removed meanwhile.
+    saved, those are left out that were removed meanwhile. Files are compared with their checksums before they are
+    uploaded. Those that the store has already are compared, too: once, and again when the store says that they have
+    changed; damaged ones are replaced.
 
     Attributes:
         failure: Why the last upload failed; None if it did not.
+        count: Number of checkpoints that were uploaded.
+        failures: Number of attempts that failed.
 
     Args:
         path: The folder with the copies, which this process has locked.
@@ -40,6 +46,8 @@ class Uploads:
         assert address is not None
         self.path, self.store = path, Store(address)
         self.failure: str | None = None
+        self.count = self.failures = 0
+        self._compared: dict[str, About] = {}  # files in the store that are intact, as they were then
         self._there: set[str] = set()  # checkpoints that the store has
         self._token = b""
         self._changed = threading.Condition()
@@ -126,6 +134,7 @@ class Uploads:
                 failure = f"{type(error).__name__}: {error}"
             with self._changed:
                 self.failure, self._done = failure, wanted
+                self.failures += failure is not None
                 self._changed.notify_all()
 
     def _bring(self) -> None:
@@ -136,11 +145,21 @@ class Uploads:
                 with contextlib.suppress(BrokenCheckpointError):  # it was removed meanwhile
                     new.append((name, manifest.read(self.path / name)))
         self._left = sum(content.nbytes for _, content in new)
+        if new:
+            self._mend(names, {content.parent.name for _, content in new if content.parent is not None})
+        damage: BrokenCheckpointError | None = None
         for name, content in new:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 self._upload(name, content)
                 self._there.add(name)
+                self.count += 1
                 (self.path / name / IN_STORE).touch()
+            except FileNotFoundError:
+                continue
+            except BrokenCheckpointError as error:
+                damage = damage or error
+        if damage is not None:
+            raise damage  # before older ones are removed from the store
         names = folder.names_in(self.path)
         for name in sorted(self._there - set(names)):
             self._require_alone()
@@ -148,24 +167,82 @@ class Uploads:
             self._there.discard(name)
 
     def _upload(self, name: str, content: Manifest) -> None:
+        if content.parent is not None and content.parent.name not in self._there:
+            raise BrokenCheckpointError(f"{name} builds on {content.parent.name}, which is not in {self.store.shown}")
         same = self._segments()
 
-        def put(number: int) -> None:
-            file = content.files[number]
-            target = f"{name}/{file.file}"
-            source = same.get((file.bytes, file.sha256)) if isinstance(file, SegmentEntry) else None
-            if source is not None:
-                self.store.copy(source, target)
-            else:
-                self.store.put(self.path / name / file.file, target)
+        def put(file: File) -> None:
+            target, source = f"{name}/{file.file}", self.path / name / file.file
+            about = None
+            self._check(name, file, content)
+            if (held := same.get((file.bytes, file.sha256))) is not None:
+                self.store.copy(held, target)
+                about = self.store.compare(target, source)
+            self._compared[target] = about or self.store.put(source, target)
             with self._changed:
                 self._sent += file.bytes
 
         self.store.remove(f"{name}/{FILE_NAME}")  # of a damaged one
-        for _ in call_all(_THREADS, "hostdev-upload", (partial(put, number) for number in range(len(content.files)))):
+        for _ in call_all(_THREADS, "hostdev-upload", (partial(put, file) for file in content.files)):
             pass
         self._require_alone()
-        self.store.put(self.path / name / FILE_NAME, f"{name}/{FILE_NAME}")
+        target = f"{name}/{FILE_NAME}"
+        self._compared[target] = self.store.put(self.path / name / FILE_NAME, target)
+
+    def _check(self, name: str, file: File, content: Manifest) -> None:
+        """Raise BrokenCheckpointError for a damaged file here; FileNotFoundError if its checkpoint was removed."""
+        try:
+            check_entry(self.path / name, file, content.segment_states)
+        except BrokenCheckpointError:
+            if not (self.path / name).is_dir():
+                raise FileNotFoundError from None
+            raise
+
+    def _mend(self, names: Sequence[str], parents: set[str]) -> None:
+        """Compare the files of the store's checkpoints with those here, and replace damaged ones.
+
+        Raises:
+            BrokenCheckpointError: A file that new checkpoints build on is damaged here, and cannot be compared.
+            StoreError: The store has other files since another process writes there, or cannot be reached.
+        """
+        there = self.store.list_about()
+        self._compared = {name: about for name, about in self._compared.items() if name.partition("/")[0] in names}
+
+        def look(name: str, file: str, check: Callable[[], object]) -> None:
+            target, source = f"{name}/{file}", self.path / name / file
+            known, about = self._compared.get(target), there.get(target)
+            if known is not None and about is not None and (known.size, known.version) == (about.size, about.version):
+                return
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    check()
+                except BrokenCheckpointError as error:
+                    if name in needed:
+                        raise
+                    note(f"warning: {error}; it cannot be compared with the one in {self.store.shown}")
+                    return
+                if (same := self.store.compare(target, source)) is None:
+                    self._require_alone()  # else it may be another's
+                    note(f"{self.store.shown}/{target} is damaged; it is replaced from {source}")
+                    same = self.store.put(source, target)
+                self._compared[target] = same
+
+        contents: dict[str, Manifest] = {}
+        for name in names:
+            with contextlib.suppress(BrokenCheckpointError):  # it was removed meanwhile
+                contents[name] = manifest.read(self.path / name)
+        needed = set(parents)
+        while more := {each.name for name in needed & set(contents) if (each := contents[name].parent)} - needed:
+            needed |= more
+        calls: list[Callable[[], None]] = []
+        for name in self._there & set(contents):
+            content = contents[name]
+            calls += [
+                partial(look, name, file.file, partial(self._check, name, file, content)) for file in content.files
+            ]
+            calls.append(partial(look, name, FILE_NAME, lambda: None))
+        for _ in call_all(_THREADS, "hostdev-compare", calls):
+            pass
 
     def _segments(self) -> dict[tuple[int, str], str]:
         """Return the segments that the store has, by size and checksum, with their names there."""

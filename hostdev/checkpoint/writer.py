@@ -26,7 +26,9 @@ from hostdev.checkpoint import folder
 from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.items import Held, Item, get_version, hold_segments, join_entries, read_rows, split_rows
 from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.loading import verify_some
 from hostdev.checkpoint.manifest import (
+    BrokenCheckpointError,
     File,
     Manifest,
     Parent,
@@ -304,6 +306,11 @@ class AsyncWriter:
             layers, known = Layers([Checkpoint(partial, content)]), self.range_digests or None
             digest = state_digest(layers, self._content.digest, self._content.tensors, known=known)
             content = replace(content, state_sha256=digest)
+        parents = [] if self._parent is None else folder.read_chain(self._parent.path)
+        try:
+            verify_some([*parents, Checkpoint(partial, content)])
+        except BrokenCheckpointError as error:
+            raise BrokenCheckpointError(f"{error}; the new checkpoint would build on it") from None
         return content
 
     def _prefix(self, number: int) -> str:

@@ -50,6 +50,18 @@ def json_checksum(content: dict[str, Any]) -> str:
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def is_whole_json(text: bytes, *, without: bool = False) -> bool:
+    """Return whether a text is a JSON object whose field `sha256` is the checksum of all others.
+
+    With `without`, an object without this field is whole, too.
+    """
+    try:
+        content = json.loads(text)
+        return bool(content.pop("sha256", None if without else "") in (None, json_checksum(content)))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return False
+
+
 class HashedFile:
     """A new file that is written sequentially and hashed as it is written."""
 

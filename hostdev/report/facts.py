@@ -182,8 +182,11 @@ def checkpoints(runs: Sequence[RunData]) -> Section:
         if saved:
             failed = number(saved, "failed")
             stall = number(saved, "stall_us")
+            where, uploaded = f"in {option(entry(saved, 'path'))}", ""
+            if number(saved, "failed_uploads"):
+                where, uploaded = "on its machine", f"; {count(number(saved, 'uploaded'))} uploaded to {where[3:]}"
             notes.append(
-                f"{run.name}: {count(number(saved, 'saved'))} saved in {option(entry(saved, 'path'))}"
+                f"{run.name}: {count(number(saved, 'saved'))} saved {where}{uploaded}"
                 + (f", {count(failed)} not saved" if failed else "")
                 + (f"; training stalled for {stall / 1e6:.1f} s." if stall is not None else ".")
             )

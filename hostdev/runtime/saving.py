@@ -10,11 +10,18 @@ from torch import Tensor
 
 from hostdev.checkpoint.fitting import fit_tables
 from hostdev.checkpoint.folder import Chain, Found
-from hostdev.checkpoint.loading import find_newest_valid, load_tables, require_tables, values_of, verify_others
+from hostdev.checkpoint.loading import (
+    find_newest_valid,
+    load_tables,
+    require_tables,
+    values_of,
+    verify_others,
+    verify_segments,
+)
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.tree import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
 from hostdev.core.history import History
 from hostdev.core.optimizers import take_over_form
 from hostdev.runtime.random_streams import Place
@@ -38,6 +45,7 @@ def _load_unverified(path: Path, tables: dict[str, Any]) -> Found:
     def load(chain: Chain) -> None:
         require_tables(chain, tables)
         verify_others(chain)
+        verify_segments(chain)
         _require_extra(chain)
         load_tables(chain, tables, check=True)
 
@@ -88,9 +96,16 @@ class RuntimeCheckpoints:
         manager = self._get_manager(checkpoint_path(path))
         manager.keep = keep
         self._runtime.learning_rates()  # applies the rates that a scheduler has set for the next batch
-        writer = manager.save(
-            self._runtime.tables.values(), self._runtime.pipeline.steps, Content(state, tensors, {}, [])
-        )
+
+        def begin() -> AsyncWriter:
+            content = Content(state, tensors, {}, [])
+            return manager.save(self._runtime.tables.values(), self._runtime.pipeline.steps, content)
+
+        writer = begin()
+        if wait and manager.must_repeat():
+            if writer.error is not None:
+                warnings.warn(in_words(writer.error), stacklevel=3)
+            writer = begin()
         _unreported.add(writer)
         if wait:
             writer.wait()

@@ -96,10 +96,7 @@ class KeptFiles:
 
     def _fetch(self, store: Store, name: str, sha256: str, path: Path, stop: threading.Event | None) -> None:
         with replacing(path) as part:
-            found = store.fetch(name, part, stop)
-            if found != sha256:
-                found = store.fetch(name, part, stop)  # it may have been replaced meanwhile
-            if found != sha256:
+            if not store.fetch_intact(name, part, sha256.__eq__, stop):
                 raise StoreError(
                     f"{store.shown}/{name} has a wrong checksum: it is damaged or was changed; preprocess the data "
                     "again"

@@ -436,6 +436,8 @@ class CheckpointSchedule:
             due = self._ranks.control.share(due)[0]
         if due:
             self.save(step, state_sha256)
+            if self.manager.must_repeat():
+                self.save(step, state_sha256)
         else:
             self.saved_step, self._failing = step, None
 
@@ -491,6 +493,7 @@ class CheckpointSchedule:
             "path": shown_place(self.manager.path),
             "saved": self._count,
             "failed": self._failed,
+            **self.manager.upload_counts(),
             "last_step": self.saved_step,
             **({"best_step": self.manager.best_steps[0]} if self.manager.best_steps else {}),
             "stall_us": round((self._stalled + self.manager.copying_seconds) * 1e6),

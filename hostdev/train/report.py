@@ -348,8 +348,11 @@ def _checkpoints(saved: dict[str, Any]) -> str:
     """Return the number of checkpoints, and how long they stalled training, as text."""
     last = "" if saved["last_step"] is None else f", the last after step {saved['last_step']:,}"
     failed = f"; {saved['failed']} not saved" * bool(saved["failed"])
+    where = f"in {saved['path']}"
+    if saved.get("failed_uploads"):
+        where, failed = "on this machine", f"; {saved['uploaded']} uploaded to {saved['path']}{failed}"
     stall = saved["stall_us"] / 1e6
-    return f"{saved['saved']} saved in {saved['path']}{last}{failed}; training stalled for {stall:.1f} s"
+    return f"{saved['saved']} saved {where}{last}{failed}; training stalled for {stall:.1f} s"
 
 
 def _dropped(log: dict[str, int]) -> str:

@@ -9,6 +9,8 @@ import pytest
 import hostdev
 from hostdev.checkpoint import deliver, folder
 from hostdev.checkpoint.loading import verify
+from hostdev.checkpoint.manager import CheckpointManager
+from hostdev.checkpoint.writer import Content
 from hostdev.commands import checkpoint
 from hostdev.core.errors import UserError
 from hostdev.kernels import disk_records
@@ -170,6 +172,73 @@ def test_a_damaged_copy_is_replaced(tmp_path):
     (tmp_path / "served" / newest.name / newest.manifest.files[0].file).unlink()
     assert send(tmp_path / "run", str(tmp_path / "served")).checkpoints == 1
     np.testing.assert_array_equal(rows_of(tmp_path / "served"), saved)
+
+
+def flip(file):
+    """Change a bit of a file in place, as a disk might, or of a file in the store."""
+    memory = fsspec.filesystem("memory")
+    content = bytearray(memory.cat_file(file) if isinstance(file, str) else file.read_bytes())
+    content[len(content) // 2] ^= 1
+    if isinstance(file, str):
+        memory.pipe_file(file, bytes(content))
+    else:
+        with file.open("r+b") as opened:
+            opened.write(content)
+
+
+def test_damage_in_the_target_does_not_spread(tmp_path, target, capfd):
+    """A file that all checkpoints share, such as the vocabulary, is replaced before another one gets it."""
+    source, words = tmp_path / "run", tmp_path / "vocabulary"
+    words.write_bytes(b"words" * 1000)
+    manager = CheckpointManager(source, keep=0)
+    chains, held = [], []
+    with make() as runtime:
+        for number in range(1, 4):
+            step(runtime, number)
+            tables = list(runtime.tables.values())
+            tables[0].note_changes(anew=True)  # each is full
+            content = Content({}, {}, {"data/vocabulary.arrow": words}, [])
+            chains.append(folder.read_chain(manager.save(tables, number, content).wait().path))
+            if number == 2:
+                deliver.deliver(chains[0], checkpoint_path(target), 3)
+                root = checkpoint_path(target) if "://" not in target else "/served/model"
+                name = f"{folder.name_of(1)}/data/vocabulary.arrow"
+                file = root / name if "://" not in target else f"{root}/{name}"
+                if "://" not in target:
+                    held.append(file.open("rb"))  # a server has it mapped
+                flip(file)
+                damaged = file.read_bytes() if "://" not in target else b""
+            if number > 1:
+                deliver.deliver(chains[-1], checkpoint_path(target), 3)
+    manager.close()
+    error = capfd.readouterr().err
+    assert error.count("is damaged; it is replaced from") == 1 and "vocabulary.arrow" in error
+    found = folder.candidates(checkpoint_path(target), everything=True)
+    assert len(found) == 3
+    for each in found:
+        verify(folder.read_chain(each), segments=True)
+    for opened in held:
+        assert opened.read() == damaged  # the old file was not written to
+        opened.close()
+    flip(file)
+    found = deliver.deliver(chains[-1], checkpoint_path(target), 3)
+    assert found.checkpoints == (1 if "://" in target else 3) and found.copied == words.stat().st_size
+
+
+def test_an_older_one_that_cannot_be_mended_is_removed(tmp_path, target, capfd):
+    with make() as runtime:
+        for _ in range(2):
+            step_all(runtime)
+            runtime.save(tmp_path / "run", keep=1)
+            send(tmp_path / "run", target)
+        older = folder.name_of(1)
+        if "://" in target:
+            flip(fsspec.filesystem("memory").glob(f"/served/model/{older}/tables/0/*.arrow")[0])
+        else:
+            flip(next((checkpoint_path(target) / older).glob("tables/0/*.arrow")))
+        send(tmp_path / "run", target)
+    assert names(target) == [folder.name_of(2)]
+    assert f"{older} is removed there" in capfd.readouterr().err
 
 
 def test_another_run_is_refused(tmp_path, target):

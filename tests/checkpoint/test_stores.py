@@ -1,9 +1,11 @@
 """Checkpoints in a store are those on a disk, also when requests fail, a process is killed, or another one writes."""
 
 import contextlib
+import json
 import shutil
 import threading
 import warnings
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -15,6 +17,7 @@ from hostdev.core.errors import UserError
 from hostdev.stores import store
 from hostdev.stores.address import checkpoint_path
 from hostdev.stores.store import StoreError
+from tests.checkpoint.runs import small
 
 ADDRESS = "memory://saved/run"
 
@@ -274,3 +277,93 @@ def test_tables_on_disk_upload_each_segment_once(monkeypatch, tmp_path, by_key):
             runtime.load(ADDRESS)
             if expected is not None:
                 assert runtime.state_sha256() == expected
+
+
+def test_the_summary_tells_uploads_that_failed(monkeypatch, trained, small_data):
+    real = store.Store.put
+
+    def put(self, path, name, stop=None):
+        if not name.startswith((".writer", "step-0000000003")):
+            raise StoreError("the store is full")
+        return real(self, path, name, stop)
+
+    monkeypatch.setattr(store.Store, "put", put)
+    options = ["--max-steps", 6, "--checkpoint-every", 3, "--checkpoint-dir", ADDRESS]
+    code, out, error = trained(*small(small_data, "run", *options))
+    assert code == 3 and "the store is full" in error
+    saved = json.loads(Path("run/summary.json").read_text())["checkpoints"]
+    (line,) = [each for each in out.splitlines() if each.startswith("checkpoints")]
+    assert saved["uploaded"] < saved["saved"] and saved["failed_uploads"] > 0
+    assert f"{saved['uploaded']} uploaded to {ADDRESS}" in line and f"saved in {ADDRESS}" not in line
+
+
+def test_damage_in_the_store_is_replaced_by_the_run(monkeypatch, tmp_path, capfd):
+    """Before an increment is uploaded, what it builds on is compared if the store says that it has changed."""
+    files = fsspec.filesystem("memory")
+    with make() as runtime:
+        step(runtime, 0)
+        runtime.save(ADDRESS)
+        (name,) = files.glob("/saved/run/step-0000000001/tables/0/*.arrow")
+        content = bytearray(files.cat_file(name))
+        content[-200] ^= 1
+        files.pipe_file(name, bytes(content))
+        step(runtime, 1)
+        runtime.save(ADDRESS)
+        expected = rows(runtime)
+        assert f"memory:/{name} is damaged; it is replaced from" in capfd.readouterr().err
+    other_machine(monkeypatch, tmp_path)
+    model = hostdev.open(ADDRESS, verify=True)
+    assert model.step == 2
+    np.testing.assert_array_equal(model["items"].lookup(np.arange(1000)), expected)
+
+
+def test_a_damaged_manifest_in_the_store_costs_no_checkpoint(monkeypatch, tmp_path):
+    with make() as runtime:
+        step(runtime, 0)
+        runtime.save(ADDRESS)
+    files, name = fsspec.filesystem("memory"), "/saved/run/step-0000000001/checkpoint.json"
+    files.pipe_file(name, files.cat_file(name).replace(b'"sha256"', b'"sha356"'))
+    with make() as runtime:
+        runtime.load(ADDRESS)
+        step(runtime, 1)
+        runtime.save(ADDRESS)
+        expected = rows(runtime)
+    assert names() == ["step-0000000001", "step-0000000002"]
+    other_machine(monkeypatch, tmp_path)
+    for number in (1, 2):
+        model = hostdev.open(f"{ADDRESS}/step-{number:010d}", verify=True)
+    np.testing.assert_array_equal(model["items"].lookup(np.arange(1000)), expected)
+
+
+def test_a_damaged_copy_is_fetched_again(capfd):
+    with make() as runtime:
+        for number in range(2):
+            step(runtime, number)
+            runtime.save(ADDRESS)
+        expected = rows(runtime)
+    for file in checkpoint_path(ADDRESS).glob("step-*/tables/0/*.arrow"):
+        with file.open("r+b") as opened:
+            opened.seek(-200, 2)
+            opened.write(b"?")
+    model = hostdev.open(ADDRESS, verify=True)
+    assert model.step == 2
+    np.testing.assert_array_equal(model["items"].lookup(np.arange(1000)), expected)
+    assert capfd.readouterr().err.count("it is replaced from memory://saved/run") == 2
+
+
+def test_a_damaged_parent_is_no_parent(tmp_path):
+    """An increment on a damaged checkpoint could never be loaded; all rows are saved in its place."""
+    with make() as runtime:
+        step(runtime, 0)
+        runtime.save(tmp_path / "run")
+        (file,) = (tmp_path / "run").glob("step-*/tables/0/*.arrow")
+        with file.open("r+b") as opened:
+            opened.seek(-200, 2)
+            opened.write(b"?")
+        step(runtime, 1)
+        with pytest.warns(UserWarning, match="000000.arrow is broken"):
+            runtime.save(tmp_path / "run")
+        expected = rows(runtime)
+    model = hostdev.open(tmp_path / "run", verify=True)
+    assert model.step == 2
+    np.testing.assert_array_equal(model["items"].lookup(np.arange(1000)), expected)

@@ -14,6 +14,7 @@ from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.remote import pin
 from hostdev.data.shards import ShardReader
+from hostdev.stores import store
 from hostdev.stores.address import data_path
 from hostdev.stores.store import StoreError
 from hostdev.train.checkpointing import data_files
@@ -24,6 +25,7 @@ ADDRESS = "memory://sets/one"
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
+    monkeypatch.setattr(store, "_PAUSES", (0.001, 0.01))
     publish(tmp_path, 2)
     yield data_path(ADDRESS)
     fsspec.filesystem("memory").rm("/sets", recursive=True)
@@ -93,6 +95,17 @@ def test_a_damaged_copy_is_fetched_again(root, tmp_path):
     copy.write_bytes(b"damaged")
     with pytest.raises(UserError, match=f"{ADDRESS}/{found.train[0].file} has a wrong checksum"):
         labels(root, found)
+
+
+def test_a_damaged_vocabulary_is_fetched_again(root, tmp_path):
+    found = manifest.read(root)
+    for copy in (root / found.vocabulary, tmp_path / "copies/files" / found.vocabulary_sha256):
+        content = bytearray(copy.read_bytes())
+        content[-9] ^= 1
+        with copy.open("r+b") as file:  # both have one file, by a hard link
+            file.write(content)
+        assert manifest.read_counts(root, manifest.read(root)).tolist()
+        assert hashlib.sha256((root / found.vocabulary).read_bytes()).hexdigest() == found.vocabulary_sha256
 
 
 def test_copies_that_others_remove_are_fetched_again(root, tmp_path):

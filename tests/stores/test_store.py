@@ -5,7 +5,7 @@ import errno
 import itertools
 import os
 import threading
-from hashlib import sha256
+from hashlib import md5, sha256
 
 import fsspec
 import pytest
@@ -100,6 +100,59 @@ def test_an_answer_that_is_cut_short_is_tried_again(files, tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(opened._files, "cat_file", lambda *a, **o: real(*a, **o)[: 8 - next(cuts)])
         assert opened.fetch("100", tmp_path / "a") == expected
+
+
+class FlexibleChecksumError(Exception):
+    """What botocore raises for an answer that does not have the checksum of its header."""
+
+
+def refused(code):
+    """Return the error of s3fs for a request that S3 has refused with state 400."""
+    error = OSError(errno.EINVAL, code)
+    error.__cause__ = AnswerError(400)
+    error.__cause__.response["Error"] = {"Code": code}
+    return error
+
+
+def test_an_answer_with_a_wrong_checksum_is_tried_again(files, tmp_path, monkeypatch):
+    opened, expected = Store("memory://set"), sums(files)["100"]
+    with failing(opened, [FlexibleChecksumError("not 1234"), refused("BadDigest"), *itertools.repeat(None, 100)]):
+        assert opened.fetch("100", tmp_path / "a") == expected
+    real, answers = opened._files.cat_file, itertools.count()
+
+    def read(*arguments, **options):
+        content = real(*arguments, **options)
+        return bytes([content[0] ^ next(answers) + 1]) + content[1:] if next(answers) < 150 else content
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opened._files, "cat_file", read)
+        path = KeptFiles().get(opened, "100", expected)
+    assert sha256(path.read_bytes()).hexdigest() == expected and next(answers) > 150
+
+
+@pytest.mark.parametrize("keeps", ["nothing", "MD5", "MD5 of parts"])
+def test_what_a_store_says_of_content_saves_reading_it(files, tmp_path, monkeypatch, keeps):
+    opened, path = Store("memory://set"), tmp_path / "a"
+    opened.fetch("100", path)
+    real, part = opened._files.info, 1 << 20
+    monkeypatch.setattr(store, "_PART_SIZES", (1,))
+    monkeypatch.setattr(store, "_PIECE", 1 << 18)
+    content = os.urandom(part + 5)
+    path.write_bytes(content)
+    files.pipe_file("/set/100", content)
+    etag = {
+        "nothing": None,
+        "MD5": f'"{md5(content).hexdigest()}"',
+        "MD5 of parts": f'"{md5(md5(content[:part]).digest() + md5(content[part:]).digest()).hexdigest()}-2"',
+    }[keeps]
+    monkeypatch.setattr(opened._files, "info", lambda name: {**real(name), "ETag": etag})
+    reads = []
+    monkeypatch.setattr(Store, "read_range", lambda *a, real=Store.read_range: reads.append(a) or real(*a))
+    assert opened.compare("100", path).size == len(content)
+    assert bool(reads) == (keeps == "nothing")
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert opened.compare("100", path) is None
+    assert opened.compare("1", path) is None and opened.compare("none", path) is None
 
 
 @pytest.mark.parametrize(
