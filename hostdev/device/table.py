@@ -16,7 +16,7 @@ from torch import Tensor
 from hostdev.core.checks import check_rows, require_finite, require_last, require_size
 from hostdev.core.history import History
 from hostdev.core.ids import checked_ids
-from hostdev.core.initializers import Initializer, Normal, initializer
+from hostdev.core.initializers import Given, Initializer, Normal, initializer
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.rounding import initial_slots, plane_formats, rounding_key
@@ -76,6 +76,7 @@ class DeviceTable(Owned):
         self.optimizer = optimizer
         self._block = torch.empty((rows, 1 + len(optimizer.slots), dim), dtype=torch.float32, device=device)
         self._init = initializer(init, rows, dim, name)
+        self.writes = int(isinstance(self._init, Given))  # the program's own values
         self._fill(self._init, self.seed)
         row_slots = torch.tensor(list(optimizer.row_slots.values()), dtype=torch.float32, device=device)
         self._row_slots = row_slots.repeat(rows, 1)
