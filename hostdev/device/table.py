@@ -22,7 +22,7 @@ from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.rounding import initial_slots, plane_formats, rounding_key
 from hostdev.core.table_dtypes import BF16, FP32, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import Owned, initial_seed
-from hostdev.device.backend import free_bytes
+from hostdev.device.backend import free_bytes, require
 from hostdev.device.ops import get_ops
 from hostdev.device.ops.catch_up import Clocks, bring, pack, unpack
 from hostdev.device.writing import Writing
@@ -48,7 +48,8 @@ class DeviceTable(Owned):
     `block` are views that torch cannot make read-only: use `writing` or `write_rows` to write.
 
     Args:
-        device: The device that holds the table. The other arguments are those of `HostTable`.
+        device: The device that holds the table, as for `Runtime`: "auto", "cpu", "cuda", ..., or a torch.device. The
+            other arguments are those of `HostTable`.
     """
 
     primitive_target = "DEVICE"
@@ -58,7 +59,7 @@ class DeviceTable(Owned):
         rows: int,
         dim: int,
         optimizer: SparseOptimizer,
-        device: torch.device,
+        device: torch.device | str = "auto",
         *,
         name: str,
         seed: int | None = None,
@@ -68,6 +69,7 @@ class DeviceTable(Owned):
     ) -> None:
         require_size(rows, dim, name)
         require_optimizer(optimizer, name)
+        device = require(device)
         self.dtype, self.slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
         free = free_bytes(device)
         if free is not None:

@@ -237,7 +237,9 @@ def _stamp_states(original: Function) -> Function:
         if args or kwargs.get("destination") is not None:  # within the state of another module
             return state
         root = getattr(state, "_metadata", {}).get(kwargs.get("prefix", "")[:-1])
-        for one in _runtimes if root is not None else ():
+        if root is None:
+            return state
+        for one in list(_runtimes):
             if one.trains(module):
                 root[_STAMP] = {"tables": list(one.tables), "steps": one.steps}
         return state
