@@ -1,12 +1,14 @@
 """A hook of MkDocs that fills in the commands' help and the public names from the sources."""
 
 import os
+import re
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 os.environ["COLUMNS"] = "100"
+_FIRST = ("Runtime", "HostTable", "Feature", "Bag", "DeviceTable", "CacheSpec", "EMA", "Predictor", "open")
 
 
 def commands() -> str:
@@ -37,15 +39,25 @@ def names() -> str:
 
     found = {name: getattr(hostdev, name) for name in sorted(hostdev.__all__, key=str.lower)}
     rooms = {name: one for name, one in found.items() if isinstance(one, ModuleType)}
-    sections = [_directives("hostdev", [name for name in found if name not in rooms])]
+    rest = sorted((name for name in found if name not in rooms and name not in _FIRST), key=str.lower)
+    sections = [_directives("hostdev", [*_FIRST, *rest])]
     for name, room in rooms.items():
         about = (room.__doc__ or "").splitlines()[0]
-        sections.append(f"## hostdev.{name}\n\n{about}\n\n{_directives(f'hostdev.{name}', room.__all__)}")
+        sections.append(
+            f"## hostdev.{name}\n\n{about}\n\n{_directives(f'hostdev.{name}', sorted(room.__all__, key=str.lower))}"
+        )
     return "\n\n".join(sections)
 
 
 def _directives(module: str, names: Sequence[str]) -> str:
-    return "\n\n".join(f"::: {module}.{name}" for name in sorted(names, key=str.lower))
+    from hostdev.core.optimizer_base import Optimizer
+
+    sections = []
+    for name in names:
+        one = getattr(import_module(module), name)
+        hides = isinstance(one, type) and issubclass(one, Optimizer)  # whose members are for the kernels
+        sections.append(f"::: {module}.{name}" + ("\n    options:\n      members: false" if hides else ""))
+    return "\n\n".join(sections)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -54,3 +66,18 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         if mark in markdown:
             markdown = markdown.replace(mark, make())
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Give each cell of a table its column's name, which extra.css shows on narrow screens."""
+    return re.sub(r"<table>.*?</table>", lambda found: _label_cells(found[0]), html, flags=re.DOTALL)
+
+
+def _label_cells(table: str) -> str:
+    labels = [re.sub("<.*?>", "", name) for name in re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)]
+
+    def label_row(row: re.Match[str]) -> str:
+        left = iter(labels)
+        return re.sub("<td", lambda _: f'<td data-label="{next(left, "")}"', row[0])
+
+    return re.sub(r"<tr>.*?</tr>", label_row, table, flags=re.DOTALL)

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import runpy
 import shutil
 import socket
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import hostdev
 from hostdev.runtime import saving
 from tests.conftest import ROOT
 
@@ -196,3 +198,57 @@ def test_a_script_finds_the_package_and_not_itself(name, tmp_path):
 def test_the_list_of_examples_is_whole():
     listed = (EXAMPLES / "README.md").read_text()
     assert all(f"`{file.name}`" in listed for file in EXAMPLES.glob("*.py"))
+
+
+def test_a_torch_checkpoint_goes_on_and_comes_back(capsys):
+    file = ROOT / "examples" / "from_torch.py"
+    straight, last = runpy.run_path(str(file))["main"]()
+    assert last == pytest.approx(straight, rel=1e-3)
+    page, source = (ROOT / "docs/guides/torch.md").read_text(), file.read_text()
+    assert source[source.index("def to_hostdev") : source.index("\n\n\ndef batches")] in page
+    for line in capsys.readouterr().out.splitlines():
+        assert re.sub(r"\d\.\d+", "N", line) in re.sub(r"\d\.\d+", "N", page)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(
+    ("make", "own", "slots"),
+    [
+        (torch.optim.SparseAdam, hostdev.LazyAdam(lr=0.1), {"m": "exp_avg", "v": "exp_avg_sq"}),
+        (torch.optim.Adagrad, hostdev.Adagrad(lr=0.1), {"accum": "sum"}),
+        (torch.optim.SGD, hostdev.SGD(lr=0.1), {}),
+    ],
+)
+def test_optimizers_of_torch_and_their_states(make, own, slots):
+    """The rows of the table in docs/guides/torch.md."""
+    rows, table = torch.nn.Embedding(5, 2, sparse=True), hostdev.HostTable(5, 2, own, name="t")
+    optimizer = make([rows.weight], lr=0.1)
+
+    def step(number):
+        optimizer.zero_grad()
+        (rows(torch.tensor([number % 5, 3])) * torch.tensor([1.0, number])).sum().backward()
+        optimizer.step()
+
+    for number in range(3):
+        step(number)
+    state = optimizer.state_dict()["state"].get(0, {})
+    with table.writing() as w:
+        w.weights[:] = rows.weight.detach()
+        for name, other in slots.items():
+            w.slots[name][:] = state[other]
+    table.step = int(state.get("step", 0))
+    for number in range(3, 6):
+        step(number)
+        table.apply(np.array([number % 5, 3]), np.array([[1, number]] * 2, np.float32))
+    np.testing.assert_allclose(table.weights, rows.weight.detach(), rtol=1e-4, atol=1e-6)
+    for name, other in slots.items():
+        np.testing.assert_allclose(table.slots[name], optimizer.state_dict()["state"][0][other], rtol=1e-4, atol=1e-6)
+
+
+def test_the_home_page_learns():
+    code = (ROOT / "docs/index.md").read_text().split("```python\n")[1].split("```")[0]
+    torch.manual_seed(0)
+    names = {}
+    exec(compile(code, "docs/index.md", "exec"), names)
+    assert names["films"].step == 50
+    assert names["loss"].item() < 0.69

@@ -212,12 +212,24 @@ def test_no_circle_of_imports():
     assert not left, f"circles of imports among {sorted(left)}"
 
 
-def load_site():
-    """Return docs/site.py as a module; docs/ is no package."""
-    spec = importlib.util.spec_from_file_location("site_of_docs", ROOT / "docs/site.py")
+def load_site(name="site"):
+    """Return docs/site.py, or another file of docs/, as a module; docs/ is no package."""
+    spec = importlib.util.spec_from_file_location(f"{name}_of_docs", ROOT / f"docs/{name}.py")
     site = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(site)
     return site
+
+
+def test_the_chart_shows_the_table_of_figures():
+    drawn = load_site("chart").draw()
+    assert (ROOT / "docs/figures.svg").read_text() == drawn
+    assert drawn.count('fill="#3f51b5"') == 13
+
+
+def test_cells_of_tables_have_their_columns_names():
+    page = "<table><thead><tr><th>a <b>b</b></th><th>c</th></tr></thead><tr><td>1</td><td>2</td></tr></table><td>"
+    found = load_site().on_page_content(page)
+    assert found.endswith('<tr><td data-label="a b">1</td><td data-label="c">2</td></tr></table><td>')
 
 
 ROOMS_OF_NAMES = ["distributed", "errors", "ops", "parallel", "tracking"]

@@ -48,6 +48,7 @@ class Owned:
     _owners: tuple[Owner, ...] = ()
     _step = 0
     _is_writing = False  # inside `writing`
+    writes = 0  # by the program, which may have restored the rows; steps of a loop are not counted
 
     @property
     def step(self) -> int:
@@ -123,6 +124,7 @@ class Owned:
         self._require_no_writing()
         for owner in self._owners:
             owner.before_write(self)
+        self.writes += 1
 
     def _after_write(self, ids: Any) -> None:
         for owner in self._owners:

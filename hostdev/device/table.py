@@ -16,13 +16,13 @@ from torch import Tensor
 from hostdev.core.checks import check_rows, require_finite, require_last, require_size
 from hostdev.core.history import History
 from hostdev.core.ids import checked_ids
-from hostdev.core.initializers import Initializer, Normal, initializer
+from hostdev.core.initializers import Given, Initializer, Normal, initializer
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.rounding import initial_slots, plane_formats, rounding_key
 from hostdev.core.table_dtypes import BF16, FP32, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import Owned, initial_seed
-from hostdev.device.backend import free_bytes
+from hostdev.device.backend import free_bytes, require
 from hostdev.device.ops import get_ops
 from hostdev.device.ops.catch_up import Clocks, bring, pack, unpack
 from hostdev.device.writing import Writing
@@ -48,7 +48,8 @@ class DeviceTable(Owned):
     `block` are views that torch cannot make read-only: use `writing` or `write_rows` to write.
 
     Args:
-        device: The device that holds the table. The other arguments are those of `HostTable`.
+        device: The device that holds the table, as for `Runtime`: "auto", "cpu", "cuda", ..., or a torch.device. The
+            other arguments are those of `HostTable`.
     """
 
     primitive_target = "DEVICE"
@@ -58,7 +59,7 @@ class DeviceTable(Owned):
         rows: int,
         dim: int,
         optimizer: SparseOptimizer,
-        device: torch.device,
+        device: torch.device | str = "auto",
         *,
         name: str,
         seed: int | None = None,
@@ -68,6 +69,7 @@ class DeviceTable(Owned):
     ) -> None:
         require_size(rows, dim, name)
         require_optimizer(optimizer, name)
+        device = require(device)
         self.dtype, self.slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
         free = free_bytes(device)
         if free is not None:
@@ -76,6 +78,7 @@ class DeviceTable(Owned):
         self.optimizer = optimizer
         self._block = torch.empty((rows, 1 + len(optimizer.slots), dim), dtype=torch.float32, device=device)
         self._init = initializer(init, rows, dim, name)
+        self.writes = int(isinstance(self._init, Given))  # the program's own values
         self._fill(self._init, self.seed)
         row_slots = torch.tensor(list(optimizer.row_slots.values()), dtype=torch.float32, device=device)
         self._row_slots = row_slots.repeat(rows, 1)

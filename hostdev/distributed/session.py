@@ -3,8 +3,10 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import TracebackType
+from typing import NoReturn
 
 from hostdev.core.errors import RankError, UserError, in_words, write_stderr
 from hostdev.core.launched import group_size
@@ -20,7 +22,29 @@ from hostdev.kernels.pool import host_threads, set_host_threads
 _FAULT_SECONDS = 30.0  # longer than the monitor takes to find the rank that is gone
 
 
-@contextmanager
+class Joining(AbstractContextManager[Ranks | None]):
+    """The result of `join`, for a `with` statement."""
+
+    def __init__(self, joining: AbstractContextManager[Ranks | None]) -> None:
+        self._joining = joining
+
+    def __enter__(self) -> Ranks | None:
+        return self._joining.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._joining.__exit__(kind, error, trace)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UserError(
+            f"hostdev.join() is no object with .{name}: the processes meet at the beginning of a `with` statement, and "
+            "leave together at its end; write `with hostdev.join() as ranks:`"
+        )
+
+
 def join(
     mesh: str | None = None,
     *,
@@ -28,8 +52,11 @@ def join(
     meeting: float = RENDEZVOUS_SECONDS,
     backend: str | None = None,
     levels: int | None = None,
-) -> Iterator[Ranks | None]:
-    """Join the processes that a launcher has started, and yield the `Ranks`, or None for a single process.
+) -> Joining:
+    """Join the processes that a launcher has started, in a `with` statement: ::
+
+        with hostdev.join() as ranks:  # the `Ranks`, or None for a single process
+            ...
 
     If a rank fails, all ranks end with exit code 2, and one line on stderr names the rank and the cause.
 
@@ -45,6 +72,13 @@ def join(
         UserError: The mesh has the wrong size, the rendezvous failed, two levels have no effect, or torch.distributed
             is already initialised.
     """
+    return Joining(_join(mesh, timeout, meeting, backend, levels))
+
+
+@contextmanager
+def _join(
+    mesh: str | None, timeout: float, meeting: float, backend: str | None, levels: int | None
+) -> Iterator[Ranks | None]:
     if levels not in (None, 1, 2):
         raise UserError(f"levels must be 1 or 2, not {levels}")
     if group_size() > 1:

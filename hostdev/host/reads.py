@@ -21,6 +21,7 @@ from hostdev.core.table_dtypes import BF16, FP32
 from hostdev.core.tables import Owned
 from hostdev.host import current
 from hostdev.host.storage import Float32, Storage
+from hostdev.host.views import ReadOnlyRows
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.catch_up import packed_planes, packed_width
 from hostdev.kernels.norm import partial_squares, total
@@ -313,6 +314,6 @@ def get_row_ids(part: tuple[int, int] | None, start: int, total: int, rows: Ids)
 
 
 def _read_only(values: Rows) -> Rows:
-    found = values.view()
+    found = values.view(ReadOnlyRows)
     found.flags.writeable = False
     return found

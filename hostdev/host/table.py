@@ -14,7 +14,7 @@ from hostdev.core.disk_storage import Disk
 from hostdev.core.eviction import Eviction
 from hostdev.core.history import History
 from hostdev.core.ids import checked_positions
-from hostdev.core.initializers import Initializer, Normal, initializer
+from hostdev.core.initializers import Given, Initializer, Normal, initializer
 from hostdev.core.launched import require_alone
 from hostdev.core.memory import available_bytes, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
@@ -140,6 +140,7 @@ class HostTable(ReadableTable):
         self._rows = rows
         self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
         self._initial = (self.seed, initializer(init, self.total_rows, dim, name))
+        self.writes = int(isinstance(self._initial[1], Given))  # the program's own values
         self.dtype, self.slots_dtype = dtype, slots_dtype
         shape, self.disk = self._shape(dim), storage
         self.storage: Storage

@@ -61,7 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write(model: str | None, chain: Chain, out: Path) -> list[str]:
     """Write the network and its description into a folder, and check the network; return lines to print."""
-    path = chain[-1].path
+    path, state = chain[-1].path, chain[-1].manifest.state
+    if not isinstance(state, dict) or "more" not in state:
+        raise UserError(
+            f"{path} was written by Runtime.save, which does not record the model: export the dense module where your "
+            "program has it, by torch.onnx.export(module, (rows, ...), 'dense.onnx'), and the tables with "
+            "--format parquet"
+        )
     predictor = Predictor(path, model=model, _encodes=False, _in_float32=True)
     batch = _sample(predictor, chain)
     inputs = get_inputs(predictor.model, len(predictor.data.schema.dense))

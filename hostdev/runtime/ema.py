@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
 _PART = 1 << 16  # rows to process at a time
+
+averaged_tables: WeakSet[HostTable | DeviceTable] = WeakSet()  # tables of which the program has made an EMA
 
 
 class EMA:
@@ -72,6 +75,7 @@ class EMA:
             self._rows[part] = values
         self._average = self._rows.copy()  # the averages at each row's last update
         self._last = np.zeros(table.rows, np.int64)  # the number of each row's last update
+        averaged_tables.add(table)
 
     def update(self, ids: npt.ArrayLike | torch.Tensor | None = None) -> None:
         """Add the table's current weights to the average; call it once after each step.

@@ -60,7 +60,7 @@ class TrainLoop(Loop[Item]):
         super().__init__(runtime, batches, reader, flags=self._flags, **reading)
         self._reduce_early = reduce_early
         self._micro_batches = micro_batches  # per step; 0: batches are not micro-batches
-        self.watcher = TrainWatcher(self._batch, runtime.settings, self._flags, runtime.ranks)
+        self.watcher = TrainWatcher(self._batch, runtime.settings, self._flags, runtime.ranks, runtime.loops.dense)
         self._of_pass = ExitStack()
         self._position = 0  # the position of the body's batch in the loop, from 1
         self._dense = DenseExchange(
@@ -76,6 +76,11 @@ class TrainLoop(Loop[Item]):
     def thread(self) -> int:
         """The identifier of the loop's thread."""
         return self.watcher.thread
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether an optimizer has taken the step of the body's batch, which the tables take later."""
+        return self._batch.flight is not None and bool(self.watcher.steps.stepped) and self._was_stepped()
 
     def clipping_rows(self) -> "TrainLoop[Item]":
         """From now on, clip the rows whenever torch's functions clip parameters; return this loop."""

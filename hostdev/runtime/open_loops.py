@@ -9,6 +9,7 @@ from hostdev.core.errors import HostdevError
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.runtime.access import Access
 from hostdev.runtime.carried import CarriedGradients
+from hostdev.runtime.dense_layers import DenseLayers
 from hostdev.runtime.features import GroupSpec, Table
 from hostdev.runtime.loaders import PredictLoader, RowsLoader, close_loaders
 from hostdev.runtime.logged import RuntimeLog
@@ -45,6 +46,7 @@ class Loops:
         self._tables: Mapping[str, Table] = {table.name: table for group in groups for table in group.tables}
         self._pipeline, self._access, self._loaders = pipeline, access, loaders
         self.carried = CarriedGradients(groups, pipeline, settings)
+        self.dense = DenseLayers(self._tables, pipeline, settings)
         self.iterators = Iterators()
         self.cursor: Any = None  # the program's position after the last batch that is done, or a checkpoint's
         self.predicting = 0  # number of open loops over `predict`
@@ -108,6 +110,7 @@ class Loops:
         if self.is_predicting():
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
         self._open = ref(loop)
+        self.dense.begin_loop(self._open)
         for log in self._logs:
             log.begin(self._pipeline.steps)
         self.carried.is_training = True
@@ -121,7 +124,8 @@ class Loops:
         self._logs.append(log)
 
     def count_step(self, runtime: Any, samples: int) -> None:
-        """Count a step of the tables for the logs."""
+        """Count a step of the tables for the logs, and for the dense layers that belong to it."""
+        self.dense.note_step()
         for log in list(self._logs):
             if not log.step(runtime, samples):
                 self._logs.remove(log)
@@ -129,6 +133,7 @@ class Loops:
     def end_training(self) -> None:
         """Unregister the loop over `train`."""
         self._open = None
+        self.dense.end_loop()
         self.carried.is_training = False
         for table in self._tables.values():
             trained.pop(table, None)
@@ -142,6 +147,7 @@ class Loops:
     def begin_prediction(self, loop: AnyPredictLoop) -> None:
         """Register a loop over `predict`; raise ValueError while a loop of another runtime trains these tables."""
         self.catch_up()
+        self.dense.require_same()
         if self.training is None and not self.predicting:
             for table in self._tables.values():
                 table.add_owner(self._access)

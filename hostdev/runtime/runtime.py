@@ -352,6 +352,7 @@ class Runtime(Logged, FrameworkLoaders):
             with self._make_predict_loop([ids], None, None, None, features=chosen, name="look_up") as loop:
                 return dict(next(loop)[1])
         self.loops.catch_up()
+        self.loops.dense.require_same()
         if self.loops.training is not None:
             self.pipeline.write_back()
         known = self.bindings, self.stacks
@@ -418,6 +419,7 @@ class Runtime(Logged, FrameworkLoaders):
             raise ValueError(f"keep must be a number of checkpoints, 1 or more, not {keep!r}")
         self._begin_call("save", alike.get_erasures(list(self.tables.values())))
         self.write_back()
+        self.loops.dense.require_same()
         return self._checkpoints.save(path, extra, keep, wait=wait)
 
     def load(self, path: Path | str, *, strict: bool = True) -> Any:  # Any: the `extra` of `save`
@@ -443,7 +445,9 @@ class Runtime(Logged, FrameworkLoaders):
         self._begin_call("load")
         self.pipeline.write_back()
         self.loops.carried.forget()
-        return self._checkpoints.load(path, strict=strict)
+        extra = self._checkpoints.load(path, strict=strict)
+        self.loops.dense.note_load()
+        return extra
 
     def _begin_call(self, name: str, values: Mapping[str, Any] | None = None) -> None:
         """Begin a collective call, and check that all ranks make the same one, with equal values."""

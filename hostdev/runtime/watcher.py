@@ -11,11 +11,13 @@ from torch import Tensor
 
 from hostdev.distributed.process_group import Ranks
 from hostdev.runtime.body_batch import BodyBatch
+from hostdev.runtime.dense_layers import DenseLayers
 from hostdev.runtime.dense_steps import DenseSteps
 from hostdev.runtime.features import Table
 from hostdev.runtime.finite import Flags
 from hostdev.runtime.loss_scaling import LossScaling
 from hostdev.runtime.pending import FirstBatch
+from hostdev.runtime.table_optimizer import TableOptimizer
 from hostdev.runtime.table_settings import TableSettings
 
 
@@ -27,6 +29,7 @@ class TrainWatcher:
         settings: The tables' settings.
         flags: The flags that stop a step whose gradients or loss are not finite.
         ranks: The ranks; None for a single process.
+        dense: The record of the dense layers that the tables' loops train.
 
     Attributes:
         steps: The steps of dense optimizers.
@@ -35,9 +38,11 @@ class TrainWatcher:
         first: The loop's first batch, if gradients of an earlier loop wait for a step; else None.
     """
 
-    def __init__(self, batch: BodyBatch, settings: TableSettings, flags: Flags, ranks: Ranks | None) -> None:
+    def __init__(
+        self, batch: BodyBatch, settings: TableSettings, flags: Flags, ranks: Ranks | None, dense: DenseLayers
+    ) -> None:
         self.thread = threading.get_ident()
-        self._batch, self._settings, self._flags = batch, settings, flags
+        self._batch, self._settings, self._flags, self._dense = batch, settings, flags, dense
         self._has_ranks, self._device = ranks is not None, flags.stop.device
         self.steps = DenseSteps()
         self.losses = LossScaling(batch, self._device, has_ranks=self._has_ranks)
@@ -133,6 +138,8 @@ class TrainWatcher:
         """See `scaling.Watcher`."""
         if self._batch.flight is not None:
             self.steps.note(optimizer, early=bool(self._batch.micros))
+            if not isinstance(optimizer, TableOptimizer):
+                self._dense.note_optimizer(optimizer)
         if getattr(optimizer, "found_inf", None) is self._flags.stop:
             del optimizer.found_inf  # type: ignore[attr-defined]  # set for this step by `Rows.guard`
 

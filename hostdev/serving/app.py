@@ -234,7 +234,8 @@ class Service:
         return _json(openapi.describe(self._name, self._model))
 
     async def _page(self, request: Request) -> Response:
-        return HTMLResponse(page.write(openapi.describe(self._name, self._model), self._name, self._model))
+        address = str(request.base_url).rstrip("/")  # as the reader's browser has reached it
+        return HTMLResponse(page.write(openapi.describe(self._name, self._model), self._name, self._model, address))
 
     def _require_model(self, request: Request) -> str | None:
         """Return the version in the request's path, or None; raise RefusedError if it, or the model, is not served."""

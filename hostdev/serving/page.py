@@ -14,12 +14,12 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; width: 100%; display: block; overflow-x: auto; margin-bottom: 1.5rem }
 th, td { text-align: left; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid #8886; vertical-align: top }
-pre { padding: .8rem; border: 1px solid #8886; border-radius: .3rem; overflow-x: auto }
+pre { padding: .8rem; border: 1px solid #8886; border-radius: .3rem; white-space: pre-wrap; overflow-wrap: anywhere }
 """
 
 
-def write(document: dict[str, Any], name: str, model: ServedModel) -> str:
-    """Return the page as HTML, for the OpenAPI document of a model that is served under `name`."""
+def write(document: dict[str, Any], name: str, model: ServedModel, address: str) -> str:
+    """Return the page as HTML, for the OpenAPI document of a model that is served under `name` at an `address`."""
     ends = [
         (method.upper(), path, operation["summary"])
         for path, operations in document["paths"].items()
@@ -28,7 +28,8 @@ def write(document: dict[str, Any], name: str, model: ServedModel) -> str:
     inputs = [(one.name, one.kind, one.datatype, str(list(one.shape)), _how(one)) for one in model.inputs.values()]
     row = {one.name: _example(one) for one in model.inputs.values()}
     body = shlex.quote(json.dumps({"rows": [row]}))
-    command = f"curl -H 'Content-Type: application/json' http://HOST:PORT/v1/predict -d {body}"
+    end = shlex.quote(f"{address}/v1/predict")
+    command = f"curl -H 'Content-Type: application/json' {end} -d {body}"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(name)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style>'

@@ -25,6 +25,7 @@ from hostdev.train import config_checks
 from hostdev.train.config_checks import option_name as _option
 from hostdev.train.follow_options import FollowOptions, check_follow
 from hostdev.train.option_fields import flag as _flag
+from hostdev.train.option_groups import add_in_groups
 from hostdev.train.tracking_options import TrackingOptions, check_tracking
 
 REFERENCE_BATCH_SIZE = 16_000
@@ -473,14 +474,7 @@ def add_flags(to: argparse.ArgumentParser, names: Collection[str] | None = None)
     """Add a flag for every field of `TrainConfig`, or for the fields `names`."""
     if isinstance(to, Parser):
         to.inputs["data"] = folder.require_input
-    for item in _fields(names):
-        options = {key: value for key, value in item.metadata.items() if value is not None}
-        if options.get("type") is None:
-            to.add_argument(_option(item.name), action="store_true", help=options["help"])
-            continue
-        if item.default is not None:
-            options["help"] += f" (default {item.default})"
-        to.add_argument(_option(item.name), default=item.default, **options)
+    add_in_groups(to, _fields(names), _option)
 
 
 def from_flags(arguments: argparse.Namespace, names: Collection[str] | None = None, **more: Any) -> TrainConfig:

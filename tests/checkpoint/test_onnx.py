@@ -183,6 +183,13 @@ def test_a_network_that_torch_cannot_write(in_process, films, monkeypatch):
     assert "the network of model 'tests.own_models:ThreeTables' cannot be written as ONNX: " in error
 
 
+def test_the_run_of_a_program_of_its_own_names_torchs_exporter(in_process, tmp_path):
+    hostdev.Runtime({"t": hostdev.HostTable(5, 2, hostdev.SGD(), name="t")}, device="cpu").save(tmp_path / "own")
+    code, _, error = in_process(checkpoint, "export", tmp_path / "own", "--format", "onnx", "--out", "out")
+    assert code == 2 and error.count("\n") == 1
+    assert "torch.onnx.export" in error and "Runtime.save" in error and "--format parquet" in error
+
+
 def test_a_wrong_network_is_told(in_process, films, monkeypatch):
     assert in_process(train, "--data", films, "--run-dir", "run", "--model", "shared_bottom", *OPTIONS)[0] == 0
     monkeypatch.setattr(onnx_export, "_convert", lambda *_: b"")

@@ -167,6 +167,8 @@ def test_selection():
 
 
 def test_an_accelerator_by_its_number(device):
+    for table in (DeviceTable(3, 2, SGD(), device=str(device), name="t"), DeviceTable(3, 2, SGD(), name="t")):
+        assert table.device.type == device.type
     if device.type == "cpu":
         assert backend.select("cpu:0") == device
         return

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+import hostdev
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.mesh import MeshPlace
 from hostdev.distributed.process_group import Ranks
@@ -42,6 +43,22 @@ def test_a_world_of_one():
 def test_several_ranks_override_every_collective(one, many):
     methods = {name for name, value in vars(one).items() if inspect.isfunction(value) or isinstance(value, property)}
     assert methods - GENERIC - vars(many).keys() == set()
+
+
+def test_a_join_without_with_is_told(monkeypatch):
+    for ranks in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        joining = hostdev.join()
+        for use in (lambda joining=joining: joining.part(), lambda joining=joining: joining.size):
+            with pytest.raises(hostdev.UserError, match=r"with hostdev\.join\(\) as ranks"):
+                use()
+    monkeypatch.delenv("WORLD_SIZE")
+    table = hostdev.HostTable(3, 2, hostdev.SGD(), name="t")
+    with pytest.raises(hostdev.UserError, match=r"with hostdev\.join\(\) as ranks"):
+        hostdev.Runtime({"t": table}, device="cpu", ranks=hostdev.join())
+    assert not hasattr(joining, "__array__")
+    with hostdev.join() as ranks:
+        assert ranks is None
 
 
 def test_public_names_need_no_torch():

@@ -157,3 +157,34 @@ def test_rows_are_handed_on():
     with make_runtime().train(loader(), ids=ids) as loop:
         _, rows = next(loop)
         assert send_to_device((rows,), torch.device("cpu"))[0] is rows
+
+
+@pytest.mark.parametrize("use", ["train", "predict"])
+@pytest.mark.parametrize("same_process", [True, False])
+def test_a_state_without_the_tables_is_told(make_accelerator, tmp_path, use, same_process):
+    accelerator, runtime, top = make_accelerator(), make_runtime(), make_top()
+    optimizer = adam(top.parameters())
+    top, optimizer, batches = accelerator.prepare(top, optimizer, loader())
+
+    def step(runtime, top, optimizer):
+        for batch, rows in runtime.train(batches, ids=ids):
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(top, batch, rows))
+            optimizer.step()
+
+    step(runtime, top, optimizer)
+    accelerator.save_state(tmp_path / "state")
+    step(runtime, top, optimizer)
+    accelerator.load_state(tmp_path / "state")
+    if not same_process:
+        accelerator.free_memory()
+        runtime, top = make_runtime(), make_top()
+        optimizer = adam(top.parameters())
+        top, optimizer, batches = accelerator.prepare(top, optimizer, loader())
+        accelerator.load_state(tmp_path / "state")
+    with pytest.warns(UserWarning, match=f"'user', 'film' are at step {32 if same_process else 0}") as told:
+        if use == "train":
+            step(runtime, top, optimizer)
+        else:
+            list(runtime.predict(batches, ids=ids))
+    assert len(told) == 1

@@ -253,3 +253,134 @@ def test_the_plugin_is_there_where_a_runtime_is():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+class Tuned(module_class()):
+    """With a learning rate that the Tuner may set."""
+
+    def __init__(self, runtime, lr=0.02):
+        super().__init__(runtime)
+        self.lr = lr
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+def make_trainer(folder, runtime=None, epochs=1, **options):
+    """Return a Trainer, with the tables' plugin if a runtime is given."""
+    return lightning.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        plugins=None if runtime is None else [checkpoint_io(runtime)],
+        **{"enable_checkpointing": False, **options},
+    )
+
+
+TOLD = "'user', 'film' are at step"
+
+
+@pytest.mark.parametrize("with_plugin", [False, True])
+@pytest.mark.parametrize("search", ["lr_find", "LearningRateFinder"])
+def test_a_search_for_a_learning_rate(tmp_path, with_plugin, search):
+    runtime = make_runtime()
+    module, before = Tuned(runtime), weights(runtime)
+    batches = runtime.train_loader(loader(), ids=ids)
+    finder = [lightning.pytorch.callbacks.LearningRateFinder(num_training_steps=10)] if search != "lr_find" else []
+    trainer = make_trainer(tmp_path, runtime if with_plugin else None, callbacks=finder)
+
+    def run():
+        if finder:
+            trainer.fit(module, batches)
+        else:
+            lightning.pytorch.tuner.Tuner(trainer).lr_find(module, batches, num_training=10)
+            if with_plugin:
+                assert weights(runtime) == before
+            trainer.fit(module, batches)
+
+    if not with_plugin:
+        with pytest.warns(UserWarning, match=TOLD):
+            run()
+        return
+    run()
+    other = make_runtime()
+    make_trainer(tmp_path).fit(Tuned(other, module.lr), other.train_loader(loader(), ids=ids))
+    assert weights(other) == weights(runtime)
+
+
+def best_of(folder, with_plugin, **options):
+    """Return a module and a Trainer after two epochs, with a checkpoint of the first."""
+    runtime = make_runtime()
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(folder / "at", save_top_k=-1, **options)
+    module = Tuned(runtime)
+    trainer = make_trainer(folder, runtime if with_plugin else None, 2, enable_checkpointing=True, callbacks=[keep])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a checkpoint is being saved without the tables")
+        trainer.fit(module, runtime.train_loader(loader(), ids=ids))
+    return module, trainer, next((folder / "at").glob("epoch=0*.ckpt"))
+
+
+@pytest.mark.parametrize("with_plugin", [False, True])
+def test_a_module_from_a_checkpoint(tmp_path, with_plugin):
+    module, trainer, best = best_of(tmp_path, with_plugin)
+    runtime = module.runtime
+    other = Tuned.load_from_checkpoint(best, runtime=runtime)
+    with pytest.warns(UserWarning, match=rf"step 16 .* {TOLD} 32"):
+        trainer.validate(other, runtime.predict_loader(loader(100), ids=ids), verbose=False)
+    if not with_plugin:
+        return
+    [once] = trainer.validate(module, runtime.predict_loader(loader(100), ids=ids), ckpt_path=best, verbose=False)
+    for now in (runtime, make_runtime()):
+        other = Tuned.load_from_checkpoint(best, runtime=now)
+        now.load(f"{best}.tables")
+        [again] = trainer.validate(other, now.predict_loader(loader(100), ids=ids), verbose=False)
+        assert again == once
+
+
+@pytest.mark.parametrize("with_plugin", [False, True])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_an_evaluation_of_a_checkpoint(tmp_path, with_plugin, weights_only):
+    module, trainer, best = best_of(tmp_path, with_plugin, save_weights_only=weights_only)
+    batches = module.runtime.predict_loader(loader(100), ids=ids)
+    if not with_plugin:
+        with pytest.warns(UserWarning, match=rf"{TOLD} 32"):
+            trainer.validate(module, batches, ckpt_path=best, verbose=False)
+        return
+    trainer.validate(module, batches, ckpt_path=best, verbose=False)
+    assert module.runtime.pipeline.steps == 16
+
+
+def averaging(name, **options):
+    return getattr(lightning.pytorch.callbacks, name)(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("StochasticWeightAveraging", {"swa_lrs": 0.01, "swa_epoch_start": 1}),
+        ("WeightAveraging", {}),
+        ("EMAWeightAveraging", {"decay": 0.9}),
+    ],
+)
+def test_callbacks_that_average_the_dense_layers_alone(tmp_path, name, options):
+    runtime = make_runtime()
+    trainer = make_trainer(tmp_path, epochs=3, callbacks=[averaging(name, **options)])
+    with pytest.warns(UserWarning, match=r"'user', 'film'.*hostdev.EMA\(table, decay\)") as told:
+        trainer.fit(Tuned(runtime), runtime.train_loader(loader(), ids=ids))
+    assert sum("hostdev.EMA" in str(one.message) for one in told) == 1
+
+
+def test_an_average_of_layers_and_tables_is_silent(tmp_path):
+    runtime = make_runtime()
+    averages = [hostdev.EMA(table, 0.9) for table in runtime.tables.values()]
+
+    class Tables(lightning.pytorch.Callback):
+        def on_train_batch_end(self, *_):
+            for one in averages:
+                one.update()
+
+    trainer = make_trainer(tmp_path, epochs=2, callbacks=[averaging("EMAWeightAveraging", decay=0.9), Tables()])
+    trainer.fit(Tuned(runtime), runtime.train_loader(loader(), ids=ids))

@@ -61,7 +61,7 @@ def test_from_a_file_to_a_model_that_is_updated(tmp_path):
         begin("train.txt", train)
         run(first)
         # 4,000 rows are 8 steps.
-        wait_until(lambda: any((tmp_path / "run/checkpoints").glob("step-*8")), PATIENCE)
+        wait_until(lambda: any((tmp_path / "served/checkpoints").glob("step-*8")), PATIENCE)
         begin("serve.txt", f"{serve} --port 0")
         wait_until(lambda: "Ctrl-C ends it" in (tmp_path / "serve.txt").read_text(), PATIENCE)
         port = int(re.search(r"127\.0\.0\.1:(\d+)", (tmp_path / "serve.txt").read_text())[1])
