@@ -111,7 +111,7 @@ def test_the_list_of_flags():
         *(f"--table-{name}" for name in ("dir", "memory", "window")),
         *("--log-to", "--callback"),
         "--follow",
-        *(f"--follow-{name}" for name in ("until", "mark", "poll", "window")),
+        *(f"--follow-{name}" for name in ("until", "mark", "poll", "quiet", "grown", "window")),
     }
 
 
