@@ -342,7 +342,7 @@ def test_limits_of_values(film_run, monkeypatch):
         answer = served.infer({"inputs": [tensor("history", "BYTES", [], [2, 33])]})
         assert answer.status == 413 and "input 'history' has 66 values" in answer.error
         answer = served.predict({"rows": [{**ROW, "other": [{}] * 40}]})
-        assert answer.status == 413 and "43 JSON objects and lists, more than 32" in answer.error
+        assert answer.status == 413 and "44 JSON objects and lists, more than 32" in answer.error
         assert served.predict({"rows": [{**ROW, "history": ["m1"] * 30, "other": [{}] * 20}]}).status == 200
 
 
