@@ -102,7 +102,7 @@ def complete(tree: Node, engine: Engine) -> tuple[dict[int, Text], list[Mixed]]:
         name = node["function"]["function_name"].lower()
         text = None
         if name in _CSV:
-            text = _complete_csv(node, engine)
+            text = _complete_csv(node, engine, _named_columns(tree))
         elif name in _JSON:
             text = _complete_json(node, engine, keeps_json=_uses_json(tree))
         elif name in _PARQUET:
@@ -152,7 +152,29 @@ def _function(table: str) -> str | None:
     return next((function for suffix, function in _SUFFIXES.items() if name.endswith(suffix)), None)
 
 
-def _complete_csv(node: Node, engine: Engine) -> Text | None:
+def _named_columns(tree: Node) -> frozenset[str] | None:
+    """Return the names of columns that a query does more with than return them; None if it may do so with all."""
+    names: set[str] = set()
+    for node in walk(tree):
+        kind = node.get("type")
+        if kind in ("SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "PIVOT") or node.get("class") == "SUBQUERY":
+            return None
+        if (node.get("class") == "STAR" and node.get("columns")) or node.get("ref_type") in ("NATURAL", "POSITIONAL"):
+            return None
+        if kind == "DISTINCT_MODIFIER" or node.get("aggregate_handling") == "FORCE_AGGREGATES":
+            return None
+        if any(node.get(key) for key in ("column_name_alias", "aliases", "rename_list")):
+            return None
+        keys = [one["expression"] for one in node.get("orders", ())] if kind == "ORDER_MODIFIER" else []
+        if any(key.get("class") in ("CONSTANT", "STAR") for key in (*keys, *node.get("group_expressions", ()))):
+            return None
+        if node.get("class") == "COLUMN_REF":
+            names |= {name.lower() for name in node["column_names"]}
+        names |= {name.lower() for name in node.get("using_columns", ())}
+    return frozenset(names)
+
+
+def _complete_csv(node: Node, engine: Engine, named: frozenset[str] | None) -> Text | None:
     given = given_options(node)
     plain = {} if "comment" in given else {"comment": "''"}
     files = list_files(node, engine)
@@ -188,6 +210,9 @@ def _complete_csv(node: Node, engine: Engine) -> Text | None:
     guesses = {name: kind for name, kind in guesses.items() if name not in own}
     with _about_quotes(given, node):
         chosen = choose(engine, select_all(engine, text), guesses, formats)
+    for name, column in chosen.items():
+        if column is not None and column.spelling is None and named is not None and name.lower() not in named:
+            chosen[name] = None  # as text, it needs no spelling
     used = {f"{kind.lower()}format": quoted(format_) for kind, format_ in formats.items() if _has(chosen, kind)}
     types = {**own, **{name: column.type if column else "VARCHAR" for name, column in chosen.items()}}
     node.update(with_options(engine, read, _TYPES, types=_struct(types), **used))
