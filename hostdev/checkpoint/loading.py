@@ -150,7 +150,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
         there, here = newest.manifest.table(name), table.optimizer
         require_kind(newest.path, there, table)
         rows = there.rows if is_by_key(table) else table.total_rows
-        differences = [("shape", (there.rows, there.dim), (rows, table.dim))]
+        differences: list[tuple[str, Any, Any]] = [("shape", (there.rows, there.dim), (rows, table.dim))]
         if not can_continue(here, there.optimizer, there.arguments):
             theirs, mine = {**there.arguments, "lr": None}, {**hyperparameters(here), "lr": None}
             differences += [("optimizer", there.optimizer, type(here).__name__), ("optimizer", theirs, mine)]

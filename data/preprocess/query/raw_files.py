@@ -12,7 +12,7 @@ from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes
 from hostdev.data.preprocess.encoding import WrongRowError
-from hostdev.data.preprocess.files import Chunk, Part
+from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, Part
 from hostdev.data.preprocess.inputs import AnyInput, open_input
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.from_clause import described, is_given, readers, select_all
@@ -136,6 +136,7 @@ class RawFile:
 
     most_rows = 2**62  # unknown until it is read
     lines_before = 0
+    respelled = AS_WRITTEN
 
     def __init__(self, path: Path, query: "RawQuery", optional: Sequence[str], engine: Engine) -> None:
         self.input: AnyInput = open_input(path)

@@ -101,7 +101,7 @@ def _bring(rows: Tensor, last: Tensor, clock: Clock, clocks: Clocks) -> None:
         c = torch.where(near, recent[k.clamp(max=N)], frozen[begun.clamp(max=len(frozen) - 1)])
         powers_of = torch.where((k < len(powers)).unsqueeze(1), powers[k.clamp(max=len(powers) - 1)], 0.0)
         m, v = rows[:, 1], rows[:, 2]
-        s, (c, e) = square_root(v), c.split([c.shape[1] - 1, 1], 1)
+        s, c, e = square_root(v), c[:, :-1], c[:, -1:]
         divisor = s + e
         r = torch.ones_like(divisor) / divisor
         x = (s - float(clock.shift) * e) * r
