@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.cache.options import AUTO, POLICIES, WINDOW, rows_of
-from hostdev.core.cli import Parser, checked
+from hostdev.core.cli import checked
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.keys import UNKNOWN
@@ -471,8 +471,6 @@ def _fields(names: Collection[str] | None) -> "list[Field[Any]]":
 
 def add_flags(to: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
     """Add a flag for every field of `TrainConfig`, or for the fields `names`."""
-    if isinstance(to, Parser):
-        to.inputs["data"] = folder.require_input
     for item in _fields(names):
         options = {key: value for key, value in item.metadata.items() if value is not None}
         if options.get("type") is None:
