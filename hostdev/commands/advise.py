@@ -10,6 +10,7 @@ from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
 from hostdev.core.memory import parse_bytes
+from hostdev.data import folder
 from hostdev.stores.address import local_path
 from hostdev.train import config
 from hostdev.train.config import TrainConfig
@@ -37,6 +38,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Recommend an embedding cache for your data by simulating all policies and sizes.")
     config.add_flags(made, OPTIONS)
+    made.inputs["data"] = folder.require_input
     made.add_argument(
         "--cache-window",
         type=int,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
+from hostdev.data import folder
 from hostdev.data.preprocess.options import Options, add_options, parse_options
 from hostdev.stores.address import local_path, require_input
 from hostdev.train import config
@@ -40,6 +41,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     )
     add_options(made, Options(threshold=THRESHOLD))
     config.add_flags(made)
+    made.inputs["data"] = folder.require_input
     for action in made._actions:
         if action.dest in ("data", "host_device_mix"):  # --data is rejected, and --host-device-mix is always on
             action.help = argparse.SUPPRESS

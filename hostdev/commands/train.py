@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
+from hostdev.data import folder
 from hostdev.distributed.rank_environment import is_first_on_host
 from hostdev.train import config
 
@@ -16,6 +17,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Train Wide & Deep, or another model, on Arrow shards made by hostdev.data.preprocess.")
     config.add_flags(made)
+    made.inputs["data"] = folder.require_input
     # torch.distributed.launch passes this flag, and sets LOCAL_RANK as well.
     made.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     return made

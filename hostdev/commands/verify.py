@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
+from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, Mesh, parse_mesh
 from hostdev.parallel.plan_text import parse_plan
 from hostdev.train import config
@@ -48,6 +49,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Show on your data that training gives the same bits in every mode.")
     config.add_flags(made, OPTIONS)
+    made.inputs["data"] = folder.require_input
     made.add_argument("--steps", type=int, default=20, metavar="N", help="steps per mode (default 20)")
     made.add_argument(
         "--inject-fault",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.cache.options import AUTO, POLICIES, WINDOW, rows_of
-from hostdev.core.cli import Parser, checked
+from hostdev.core.cli import checked
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.keys import UNKNOWN
@@ -472,8 +472,6 @@ def _fields(names: Collection[str] | None) -> "list[Field[Any]]":
 
 def add_flags(to: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
     """Add a flag for every field of `TrainConfig`, or for the fields `names`."""
-    if isinstance(to, Parser):
-        to.inputs["data"] = folder.require_input
     add_in_groups(to, _fields(names), _option)
 
 
