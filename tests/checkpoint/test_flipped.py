@@ -281,6 +281,7 @@ def test_a_kill_loses_no_checkpoint(kind, kills, tmp_path, monkeypatch):
             server.put(tmp_path / "s3", "s3://bucket/other")
             for name, value in server.environment.items():
                 monkeypatch.setenv(name, value)
+            fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another test's server
             target, env = "s3://bucket/served", env | server.environment
         places = (target, None) if kind == "uploads" else (tmp_path / "run", target)
         told = 0
