@@ -21,7 +21,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "checkpoints": (
         *("checkpoint_every", "checkpoint_minutes", "keep_checkpoints", "checkpoint_dir", "resume", "start_from"),
     ),
-    "files that arrive": ("follow", "follow_until", "follow_mark", "follow_poll", "follow_window"),
+    "files that arrive": (
+        *("follow", "follow_until", "follow_mark", "follow_poll", "follow_quiet", "follow_grown", "follow_window"),
+    ),
     "several processes": (
         *("spawn", "batch_per_rank", "micro_batches", "gradients", "dense_exchange", "exchange_levels"),
         *("dist_backend", "dist_url", "dist_timeout"),
@@ -40,7 +42,8 @@ def add_in_groups(to: argparse.ArgumentParser, items: Iterable[Field[Any]], name
         name_of: Returns the flag of a field's name.
     """
     by_name = {item.name: item for item in items}
-    for title, names in GROUPS.items():
+    others = tuple(by_name.keys() - {name for names in GROUPS.values() for name in names})
+    for title, names in {**GROUPS, "others": others}.items():
         present = [by_name[name] for name in names if name in by_name]
         group = to.add_argument_group(title) if present else to
         for item in present:

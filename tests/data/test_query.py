@@ -245,7 +245,7 @@ def test_flags_that_do_not_go_together(data, tmp_path, monkeypatch):
     out = ("--out", str(tmp_path / "out"), "--label", "y", "--categorical", "u")
     for more, words in (
         ((), "neither is given"),
-        (("FROM 'events.csv'", "--query", "q.sql"), "both are given"),
+        (("FROM 'events.csv'", "--query", "events.csv"), "both are given"),
         (("--query", "none.sql"), "--query none.sql: the file cannot be read .*No such file"),
         (("FROM 'events.csv'", "--query-memory", "1MiB"), "--query-memory must be at least 64.0 MiB, not 1.0 MiB"),
     ):
