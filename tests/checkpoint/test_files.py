@@ -200,13 +200,14 @@ def test_a_damaged_parent_is_read_and_told_of_once(saved, monkeypatch):
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    looked = []
+    looked, check_file = [], files.check_file
 
     def look(file, *more):
         looked.append(file)
-        files.check_file(file, *more)
+        check_file(file, *more)
 
-    monkeypatch.setattr(loading, "check_file", look)
+    for module in (loading, files):
+        monkeypatch.setattr(module, "check_file", look)
     for again in (runtime_of(), runtime):  # whose tables are new, or not
         looked.clear()
         with pytest.warns(UserWarning) as told:
