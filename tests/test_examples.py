@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -210,18 +211,24 @@ def test_a_torch_checkpoint_goes_on_and_comes_back(capsys):
         assert re.sub(r"\d\.\d+", "N", line) in re.sub(r"\d\.\d+", "N", page)
 
 
+MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     ("make", "own", "slots"),
     [
-        (torch.optim.SparseAdam, hostdev.LazyAdam(lr=0.1), {"m": "exp_avg", "v": "exp_avg_sq"}),
+        (torch.optim.SparseAdam, hostdev.LazyAdam(lr=0.1), MOMENTS),
         (torch.optim.Adagrad, hostdev.Adagrad(lr=0.1), {"accum": "sum"}),
         (torch.optim.SGD, hostdev.SGD(lr=0.1), {}),
+        (torch.optim.Adam, hostdev.Adam(lr=0.1), MOMENTS),
+        (partial(torch.optim.AdamW, weight_decay=0.5), hostdev.Adam(lr=0.1, weight_decay=0.5), MOMENTS),
     ],
 )
 def test_optimizers_of_torch_and_their_states(make, own, slots):
     """The rows of the table in docs/guides/torch.md."""
-    rows, table = torch.nn.Embedding(5, 2, sparse=True), hostdev.HostTable(5, 2, own, name="t")
+    is_sparse = not isinstance(own, hostdev.Adam)
+    rows, table = torch.nn.Embedding(5, 2, sparse=is_sparse), hostdev.HostTable(5, 2, own, name="t")
     optimizer = make([rows.weight], lr=0.1)
 
     def step(number):
