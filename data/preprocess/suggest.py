@@ -148,8 +148,8 @@ def _decimal(found: Sequence[Suggestion], columns: Mapping[str, SampledColumn]) 
     """Return whether numbers have decimal commas; leave out columns that have them if others have decimal points."""
     numeric = [one for one in found if one.settings is not None and one.settings["kind"] in ("numeric", "vector")]
     commas = [one for one in numeric if one.settings == {"kind": "numeric"} and columns[one.name].numbers is None]
-    points = [one.name for one in numeric if pc.any(pc.match_substring(columns[one.name].known, ".")).as_py()
-              and columns[one.name].kind == "text"]  # fmt: skip
+    texts = [one.name for one in numeric if columns[one.name].kind == "text"]
+    points = [name for name in texts if pc.any(pc.match_substring(columns[name].known, ".")).as_py()]
     for one in commas if points else ():
         one.settings, one.asks = None, True
         one.reason = (

@@ -5,6 +5,7 @@ written atomically. The journal has the files' checksums, which reveal damage by
 has a checksum, too; work restarts from the first damaged line.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -131,7 +132,13 @@ class Work:
             if path.name == _LOCK:
                 continue
             if path.is_dir():  # renamed first: tasks on other machines may still write to it, which now fails
-                shutil.rmtree(path.rename(path.with_name(f"{path.name}-{uuid4().hex}")))
+                moved = path.rename(path.with_name(f"{path.name}-{uuid4().hex}"))
+                try:
+                    shutil.rmtree(moved)
+                except OSError as error:
+                    if error.errno != errno.ENOTEMPTY:
+                        raise
+                    shutil.rmtree(moved)  # a file was being made while the folder was renamed
             else:
                 path.unlink()
 

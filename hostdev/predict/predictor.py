@@ -188,7 +188,7 @@ class Predictor:
 
         return RawQuery(self.encoding, find_source(self.data.sources), self._given_query)
 
-    def plan(self, names: Sequence[Any]) -> "RawPlan | None":
+    def plan(self, names: Sequence[object]) -> "RawPlan | None":
         """Return how to compute the columns of rows that have the columns `names`, or None for rows that have all.
 
         Raises:
@@ -277,7 +277,7 @@ class Predictor:
             rows = plan.complete(rows, as_array)
         return self.encode_columns(rows)
 
-    def encode_columns(self, rows: Any) -> Batch:
+    def encode_columns(self, rows: Any) -> Batch:  # Any, as pandas may not be installed
         """Return the same as `encode` for rows that have all columns of the data set."""
         if isinstance(rows, Mapping) and all(type(some) is list and len(some) <= _MOST_PLAIN for some in rows.values()):
             batch = self.encoding.encode_few(rows)
