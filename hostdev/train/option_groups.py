@@ -42,7 +42,8 @@ def add_in_groups(to: argparse.ArgumentParser, items: Iterable[Field[Any]], name
         name_of: Returns the flag of a field's name.
     """
     by_name = {item.name: item for item in items}
-    others = tuple(by_name.keys() - {name for names in GROUPS.values() for name in names})
+    grouped = {name for names in GROUPS.values() for name in names}
+    others = tuple(name for name in by_name if name not in grouped)
     for title, names in {**GROUPS, "others": others}.items():
         present = [by_name[name] for name in names if name in by_name]
         group = to.add_argument_group(title) if present else to
