@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.catch_up import SMALL, CatchUp, adam_rate, central_step, eps_correction, get_terms
-from hostdev.kernels.catch_up import in_powers, record
+from hostdev.kernels.catch_up import record, write_recent
 from hostdev.kernels.clock import LEAST, MOST_TERMS, Clock
 
 MOST_STEPS = 1 << 24  # per-row state is float32, which represents all integers up to here
@@ -45,7 +45,7 @@ class History:
     def _restart(self) -> None:
         self.steps = 0  # steps so far
         self._product = np.ones(1, np.float64)
-        self._sums = np.zeros((len(self._series.powers), len(self._series.basis)))
+        self._sums = np.zeros((len(self._series.basis), len(self._series.powers)))
         self._inverse = np.ones(_ROOM, np.float64)
         self._frozen = self._new_frozen(_ROOM)
         self._clock: Clock | None = None
@@ -105,9 +105,8 @@ class History:
 
     def _extend(self, runs: list[_Run]) -> None:
         """Add steps; adding them one at a time or all at once gives bit-identical results."""
-        steps = [(run.lr, run.first + i) for run in runs for i in range(run.length)]
-        rates, epsilons = np.zeros(len(steps)), np.empty(0)
-        decays = np.array([lr * self.how.weight_decay for lr, _ in steps])
+        steps = [self._values(run.lr, run.first + i) for run in runs for i in range(run.length)]
+        rates, decays, epsilons, central = np.array([*zip(*steps, strict=True)], np.float64).reshape(4, len(steps))
         first = self.steps
         self.steps += len(steps)
         needed = self.steps + 1
@@ -116,13 +115,10 @@ class History:
             self._inverse = np.concatenate([self._inverse, np.ones(more)])
             self._frozen = np.concatenate([self._frozen, self._new_frozen(more)])
         if self.how.betas is not None:
-            beta1, beta2 = self.how.betas
-            rates = np.array([adam_rate(lr, beta1, beta2, step) for lr, step in steps], np.float64)
-            if not self.how.epsilon_hat:
-                epsilons = np.array([self.how.eps * eps_correction(beta2, step) for _, step in steps])
-                # Rows that were last written before a step are read after it, so the step's number may be set between.
-                central = [self.how.eps * eps_correction(beta2, central_step(beta1, step - 1)) for _, step in steps]
-                self._frozen[first : self.steps, -1] = central
+            # Rows that were last written before a step are read after it, so the step's number may be set between.
+            self._frozen[first : self.steps, -1] = central
+        if self.how.epsilon_hat or self.how.betas is None:
+            epsilons = epsilons[:0]
         while len(rates):
             done = record(
                 rates,
@@ -142,14 +138,25 @@ class History:
             rates, decays, epsilons, first = rates[done:], decays[done:], epsilons[done:], first + done
         self._clock = None
 
+    def _values(self, lr: float, step: int) -> tuple[float, float, float, float]:
+        """Return a step's a_j, d_j and e_j, and e(L) for the step L before it; see `kernels.catch_up`."""
+        how, decay = self.how, lr * self.how.weight_decay
+        if how.betas is None:
+            return 0.0, decay, 0.0, 0.0
+        beta1, beta2 = how.betas
+        rate = float(adam_rate(lr, beta1, beta2, step))
+        if how.epsilon_hat:
+            return rate, decay, how.eps, how.eps
+        central = central_step(beta1, step - 1)
+        return rate, decay, how.eps * eps_correction(beta2, step), how.eps * eps_correction(beta2, central)
+
     def clock(self) -> Clock:
         """Return the clock, from which kernels apply the steps that a row has missed, up to the last step."""
         if self._clock is None:
-            recent = self._new_frozen(len(self._sums))
+            recent = np.empty((0, 0), np.float32)
             if self.how.betas is not None:
-                in_powers(self._sums, self._series.basis, recent)
-                known = min(self.steps + 1, len(recent))
-                recent[:known, -1] = self._frozen[self.steps - known + 1 : self.steps + 1, -1][::-1]
+                recent = np.empty((len(self._series.powers), len(self._series.basis) + 1), np.float32)
+                write_recent(self._sums, self._series.basis, self._frozen, self.steps, recent)
             product, shift = self._product[0], np.float32(not self.how.epsilon_hat)
             self._clock = Clock(np.int64(self.steps), product, self._inverse, recent, self._frozen, self._powers, shift)
         return self._clock

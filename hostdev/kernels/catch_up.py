@@ -60,48 +60,72 @@ def record(rates, decays, epsilons, first, powers, product, sums, inverse, basis
         powers: float64 [N + 1, P]: beta1^k * (1 - q^k)^p for each k and p; float64 [N + 1, 2]: beta1^k and sqrt(q^k)
             if there are `epsilons`.
         product: float64 [1], updated: D(0, T) times the caller's scale.
-        sums: float64 [N + 1, P], updated: the coefficients of L = T - k for each k, in powers of u or in Chebyshev
+        sums: float64 [P, N + 1], updated: the coefficients of L = T - k for each k, in powers of u or in Chebyshev
             polynomials of x.
         inverse: float64 [more than T]; for each recorded step T, inverse[T] becomes 1 / product.
-        basis: float64 [P, P]: the coefficients M_p are sums @ basis.
+        basis: float64 [P, P]: the coefficients M_p are basis^T @ sums.
         frozen: float32 [more than T, P + 1]. The last column holds e(L) for L < T; for each recorded step T >= N, the
             others of frozen[T - N] become M_p(T - N, T).
 
     Returns:
         The number of steps that were recorded.
     """
-    N, terms = powers.shape[0] - 1, sums.shape[1]
+    N, P = powers.shape[0] - 1, sums.shape[0]
+    term, ratio, last = np.empty(N + 1), np.empty(N + 1), np.empty((1, P + 1), np.float32)
     for t in range(len(rates)):
         now = first + t + 1
         product[0] *= 1.0 - decays[t]
         inverse[now] = 1.0 / product[0]
-        for k in range(min(N, now), 0, -1):
-            share = rates[t] / (product[0] * inverse[now - k])
+        most = min(N, now)
+        for k in range(1, most + 1):
+            term[k] = rates[t] / (product[0] * inverse[now - k])
+        if len(epsilons):
+            for k in range(1, most + 1):
+                g, q = np.sqrt(epsilons[t] / np.float64(frozen[now - k, P])), powers[k, 1]
+                term[k] = term[k] * powers[k, 0] / (g * q)
+                ratio[k] = (g - q) / (g + q)
+        for p in range(P):
             if len(epsilons):
-                g, q = np.sqrt(epsilons[t] / np.float64(frozen[now - k, terms])), powers[k, 1]
-                term, ratio = share * powers[k, 0] / (g * q), (g - q) / (g + q)
-                for p in range(terms):
-                    sums[k, p] = sums[k - 1, p] + term
-                    term *= ratio
+                for k in range(most, 0, -1):
+                    sums[p, k] = sums[p, k - 1] + term[k]
+                    term[k] *= ratio[k]
             else:
-                for p in range(terms):
-                    sums[k, p] = sums[k - 1, p] + share * powers[k, p]
+                for k in range(most, 0, -1):
+                    sums[p, k] = sums[p, k - 1] + term[k] * powers[k, p]
         if N > 0 and now >= N:
-            in_powers(sums[N : N + 1], basis, frozen[now - N : now - N + 1])
+            _in_powers(sums[:, N:], basis, last)
+            for p in range(P):
+                frozen[now - N, p] = last[0, p]
         if product[0] < LEAST:
             return t + 1
     return len(rates)
 
 
 @kernel
-def in_powers(sums, basis, out):
-    """Write sums @ basis, float64 [n, P] and [P, P], to the first P columns of out, float32 [n, P + 1]."""
-    for k in range(len(sums)):
-        for p in range(basis.shape[1]):
-            total = 0.0
-            for i in range(p, basis.shape[0]):  # a polynomial of degree i has no higher powers
-                total += sums[k, i] * basis[i, p]
-            out[k, p] = total
+def _in_powers(sums, basis, out):
+    """Write basis^T @ sums, float64 [P, P] and [P, n], transposed to the first P columns of out, float32 [n, P + 1]."""
+    row = np.empty(sums.shape[1])
+    for p in range(len(basis)):
+        row[:] = 0.0
+        for i in range(len(basis)):
+            factor = basis[i, p]
+            if factor != 0.0:
+                for k in range(len(row)):
+                    row[k] += factor * sums[i, k]
+        for k in range(len(row)):
+            out[k, p] = row[k]
+
+
+@kernel
+def write_recent(sums, basis, frozen, now, out):
+    """Write M_p(now - k, now), then e(now - k), for each k = 0 .. N to out, float32 [N + 1, P + 1].
+
+    The other arguments are those of `record`. For steps before the first one, e is 1.
+    """
+    P = len(basis)
+    _in_powers(sums, basis, out)
+    for k in range(len(out)):
+        out[k, P] = frozen[now - k, P] if k <= now else np.float32(1)
 
 
 # In loops with branches, numba counts references to array slices in memory that threads share, and a call with array
