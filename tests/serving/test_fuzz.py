@@ -159,6 +159,16 @@ def bag_of(item):
     return filled(f'{{"columns":{others[:-1]},"history":[['.encode(), item, b"]]}}")
 
 
+def data_of(datatype, item, *, wide=False):
+    """Return a request with a tensor in JSON: a column of many rows, or one row of many values."""
+    count = ((16 << 20) - 300) // (len(item) + 1)
+    shape = [1, count] if wide else [count]
+    about = json.dumps({"name": "history" if wide else "age", "datatype": datatype, "shape": shape})
+    start, end = f'{{"inputs":[{about[:-1]},"data":['.encode(), b"]}]}"
+    body = start + b",".join([item] * count) + end
+    return body, len(body)
+
+
 def tensor_of(datatype, content, count):
     """Return a request with a binary tensor, and the length of its JSON."""
     rows = {name: values[:1] for name, values in FILMS.items() if name != "history"}
@@ -182,6 +192,10 @@ LARGE = {
     "names": lambda: b"{" + b",".join(b'"%06d":1' % i for i in range(1_300_000)) + b"}",
     "a name twice": lambda: filled(b"{", b'"a":0', b"}"),
     "rows": lambda: json.dumps({"rows": as_rows(FILMS) * (65_536 // 4)}).encode(),
+    "data": lambda: data_of("FP64", b"0"),
+    "data of one row": lambda: data_of("FP64", b"0", wide=True),
+    "texts in data": lambda: data_of("BYTES", b'"ab"', wide=True),
+    "nested data": lambda: data_of("INT64", b"[1]", wide=True),
     "texts in binary": lambda: tensor_of("BYTES", b"\2\0\0\0ab" * 2_700_000, 2_700_000),
     "numbers in binary": lambda: tensor_of("UINT8", bytes(16_000_000), 16_000_000),
     "a bomb": lambda: gzip.compress(bytes(1 << 28), 1),
