@@ -49,7 +49,7 @@ def test_files_that_are_cut_are_awaited(in_process, example, arrived, whole, tmp
         (folder / name).write_bytes(content[: cuts[name]])
 
     def write_rest():
-        time.sleep(2)
+        time.sleep(2)  # several looks at the folder, which must leave the cut files alone
         for name in reversed(NAMES):
             with (folder / name).open("ab") as file:
                 file.write(contents[name][cuts[name] :])

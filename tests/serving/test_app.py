@@ -362,7 +362,7 @@ def test_large_bodies_one_after_the_other(film_run, monkeypatch):
     def parse_slowly(*arguments, **options):
         active.append(None)
         most.append(len(active))
-        time.sleep(0.02)
+        time.sleep(0.02)  # long enough for the other requests to arrive
         found = parse(*arguments, **options)
         active.pop()
         return found
