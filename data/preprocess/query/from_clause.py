@@ -10,6 +10,13 @@ from hostdev.data.preprocess.query.settle import implicit_name
 from hostdev.data.preprocess.query.spelling import identifier, quoted
 from hostdev.data.preprocess.query.statement import Node, parse, table_name, to_sql, walk
 
+FORMATS = {
+    **dict.fromkeys(("read_csv", "read_csv_auto"), "CSV"),
+    **dict.fromkeys(("read_json", "read_json_auto", "read_ndjson", "read_ndjson_auto"), "JSON"),
+    **dict.fromkeys(("read_parquet", "parquet_scan"), "Parquet"),
+}
+"""The format of the files that a function reads as a table."""
+
 
 def readers(tree: Node) -> Iterator[Node]:
     """Yield the elements of FROM clauses that are files, functions that read files, or tables of this process."""

@@ -1,6 +1,5 @@
 """Files of raw rows: how a query read those of the data set, for the manifest, and the same for other files."""
 
-import copy
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,15 @@ from hostdev.data.preprocess.encoding import WrongRowError
 from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, Part
 from hostdev.data.preprocess.inputs import AnyInput, open_input
 from hostdev.data.preprocess.query.engine import Engine
-from hostdev.data.preprocess.query.from_clause import described, is_given, readers, select_all
+from hostdev.data.preprocess.query.from_clause import (
+    FORMATS,
+    described,
+    given_options,
+    is_given,
+    readers,
+    select_all,
+    with_options,
+)
 from hostdev.data.preprocess.query.spelling import identifier, quoted
 from hostdev.data.preprocess.query.statement import Node, parse, table_name, walk
 
@@ -23,13 +30,8 @@ if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawQuery
 
 _FORMATS = {"CSV": r"\.(csv|tsv|tab|txt)", "JSON": r"\.(json|jsonl|ndjson)", "Parquet": r"\.parquet"}
-_READERS = {
-    **dict.fromkeys(("read_csv", "read_csv_auto", "sniff_csv"), "CSV"),
-    **dict.fromkeys(("read_json", "read_json_auto", "read_ndjson", "read_ndjson_auto"), "JSON"),
-    **dict.fromkeys(("read_parquet", "parquet_scan"), "Parquet"),
-}
 _FUNCTIONS = {"CSV": "read_csv", "JSON": "read_json", "Parquet": "read_parquet"}
-_TYPES = frozenset(("types", "dtypes", "column_types", "auto_type_candidates", "all_varchar", "sample_size"))
+_TYPES = ("types", "dtypes", "column_types", "auto_type_candidates", "all_varchar", "sample_size")
 
 
 def describe_tables(tree: Node, completed: Node, engine: Engine) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def describe_tables(tree: Node, completed: Node, engine: Engine) -> dict[str, An
 def _kind_of(node: Node, name: str | None) -> str | None:
     """Return the format that a FROM element reads: "CSV", "JSON", "Parquet" or None."""
     if node["type"] == "TABLE_FUNCTION":
-        return _READERS.get(node["function"]["function_name"].lower())
+        return FORMATS.get(node["function"]["function_name"].lower())
     return None if name is None else _format_of(name)
 
 
@@ -88,7 +90,7 @@ def _sniff(node: Node, engine: Engine) -> dict[str, Any] | None:
     files = engine.rows("SELECT file FROM glob(?) ORDER BY file LIMIT 1", name)
     if not files:
         return {"HasHeader": True}
-    sniffing = _reader(node, Path(files[0][0]), "sniff_csv", engine, without=frozenset())
+    sniffing = _reader(node, Path(files[0][0]), "sniff_csv", engine)
     try:
         sql = select_all(engine, sniffing)
         rows = engine.rows(f"SELECT HasHeader, DateFormat, TimestampFormat FROM ({sql})")
@@ -97,27 +99,13 @@ def _sniff(node: Node, engine: Engine) -> dict[str, Any] | None:
     return dict(zip(("HasHeader", "DateFormat", "TimestampFormat"), rows[0], strict=True))
 
 
-def _reader(node: Node | None, path: Path, function: str, engine: Engine, without: frozenset[str]) -> Node:
+def _reader(node: Node | None, path: Path, function: str, engine: Engine, without: Sequence[str] = ()) -> Node:
     """Return a FROM element that reads a file by a function, with the options of `node` except those in `without`."""
     name = quoted(str(path))
     found: Node = parse(engine.connection, f"SELECT * FROM {function}({name})").select["from_table"]
     if node is not None and node["type"] == "TABLE_FUNCTION":
-        options = copy.deepcopy(node["function"]["arguments"][1:])
-        found["function"]["arguments"] += [one for one in options if _option(one) not in without]
-    return found
-
-
-def _option(argument: Node) -> str:
-    """Return the name of a function's option."""
-    left = argument["expression"].get("left") or {}
-    names = left.get("column_names") or [argument.get("name", "")]
-    return str(names[-1]).lower()
-
-
-def _add(reader: Node, sql: str, engine: Engine) -> None:
-    """Add an option to a function that reads files."""
-    made = parse(engine.connection, f"SELECT * FROM f('', {sql})").select["from_table"]
-    reader["function"]["arguments"] += made["function"]["arguments"][1:]
+        found["function"]["arguments"] += node["function"]["arguments"][1:]
+    return with_options(engine, found, without)
 
 
 class RawFile:
@@ -192,20 +180,17 @@ def _select(path: Path, query: "RawQuery", engine: Engine) -> str:
         return f"FROM {quoted(str(path))}"
     is_same = node is not None and _kind_of(node, _name_of(node)) == kind
     reader = _reader(node if is_same else None, path, _FUNCTIONS[kind], engine, _TYPES)
-    options = {_option(one) for one in reader["function"]["arguments"][1:]}
+    options = given_options(reader)
     if kind == "CSV":
         if "columns" in options:  # names and types
             names = ", ".join(map(quoted, query.raw_columns))
-            reader["function"]["arguments"] = [
-                one for one in reader["function"]["arguments"] if _option(one) != "columns"
-            ]
-            _add(reader, f"names = [{names}]", engine)
+            reader = with_options(engine, reader, ["columns"], names=f"[{names}]")
         elif "header" not in options and query.source is not None and query.source.header is not None and is_same:
-            _add(reader, f"header = {query.source.header}", engine)
-        _add(reader, "all_varchar = true", engine)
+            reader = with_options(engine, reader, header=str(query.source.header))
+        reader = with_options(engine, reader, all_varchar="true")
     if kind == "JSON" and "columns" not in options:
         there = described(engine, reader).items()
         types = [(name, "VARCHAR" if query.type_of(name).is_text else own) for name, own in there]
         shown = ", ".join(f"{quoted(name)}: {quoted(own)}" for name, own in types)
-        _add(reader, f"columns = {{{shown}}}", engine)
+        reader = with_options(engine, reader, columns=f"{{{shown}}}")
     return select_all(engine, reader)

@@ -16,6 +16,7 @@ from hostdev.core.errors import UserError
 from hostdev.data.preprocess.inputs import is_empty
 from hostdev.data.preprocess.query.engine import Engine, in_one_line
 from hostdev.data.preprocess.query.from_clause import (
+    FORMATS,
     described,
     given_options,
     is_given,
@@ -32,9 +33,6 @@ from hostdev.data.preprocess.query.settle import implicit_name
 from hostdev.data.preprocess.query.spelling import Column, choose, identifier, quoted, usual
 from hostdev.data.preprocess.query.statement import Node, parse, table_name, walk
 
-_CSV = frozenset(("read_csv", "read_csv_auto"))
-_JSON = frozenset(("read_json", "read_json_auto", "read_ndjson", "read_ndjson_auto"))
-_PARQUET = frozenset(("read_parquet", "parquet_scan"))
 _SUFFIXES = {
     **dict.fromkeys((".csv", ".tsv"), "read_csv"),
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), "read_json_auto"),
@@ -99,13 +97,13 @@ def complete(tree: Node, engine: Engine) -> tuple[dict[int, Text], list[Mixed]]:
             read.update(kept, alias=alias, column_name_alias=node.get("column_name_alias", []))
             node.clear()
             node.update(read)
-        name = node["function"]["function_name"].lower()
+        format_ = FORMATS.get(node["function"]["function_name"].lower())
         text = None
-        if name in _CSV:
+        if format_ == "CSV":
             text = _complete_csv(node, engine, _named_columns(tree))
-        elif name in _JSON:
+        elif format_ == "JSON":
             text = _complete_json(node, engine, keeps_json=_uses_json(tree))
-        elif name in _PARQUET:
+        elif format_ == "Parquet":
             mixed += complete_parquet(node, engine)
         if text is not None and text.columns:
             found[node["query_location"]] = text
