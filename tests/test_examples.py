@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import warnings
@@ -18,6 +17,7 @@ import torch
 import hostdev
 from hostdev.runtime import saving
 from tests.conftest import ROOT
+from tests.ports import free_port
 
 EXAMPLES = ROOT / "examples"
 SMALL = {"users": 240, "films": 120}
@@ -113,8 +113,7 @@ def test_a_loop_on_processes_reaches_what_plain_torch_does(example):
 
 
 def test_a_loop_on_two_processes_has_the_bits_of_one(example, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-W", "error", str(EXAMPLES / "processes.py"), "--small"]
     started = [

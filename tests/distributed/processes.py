@@ -1,7 +1,6 @@
 """Several processes of one training: how tests start them, wait for them, and leave none behind."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 from hostdev.distributed.hosts import HOST_VARIABLE
 from tests.conftest import ROOT
+from tests.ports import free_port
 
 LONGEST = 280.0  # seconds that a training of a test may take on a busy machine
 _OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -21,13 +21,6 @@ class Ended(NamedTuple):
     code: int
     out: str
     err: str
-
-
-def free_port():
-    """Return a port without a listener."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class Processes:

@@ -9,8 +9,8 @@ from hostdev.distributed.agreement import UnlikeError, compare, shown
 from hostdev.train.config import TrainConfig
 from hostdev.train.processes import get_shared_values
 from tests.distributed.conftest import flags_of
-from tests.distributed.processes import free_port
 from tests.distributed.test_rendezvous import TRAIN, refused, start
+from tests.ports import free_port
 from tests.test_shards import rewrite
 
 

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from tests.distributed.conftest import flags_of
-from tests.distributed.processes import free_port, wait_until
+from tests.distributed.processes import wait_until
+from tests.ports import free_port
 from tests.test_shards import rewrite
 
 TRAIN = ("-m", "hostdev.train")

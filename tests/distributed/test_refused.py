@@ -18,8 +18,8 @@ from hostdev.runtime.spec import TableSpec
 from hostdev.train import room
 from hostdev.train.config import TrainConfig
 from hostdev.train.processes import resolve_batch
-from tests.distributed.processes import free_port
 from tests.distributed.threads import with_ranks
+from tests.ports import free_port
 
 MIX = ("--host-device-mix",)
 

@@ -11,7 +11,7 @@ from hostdev.distributed.monitor import HUNG_SECONDS
 from hostdev.distributed.rank_environment import ALONE
 from hostdev.distributed.rendezvous import announce
 from tests.distributed.conftest import flags_of
-from tests.distributed.processes import free_port
+from tests.ports import free_port
 
 TRAIN = ("-m", "hostdev.train")
 CHECK = ("-m", "hostdev.launch", "--check")

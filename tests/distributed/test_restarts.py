@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from tests.distributed.conftest import Trained, flags_of
-from tests.distributed.processes import free_port, wait_until
+from tests.distributed.processes import wait_until
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from hostdev.commands import preprocess
 from hostdev.core import cli
 from tests.conftest import ROOT
 from tests.distributed.conftest import Trained, flags_of
-from tests.distributed.processes import free_port
+from tests.ports import free_port
 
 TRAIN = ("-m", "hostdev.train")
 SMALL = ("--emb-dim", 4)

@@ -16,8 +16,9 @@ from hostdev.distributed.calls import Calls
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import RankEnvironment
 from tests.distributed.conftest import Trained, flags_of
-from tests.distributed.processes import free_port, wait_until
+from tests.distributed.processes import wait_until
 from tests.distributed.test_faults import TRAIN
+from tests.ports import free_port
 
 ESCAPES = "\x1b[31m\x1b]0;title\x07"
 

@@ -15,8 +15,9 @@ from hostdev.distributed import host_memory
 from hostdev.distributed.host_memory import HostExchange, HostMemory, Layouts, Part
 from hostdev.distributed.hosts import HOST_VARIABLE, get_identity, group_by_host, have_levels, require_two_levels
 from tests.distributed import own_loop
-from tests.distributed.processes import free_port, start_on
+from tests.distributed.processes import start_on
 from tests.distributed.same import assert_same
+from tests.ports import free_port
 
 PLACES = {"2 x 2": [0, 0, 1, 1], "2 + 1": [0, 0, 1], "1 + 3": [0, 1, 1, 1], "in turn": [0, 1, 0, 1]}
 

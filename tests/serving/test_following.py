@@ -4,7 +4,6 @@ import http.client
 import json
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from hostdev.checkpoint import folder
 from hostdev.checkpoint.deliver import deliver
 from tests.conftest import environment
 from tests.distributed.processes import wait_until
+from tests.ports import free_port
 from tests.serving.conftest import trained
 from tests.serving.helpers import FILMS, Served, as_rows, bits
 from tests.serving.test_processes import errors, started
@@ -196,8 +196,7 @@ def test_trainer_delivery_and_server_are_killed(films, tmp_path):
     train_flags += [*options, "--run-dir", run_folder]
     train_command = ["hostdev", "train", *train_flags]
     deliver_command = ["hostdev", "checkpoint", "deliver", run_folder, place, "--keep", 3]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     serve_command = ["hostdev", "serve", "--checkpoint", place, "--follow", "--port", port, "--max-batch", 4]
     commands = {"train": train_command, "deliver": deliver_command, "serve": serve_command}
     processes, kills = {}, dict.fromkeys(commands, 0)
