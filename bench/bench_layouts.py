@@ -25,7 +25,7 @@ from bench.record import make_parser, record
 from hostdev.distributed.mesh import Mesh
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.start import start_processes, wait_for
-from hostdev.parallel.plan import cuttable, divides
+from hostdev.ext.parallel.plan import cuttable, divides
 
 MOST = 1.10  # times the best layout's time
 RANKS = 2
@@ -79,7 +79,7 @@ class Tried(NamedTuple):
 def all_layouts(network: nn.Sequential) -> Iterator[Tried]:
     """Yield every layout on two processes."""
     yield Tried(Mesh(data=RANKS), None, None)
-    from hostdev.parallel.pieces import get_pieces
+    from hostdev.ext.parallel.pieces import get_pieces
 
     for piece in get_pieces(network)[1:]:
         yield Tried(Mesh(pipe=RANKS), piece.name, None)

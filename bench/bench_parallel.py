@@ -29,7 +29,7 @@ from bench.record import get_versions, make_parser, record
 from bench.team import Team
 from hostdev.distributed.mesh import SCHEDULES
 from hostdev.distributed.start import start_processes
-from hostdev.parallel.pieces import balanced, get_pieces
+from hostdev.ext.parallel.pieces import balanced, get_pieces
 
 RANKS, MICRO_BATCHES = 2, 8
 EFFICIENCY, MOST_OVER_TORCH = 0.85, 1.05

@@ -20,9 +20,9 @@ import hostdev
 from bench.team import serve
 from hostdev.distributed.mesh import SCHEDULES
 from hostdev.distributed.process_group import Ranks
-from hostdev.parallel.costs import measure_profile
-from hostdev.parallel.layout import like
-from hostdev.parallel.pieces import cut, get_pieces
+from hostdev.ext.parallel.costs import measure_profile
+from hostdev.ext.parallel.layout import like
+from hostdev.ext.parallel.pieces import cut, get_pieces
 
 NETWORKS = Path(__file__).resolve().parents[1] / "examples" / "parallel"
 OURS, TORCH = "hostdev", "torch"

@@ -15,8 +15,8 @@ import torch
 
 import hostdev
 from bench.serving_rows import ROWS, make_rows
+from hostdev.ext.predict.onnx_export import get_inputs, get_values
 from hostdev.kernels.pool import set_host_threads
-from hostdev.predict.onnx_export import get_inputs, get_values
 
 SECONDS = 3.0
 

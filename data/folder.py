@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from hostdev.core.addresses import address_of
 from hostdev.core.errors import UserError
-from hostdev.stores.address import address_of
 
 FILE_NAME = "manifest.json"
 

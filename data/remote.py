@@ -8,15 +8,15 @@ import threading
 from pathlib import Path
 
 from hostdev.core import json_files
+from hostdev.core.addresses import address_of, get_folder
 from hostdev.core.checksums import checksum
 from hostdev.core.disk import replacing
 from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.memory import format_bytes
 from hostdev.core.names import inside
 from hostdev.data.folder import FILE_NAME
-from hostdev.stores.address import address_of, get_folder
-from hostdev.stores.kept_files import KeptFiles
-from hostdev.stores.store import Store
+from hostdev.ext.stores.kept_files import KeptFiles
+from hostdev.ext.stores.store import Store
 
 _ATTEMPTS = 5
 

@@ -23,9 +23,9 @@ from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.remote import RemoteFiles
 from hostdev.data.rows import Piece
 from hostdev.data.targets import find_wrong, find_wrong_weights
+from hostdev.ext.stores.store import StoppedError
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.lookup import first_outside
-from hostdev.stores.store import StoppedError
 
 _ATTEMPTS = 20  # to open a copy of a store's file, which other processes may remove
 _READ = 1 << 22  # bytes per call; large, because each call waits for the GIL

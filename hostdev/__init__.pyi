@@ -31,13 +31,13 @@ from .core.optimizers import RowWiseAdam as RowWiseAdam
 from .device.table import DeviceTable as DeviceTable
 from .distributed.session import join as join
 from .host.table import HostTable as HostTable
-from .predict.predictor import Predictor as Predictor
+from .ext.predict.predictor import Predictor as Predictor
 from .runtime.ema import EMA as EMA
 from .runtime.runtime import Runtime as Runtime
 from .runtime.spec import Bag as Bag
 from .runtime.spec import CacheSpec as CacheSpec
 from .runtime.spec import Feature as Feature
 from .runtime.spec import TableSpec as TableSpec
-from .tracking.callback import Callback as Callback
+from .ext.tracking.callback import Callback as Callback
 
 __version__: str

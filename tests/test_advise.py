@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from hostdev import FTRL, SGD, LazyAdam, UserError, advise
+from hostdev import FTRL, SGD, LazyAdam, UserError
 from hostdev.cache.plan import Statistics
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import Simulated
@@ -23,10 +23,11 @@ from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend, bus
 from hostdev.device.bus import Bus
+from hostdev.ext.advice import advise
+from hostdev.ext.advice.cache import curves as cache_advice
+from hostdev.ext.advice.cache import rates
+from hostdev.ext.advice.cache.curves import Group, Point, recommend
 from hostdev.models.wide_deep.network import WideDeep
-from hostdev.train.cache_advice import curves as cache_advice
-from hostdev.train.cache_advice import rates
-from hostdev.train.cache_advice.curves import Group, Point, recommend
 from hostdev.train.summary import get_host_costs
 from tests.conftest import ROOT
 

@@ -6,8 +6,8 @@ import pyarrow.csv
 import pytest
 
 from hostdev.commands import advise, preprocess, train
-from hostdev.train import disk_advice
-from hostdev.train.disk_advice import DiskRates, Need, format_needs, measure_disk
+from hostdev.ext.advice import disk as disk_advice
+from hostdev.ext.advice.disk import DiskRates, Need, format_needs, measure_disk
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.device import backend
+from hostdev.ext.advice.cache import auto as auto_cache
+from hostdev.ext.advice.cache import curves as cache_advice
+from hostdev.ext.advice.cache.curves import Group
 from hostdev.runtime import room as runtime_room
 from hostdev.train import room, trainer
-from hostdev.train.cache_advice import auto as auto_cache
-from hostdev.train.cache_advice import curves as cache_advice
-from hostdev.train.cache_advice.curves import Group
 from hostdev.train.config import TrainConfig
 
 LINE = re.compile(

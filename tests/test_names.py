@@ -17,7 +17,7 @@ from hostdev.core.errors import write_stderr
 from hostdev.data import manifest
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.distributed.world import ALONE_WORLD
-from hostdev.parallel import saving
+from hostdev.ext.parallel import saving
 
 ODD = Path(os.fsdecode(b"caf\xe9"))  # in Latin-1
 

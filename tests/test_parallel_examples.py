@@ -11,7 +11,7 @@ from torch import nn
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.parallel.pieces import get_pieces
+from hostdev.ext.parallel.pieces import get_pieces
 from tests.conftest import ROOT
 
 with pytest.MonkeyPatch.context() as patch:  # as in a script beside them

@@ -11,8 +11,8 @@ from pathlib import Path
 import numba
 import pytest
 
-from hostdev import warm_up as command
 from hostdev.core.errors import UserError
+from hostdev.ext import warm_up as command
 from hostdev.host.warm_up import warm_up_feature
 from hostdev.kernels.compiling import run_calls
 from hostdev.kernels.jit import address_of

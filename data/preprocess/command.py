@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
 from hostdev.core.progress import counted
@@ -22,7 +23,6 @@ from hostdev.data.preprocess.scheduler_flag import parse_scheduler
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
 from hostdev.kernels.pool import host_threads
-from hostdev.stores.address import shown_place
 
 _SPLIT_FLAGS = {
     kind: {f"--{kind}": f"{kind}_files"}

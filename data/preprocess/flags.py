@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core import cli
+from hostdev.core.addresses import local_path, require_input
 from hostdev.data import folder
-from hostdev.stores.address import local_path, require_input
 
 TASKS = ("binary", "regression")
 THRESHOLD = 1  # values seen once carry no information; they train the out-of-vocabulary id instead

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.inputs import COMPRESSED, STANDARD_INPUT, is_empty, refuse_unread
-from hostdev.stores.address import address_of, shown_place
 
 _START_BYTES = 512
 _NAMED = 3  # files named in a message

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from hostdev.core.addresses import shown_place
 from hostdev.core.errors import HostdevError, TransientError, UserError
 from hostdev.data.preprocess import places, zipped
-from hostdev.stores.address import shown_place
 
 STANDARD_INPUT = Path("-")
 HEAD_BYTES = 1 << 20  # maximum bytes that `head` returns for standard input

@@ -8,9 +8,9 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
+from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.errors import UserError
-from hostdev.stores import files
-from hostdev.stores.address import address_of, shown_place
+from hostdev.ext.stores import files
 
 
 def is_file(path: Path) -> bool:

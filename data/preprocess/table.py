@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from hostdev.core.addresses import source_path
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
@@ -23,7 +24,6 @@ from hostdev.data.preprocess.table_options import TEXT_OPTIONS, TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
 from hostdev.data.preprocess.vectors import elements
 from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
-from hostdev.stores.address import source_path
 
 
 class Table:

@@ -17,14 +17,14 @@ from typing import IO, Any
 from uuid import uuid4
 
 from hostdev.core import locks
+from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.disk import sync_folder, sync_tree
 from hostdev.core.errors import TransientError, UserError, in_words, naming
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import note
 from hostdev.data.folder import FILE_NAME as _MANIFEST
-from hostdev.stores.address import address_of, shown_place
-from hostdev.stores.results import files_of, put_all, require_new
-from hostdev.stores.store import Store, StoreError
+from hostdev.ext.stores.results import files_of, put_all, require_new
+from hostdev.ext.stores.store import Store, StoreError
 
 _VERSION = 5  # version of the folder's format
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"

@@ -10,13 +10,13 @@ from hostdev.checkpoint.loading import damaged, find_newest_valid, verify
 from hostdev.checkpoint.manifest import FILE_NAME, VERSION, BrokenCheckpointError
 from hostdev.checkpoint.state import read_dense_tensors, state_digest
 from hostdev.core import cli
+from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
 from hostdev.core.table_dtypes import FP32
-from hostdev.stores.address import address_of, shown_place
-from hostdev.stores.results import remove_copy, require_new, send
+from hostdev.ext.stores.results import remove_copy, require_new, send
 
 
 def _info(arguments: argparse.Namespace) -> int:

@@ -21,14 +21,14 @@ from hostdev.checkpoint.folder import Chain, Checkpoint
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest, SegmentEntry, SegmentState
 from hostdev.checkpoint.remote import WRITER, fetch_file, remove_stored
+from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.disk import sync_folder
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.names import inside
 from hostdev.core.progress import bar, note
 from hostdev.core.workers import call_all
-from hostdev.stores.address import address_of, shown_place
-from hostdev.stores.store import Store, StoreError
+from hostdev.ext.stores.store import Store, StoreError
 
 _THREADS = 4
 _PIECE = 1 << 22  # bytes

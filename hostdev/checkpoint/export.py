@@ -27,11 +27,11 @@ from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import read_values
 from hostdev.checkpoint.vocabulary import read_vocabulary
 from hostdev.core import outputs
+from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError, naming
 from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import Progress, bar
-from hostdev.stores.address import shown_place
 
 IDS, DENSE = "ids.parquet", "dense.pt"
 KEY, UNKNOWN = "key", "out_of_vocabulary"

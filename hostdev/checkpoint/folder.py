@@ -17,10 +17,10 @@ from typing import IO, Any, NamedTuple
 from hostdev.checkpoint import manifest
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Manifest, Parent
 from hostdev.core import locks
+from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.disk import sync_folder
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.names import inside
-from hostdev.stores.address import address_of, shown_place
 
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 _PARTIAL, _LOCK, _REMOVED = ".partial-", ".lock", ".removed-"

@@ -17,10 +17,10 @@ from hostdev.checkpoint.ranges import FILE_BYTES
 from hostdev.checkpoint.uploads import Uploads
 from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content
 from hostdev.core.errors import UserError
+from hostdev.ext.stores.store import StoreError
 from hostdev.host.disk.snapshot import LocationCopies
 from hostdev.host.snapshot import Budget
 from hostdev.kernels.bits import count_bits
-from hostdev.stores.store import StoreError
 
 COPIES_BYTES = 384 << 20  # limit on the bytes of copied rows
 _ERRORS = folder.FolderInUseError, StoreError, UserError  # of `lock`

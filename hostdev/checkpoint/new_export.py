@@ -7,11 +7,11 @@ from pathlib import Path
 from hostdev.checkpoint.folder import Chain, newest
 from hostdev.checkpoint.loading import verify
 from hostdev.core import outputs
+from hostdev.core.addresses import shown_place
 from hostdev.core.errors import naming
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import note
-from hostdev.stores.address import shown_place
-from hostdev.stores.results import remove_copy, require_new, send
+from hostdev.ext.stores.results import remove_copy, require_new, send
 
 
 def write_export(path: Path, out: Path, prog: str, write: Callable[[Chain, Path], list[str]]) -> None:

@@ -17,13 +17,13 @@ from hostdev.checkpoint.files import check_entry
 from hostdev.checkpoint.folder import FOLDER
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest
 from hostdev.core import locks
+from hostdev.core.addresses import address_of
 from hostdev.core.checksums import is_whole_json
 from hostdev.core.errors import HostdevError, UserError, in_words, raise_if_transient
 from hostdev.core.names import inside
 from hostdev.core.progress import bar, note
 from hostdev.core.workers import call_all
-from hostdev.stores.address import address_of
-from hostdev.stores.store import Store
+from hostdev.ext.stores.store import Store
 
 WRITER = ".writer"  # in the store and beside the copies: a random text, the same for both if the copies are the store's
 IN_STORE = ".in-store"  # in the copy of a checkpoint that the store has, or had

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from hostdev.checkpoint.current import open_table
 from hostdev.checkpoint.folder import Chain, newest
 from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError
 from hostdev.core.ids import to_keys
-from hostdev.stores.address import checkpoint_path
 
 Rows = npt.NDArray[np.float32]
 

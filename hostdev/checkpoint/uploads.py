@@ -11,11 +11,11 @@ from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.files import check_entry
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest
 from hostdev.checkpoint.remote import IN_STORE, WRITER, begin_writing, remove_stored
+from hostdev.core.addresses import address_of
 from hostdev.core.errors import HostdevError, in_words
 from hostdev.core.progress import bar, note
 from hostdev.core.workers import call_all
-from hostdev.stores.address import address_of
-from hostdev.stores.store import About, Store, StoreError
+from hostdev.ext.stores.store import About, Store, StoreError
 
 _THREADS = 4
 _POLL = 0.2  # seconds

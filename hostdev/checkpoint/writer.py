@@ -47,11 +47,11 @@ from hostdev.checkpoint.ranges import (
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
 from hostdev.checkpoint.tree import tensors_as_bytes
 from hostdev.checkpoint.uploads import Uploads
+from hostdev.core.addresses import address_of
 from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, RangeDigests
 from hostdev.core.errors import RankError, UserError, in_words
 from hostdev.core.workers import Workers
-from hostdev.stores.address import address_of
 
 Rows = npt.NDArray[np.float32]
 _Written = tuple[RangeFile, dict[str, Digests]]  # a file, and the digests of its ranges by column

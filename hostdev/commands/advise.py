@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from hostdev.cache.options import MOST_WINDOW, WINDOW
 from hostdev.core import cli, pictures
+from hostdev.core.addresses import local_path
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
 from hostdev.core.memory import parse_bytes
 from hostdev.data import folder
-from hostdev.stores.address import local_path
 from hostdev.train import config
 from hostdev.train.config import TrainConfig
 from hostdev.train.config_checks import require_table_window
@@ -94,7 +94,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         arguments.parallel = "auto"
         settings = _for_mesh(config.from_flags(arguments, [*OPTIONS, "parallel"]), arguments)
         with cli.importing(prog):
-            from hostdev.advise import advise_mesh
+            from hostdev.ext.advice.advise import advise_mesh
         advise_mesh(settings, arguments.mesh)
         return
     settings = config.from_flags(arguments, OPTIONS)
@@ -110,13 +110,13 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     settings.require_data()
     if arguments.disk is not None:
         with cli.importing(prog):
-            from hostdev.advise import advise_tables_on_disk
+            from hostdev.ext.advice.advise import advise_tables_on_disk
         step = None if arguments.step_ms is None else arguments.step_ms / 1e3
         window = Disk.window if arguments.table_window is None else arguments.table_window
         advise_tables_on_disk(settings, arguments.disk, step, window)
         return
     with cli.importing(prog):
-        from hostdev.advise import advise
+        from hostdev.ext.advice.advise import advise
     advise(settings, memory, arguments.cache_window, arguments.out or pictures.new_path("advise"))
 
 

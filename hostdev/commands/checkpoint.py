@@ -6,9 +6,9 @@ from functools import partial
 
 from hostdev.commands import options
 from hostdev.core import cli
+from hostdev.core.addresses import checkpoint_path, require_input, result_path
 from hostdev.core.errors import UserError
-from hostdev.neighbours import INDEXES, METRICS
-from hostdev.stores.address import checkpoint_path, require_input, result_path
+from hostdev.ext.neighbours import INDEXES, METRICS
 
 PROG = "hostdev.checkpoint"
 FORMATS = ("parquet", "npy", "safetensors", "faiss", "onnx")
@@ -142,9 +142,9 @@ def _import_run(arguments: argparse.Namespace, prog: str) -> Callable[[argparse.
     form = arguments.format if arguments.command == "export" else ""
     with cli.importing(prog):
         if form == "faiss":
-            from hostdev.neighbours.faiss_export import run
+            from hostdev.ext.neighbours.faiss_export import run
         elif form == "onnx":
-            from hostdev.predict.onnx_export import run
+            from hostdev.ext.predict.onnx_export import run
         else:
             from hostdev.checkpoint.command import run
     return run

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from hostdev.core import cli
+from hostdev.core.addresses import local_path, require_input
 from hostdev.core.errors import UserError
 from hostdev.distributed.rank_environment import read_table
-from hostdev.launch import PROG, check, find_server, start
-from hostdev.stores.address import local_path, require_input
+from hostdev.ext.launch import PROG, check, find_server, start
 
 
 def parser(prog: str = PROG) -> cli.Parser:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.neighbours import METRICS
+from hostdev.ext.neighbours import METRICS
 
 PROG = "hostdev.neighbours"
 _KEYS = -(1 << 63), (1 << 63) - 1
@@ -36,5 +36,5 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     if arguments.of_id is not None and not _KEYS[0] <= arguments.of_id <= _KEYS[1]:
         raise UserError(f"--of-id {arguments.of_id} is not an integer of 64 bits; give one of {_KEYS[0]}..{_KEYS[1]}")
     with cli.importing(prog):
-        from hostdev.neighbours.command import run
+        from hostdev.ext.neighbours.command import run
     run(arguments, prog)

@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 
 from hostdev.core import cli
+from hostdev.core.addresses import checkpoint_path, require_input
 from hostdev.core.errors import UserError, in_words
-from hostdev.neighbours import METRICS
-from hostdev.predict import WHICH
-from hostdev.stores.address import checkpoint_path, require_input
+from hostdev.ext.neighbours import METRICS
+from hostdev.ext.predict import WHICH
 
 
 def add_checkpoint(to: cli.Parser, missing: str) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hostdev.commands import options
 from hostdev.core import cli
+from hostdev.core.addresses import address_of, require_input, result_path, shown_place, source_path
 from hostdev.core.errors import UserError
-from hostdev.stores.address import address_of, require_input, result_path, shown_place, source_path
 
 PROG = "hostdev.predict"
 
@@ -64,5 +64,5 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         raise UserError(f"--at must be at least 1, not {arguments.at}")
     arguments.query = options.read_query(arguments.query)
     with cli.importing(prog):
-        from hostdev.predict.command import run
+        from hostdev.ext.predict.command import run
     run(arguments, prog)

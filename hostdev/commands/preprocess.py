@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from hostdev.core import cli
+from hostdev.core.addresses import local_path, require_input, result_path, source_path
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import flags
 from hostdev.data.preprocess.options import Options, add_options, add_seed
-from hostdev.stores.address import local_path, require_input, result_path, source_path
 
 PROG = "hostdev.data.preprocess"
 _RESULT, _SOURCE = cli.checked(result_path), cli.checked(source_path)

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from hostdev.core import cli
+from hostdev.core.addresses import local_path, require_input
 from hostdev.core.errors import UserError
 from hostdev.data import folder
 from hostdev.data.preprocess.options import Options, add_options, parse_options
-from hostdev.stores.address import local_path, require_input
 from hostdev.train import config
 
 PROG = "hostdev.train.quickstart"

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from hostdev.core import cli
-from hostdev.report.extra import require_extra
-from hostdev.stores.address import local_path, require_input
+from hostdev.core.addresses import local_path, require_input
+from hostdev.ext.report.extra import require_extra
 
 PROG = "hostdev.report"
 
@@ -36,5 +36,5 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     arguments = parser(prog).parse_args(argv)
     require_extra("report")
     with cli.importing(prog):
-        from hostdev.report.command import run
+        from hostdev.ext.report.command import run
     run(arguments)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hostdev.commands import options
 from hostdev.core import cli
+from hostdev.core.addresses import require_input
 from hostdev.core.errors import UserError
 from hostdev.core.memory import parse_bytes
-from hostdev.stores.address import require_input
 
 PROG = "hostdev.serving"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -61,10 +61,10 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     arguments["query"] = options.read_query(arguments["query"])
     host, port, _ = (arguments.pop(name) for name in ("host", "port", "debug"))
     with cli.importing(prog):
-        from hostdev.serving.settings import Settings
+        from hostdev.ext.serving.settings import Settings
 
         try:
-            from hostdev.serving.command import run
+            from hostdev.ext.serving.command import run
         except ModuleNotFoundError as error:
             if (error.name or "hostdev").partition(".")[0] not in (
                 "uvicorn",

@@ -9,7 +9,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
 from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, Mesh, parse_mesh
-from hostdev.parallel.plan_text import parse_plan
+from hostdev.ext.parallel.plan_text import parse_plan
 from hostdev.train import config
 
 PROG = "hostdev.verify"
@@ -90,8 +90,8 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     plan = parse_plan(arguments.plan) if arguments.plan else ()
     settings.require_data()
     with cli.importing(prog):
-        from hostdev.parallel.layout import Layout
-        from hostdev.verify import verify
+        from hostdev.ext.parallel.layout import Layout
+        from hostdev.ext.verify.modes import verify
     layout = Layout(arguments.schedule or SCHEDULES[0], cut, plan)
     different = verify(
         settings,

@@ -7,7 +7,7 @@ from hostdev.commands.verify import OPTIONS
 from hostdev.core import cli
 from hostdev.train import config
 
-PROG = "hostdev.verify_processes"
+PROG = "hostdev.ext.verify.processes"
 _OPTIONS = (*OPTIONS, "host_device_mix")  # which `verify` sets itself
 
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     config.add_flags(parser, _OPTIONS)
     settings = config.from_flags(parser.parse_args(argv[7:]), _OPTIONS)
     with cli.importing(prog):
-        from hostdev.verify import Mode
-        from hostdev.verify_processes import run_rank
+        from hostdev.ext.verify.modes import Mode
+        from hostdev.ext.verify.processes import run_rank
     mode = Mode(True, int(depth), 1, cache or None)
     run_rank(settings, int(steps), int(micro_batches), mode, mesh, layout, Path(folder))

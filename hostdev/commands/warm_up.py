@@ -32,5 +32,5 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     if not 1 <= processes <= 256:
         raise UserError(f"--jobs must be in 1..256, not {processes}")
     with cli.importing(prog):
-        from hostdev.warm_up import run
+        from hostdev.ext.warm_up import run
     run(processes)

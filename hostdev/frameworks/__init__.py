@@ -1,5 +1,1 @@
-"""Support for the gradient state of Hugging Face accelerate, and for the checkpoints of Lightning."""
-
-from hostdev.frameworks import accelerate, lightning
-
-__all__ = ["accelerate", "lightning"]
+"""Other frameworks: the public names of `hostdev.ext.frameworks`."""

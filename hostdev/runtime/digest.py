@@ -21,9 +21,9 @@ from hostdev.core.digest import (
 from hostdev.distributed.gather import gather_by_rank, gather_in_order
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
+from hostdev.ext.parallel.state import DenseState
 from hostdev.host.key_table import KeyTable
 from hostdev.kernels.pool import host_threads
-from hostdev.parallel.state import DenseState
 
 
 class _Table(Protocol):

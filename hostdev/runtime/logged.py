@@ -8,8 +8,8 @@ from weakref import proxy
 from hostdev.core.errors import in_words
 
 if TYPE_CHECKING:
+    from hostdev.ext.tracking.figures import RuntimeFigures
     from hostdev.runtime.open_loops import Loops
-    from hostdev.tracking.figures import RuntimeFigures
 
 _METHODS = ("add_scalar", "add_histogram")
 
@@ -107,7 +107,7 @@ class Logged:
                 f"every must be at least 1, and histograms_every at least 0, not {every} and {histograms_every}"
             )
         self.require_open()
-        from hostdev.tracking.figures import RuntimeFigures
+        from hostdev.ext.tracking.figures import RuntimeFigures
 
         self.loops.add_log(RuntimeLog(writer, RuntimeFigures(proxy(self)), every, histograms_every))
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from hostdev.core.reading_ahead import reading_ahead
-from hostdev.frameworks import accelerate
+from hostdev.ext.frameworks import accelerate
 from hostdev.runtime.own_generators import Draw, OwnGenerators, repeat
 from hostdev.runtime.random_streams import Place, RandomStreams
 from hostdev.runtime.read_ahead import ReadAhead

@@ -21,11 +21,11 @@ from hostdev.checkpoint.loading import (
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.tree import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
+from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.history import History
 from hostdev.core.optimizers import take_over_form
 from hostdev.runtime.random_streams import Place
-from hostdev.stores.address import checkpoint_path
 
 _unreported: set[AsyncWriter] = set()  # writers whose outcome the program does not know yet
 

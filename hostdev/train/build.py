@@ -22,6 +22,10 @@ from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
+from hostdev.ext.parallel.layout import Layout, resolve_layout
+from hostdev.ext.parallel.pieces import cut, get_pieces
+from hostdev.ext.parallel.plan import matched
+from hostdev.ext.parallel.plan_text import parse_plan
 from hostdev.host.disk.warm_up import warm_up_disk
 from hostdev.host.key_warm_up import warm_up_keys
 from hostdev.host.warm_up import warm_up_batches, warm_up_deduplication, warm_up_feature, warm_up_table
@@ -29,10 +33,6 @@ from hostdev.kernels.compiling import run_calls
 from hostdev.kernels.counter import key64
 from hostdev.models import registry
 from hostdev.models.model import Model
-from hostdev.parallel.layout import Layout, resolve_layout
-from hostdev.parallel.pieces import cut, get_pieces
-from hostdev.parallel.plan import matched
-from hostdev.parallel.plan_text import parse_plan
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.room import require
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec

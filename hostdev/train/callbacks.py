@@ -10,11 +10,11 @@ from typing import Any
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import note
 from hostdev.distributed.monitor import run_within
+from hostdev.ext.tracking.callback import CheckpointInfo, EndInfo, EpochInfo, RunInfo, StepInfo
+from hostdev.ext.tracking.figures import RuntimeFigures
+from hostdev.ext.tracking.tracker import Tracker
 from hostdev.runtime.generators import get_generators
 from hostdev.runtime.runtime import Runtime
-from hostdev.tracking.callback import CheckpointInfo, EndInfo, EpochInfo, RunInfo, StepInfo
-from hostdev.tracking.figures import RuntimeFigures
-from hostdev.tracking.tracker import Tracker
 from hostdev.train.interrupt import GracefulStop
 from hostdev.train.tracking_options import TrackingOptions, make_callbacks
 
@@ -215,10 +215,10 @@ def make_run_callbacks(settings: TrackingOptions, stop: GracefulStop, *, first: 
 def _make_trackers(settings: TrackingOptions) -> Iterator[Tracker]:
     for name in settings.trackers:
         if name == "tensorboard":
-            from hostdev.tracking.tensorboard import TensorBoardTracker  # its imports take seconds
+            from hostdev.ext.tracking.tensorboard import TensorBoardTracker  # its imports take seconds
 
             yield TensorBoardTracker()
         else:
-            from hostdev.tracking.mlflow_tracker import MLflowTracker
+            from hostdev.ext.tracking.mlflow_tracker import MLflowTracker
 
             yield MLflowTracker()

@@ -14,16 +14,16 @@ import torch
 
 import hostdev
 from hostdev.checkpoint.loading import verify_others
+from hostdev.core.addresses import shown_place
 from hostdev.core.errors import DiskFullError, TableFullError, UserError
 from hostdev.core.run_files import REPORT
 from hostdev.data import lookalike, manifest
 from hostdev.data.remote import describe_place
 from hostdev.device import backend
+from hostdev.ext.advice.cache.auto import choose_cache
 from hostdev.kernels.numa import in_words
-from hostdev.stores.address import shown_place
 from hostdev.train import checkpointing, report, starting
 from hostdev.train.build import require_layout
-from hostdev.train.cache_advice.auto import choose_cache
 from hostdev.train.callbacks import CallbackError, make_run_callbacks
 from hostdev.train.config import TrainConfig
 from hostdev.train.ending import Ending
@@ -189,7 +189,7 @@ def _get_callback_error(run: Run, settings: TrainConfig) -> str | None:
 def _run_class(settings: TrainConfig) -> type[Run]:
     if settings.follow is None:
         return Run
-    from hostdev.train.following.run import FollowRun  # with all that reads new files
+    from hostdev.ext.streams.following.run import FollowRun  # with all that reads new files
 
     return FollowRun
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.cache.options import AUTO, POLICIES, WINDOW, rows_of
+from hostdev.core.addresses import checkpoint_path, data_path, local_path, shown_place
 from hostdev.core.cli import checked
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
@@ -18,9 +19,8 @@ from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
-from hostdev.parallel.plan_text import parse_plan
-from hostdev.report.extra import require_extra
-from hostdev.stores.address import checkpoint_path, data_path, local_path, shown_place
+from hostdev.ext.parallel.plan_text import parse_plan
+from hostdev.ext.report.extra import require_extra
 from hostdev.train import config_checks
 from hostdev.train.config_checks import option_name as _option
 from hostdev.train.follow_options import FollowOptions, check_follow

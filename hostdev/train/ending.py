@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from hostdev.core.addresses import shown_place
 from hostdev.core.errors import FullError, TableFullError, naming
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.progress import counted
@@ -12,7 +13,6 @@ from hostdev.core.run_files import REPORT
 from hostdev.device import backend
 from hostdev.device.clock import EventClock
 from hostdev.kernels.pool import host_threads
-from hostdev.stores.address import shown_place
 from hostdev.train import summary
 from hostdev.train.callbacks import CallbackError
 from hostdev.train.checkpointing import CheckpointError
@@ -71,7 +71,7 @@ class Ending:
         run = self.run
         if run.world.rank or not run.settings.report:
             return None
-        from hostdev.report.command import write
+        from hostdev.ext.report.command import write
 
         try:
             write([run.files.path], run.files.path / REPORT)

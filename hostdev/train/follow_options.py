@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hostdev.core.addresses import source_path
 from hostdev.core.cli import checked
 from hostdev.core.errors import UserError
-from hostdev.stores.address import source_path
 from hostdev.train.config_checks import option_name
 from hostdev.train.option_fields import flag
 

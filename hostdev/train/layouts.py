@@ -17,7 +17,7 @@ from hostdev.distributed.mesh import parse_mesh
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.session import join
 from hostdev.distributed.start import start_processes, wait_for
-from hostdev.parallel.auto import choose
+from hostdev.ext.parallel.auto import choose
 from hostdev.train.build import device_of, get_layout, model_of, require_layout, seed_torch
 from hostdev.train.config import TrainConfig
 from hostdev.train.staged import inputs_like

@@ -14,14 +14,14 @@ from hostdev.data.batch import Batch
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
+from hostdev.ext.parallel.averages import Averages
+from hostdev.ext.parallel.parts import broadcast_parameters
+from hostdev.ext.parallel.state import DenseState, get_dense_state
 from hostdev.host.table import HostTable
 from hostdev.kernels.norm import total
 from hostdev.models.losses import TargetLoss
 from hostdev.models.model import Model
 from hostdev.models.wide_deep.loss import deep_l2
-from hostdev.parallel.averages import Averages
-from hostdev.parallel.parts import broadcast_parameters
-from hostdev.parallel.state import DenseState, get_dense_state
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hostdev.cache.options import AUTO
+from hostdev.core.addresses import shown_place
 from hostdev.core.errors import HostdevError, TableFullError, UserError, in_words, write_stderr
 from hostdev.core.memory import share_memory
 from hostdev.core.run_files import EVAL_LOG, LOSS_LOG, OPS_LOG
@@ -26,7 +27,6 @@ from hostdev.distributed.rank_environment import RankEnvironment, find_rank_envi
 from hostdev.distributed.session import leave_together, take_host_share
 from hostdev.distributed.start import start_processes, wait_for
 from hostdev.models import registry
-from hostdev.stores.address import shown_place
 from hostdev.train.callbacks import CallbackError
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted

@@ -29,9 +29,9 @@ from hostdev.device import backend
 from hostdev.device.clock import make_clock
 from hostdev.distributed.process_group import STOP
 from hostdev.distributed.world import ALONE_WORLD, World
+from hostdev.ext.tracking.callback import EpochInfo, RunInfo, StepInfo
 from hostdev.kernels.pool import set_host_threads
 from hostdev.pipeline.hooks import PipelineHooks
-from hostdev.tracking.callback import EpochInfo, RunInfo, StepInfo
 from hostdev.train import checkpointing, curve, report, starting
 from hostdev.train.build import estimate_uses, get_layout, make_cache_specs, model_of, seed_torch, warm_up_kernels
 from hostdev.train.callbacks import RunCallbacks

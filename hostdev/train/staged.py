@@ -12,9 +12,9 @@ from hostdev.core.errors import UserError
 from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
 from hostdev.distributed.process_group import Ranks
+from hostdev.ext.parallel.layout import Layout
+from hostdev.ext.parallel.parts import Parts
 from hostdev.models.model import Model
-from hostdev.parallel.layout import Layout
-from hostdev.parallel.parts import Parts
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.step import Step
 

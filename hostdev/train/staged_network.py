@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hostdev.core.primitive import Primitive
 from hostdev.data.batch import Batch
+from hostdev.ext.parallel.layout import Layout
+from hostdev.ext.parallel.state import DenseState
 from hostdev.models.wide_deep.loss import deep_l2
-from hostdev.parallel.layout import Layout
-from hostdev.parallel.state import DenseState
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.step import Step

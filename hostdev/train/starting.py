@@ -9,13 +9,13 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import find_newest_valid, values_of
 from hostdev.checkpoint.remote import fetch
 from hostdev.checkpoint.state import find_file
+from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.keys import FormerIds
 from hostdev.data import manifest
 from hostdev.data.manifest import FILE_NAME, Manifest
 from hostdev.data.preprocess.meaning import difference, different_columns
 from hostdev.distributed.process_group import Ranks
-from hostdev.stores.address import shown_place
 from hostdev.train.config import TrainConfig
 from hostdev.train.raw_start import begins_with_vocabulary, map_ids
 from hostdev.train.report import form_lines

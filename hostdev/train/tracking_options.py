@@ -7,7 +7,7 @@ from typing import Any
 
 from hostdev.core.errors import UserError
 from hostdev.core.named_classes import load_class
-from hostdev.tracking.callback import METHODS
+from hostdev.ext.tracking.callback import METHODS
 from hostdev.train.option_fields import flag
 
 TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny"}  # by name, the package to install

@@ -24,13 +24,13 @@ from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
+from hostdev.ext.parallel.averages import require_own_averages
+from hostdev.ext.parallel.layout import Layout
+from hostdev.ext.parallel.state import DenseState
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.models.losses import TargetLoss
 from hostdev.models.model import Model
-from hostdev.parallel.averages import require_own_averages
-from hostdev.parallel.layout import Layout
-from hostdev.parallel.state import DenseState
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.runtime import Runtime

@@ -6,7 +6,7 @@ import numpy as np
 
 import hostdev
 from hostdev.checkpoint import deliver, folder
-from hostdev.stores.address import checkpoint_path
+from hostdev.core.addresses import checkpoint_path
 
 ROWS = 20_000
 

@@ -12,10 +12,10 @@ from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import Content
 from hostdev.commands import checkpoint
+from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError
+from hostdev.ext.stores.store import Store, StoreError
 from hostdev.kernels import disk_records
-from hostdev.stores.address import checkpoint_path
-from hostdev.stores.store import Store, StoreError
 
 ADDRESS = "memory://served/model"
 ROWS = 5000

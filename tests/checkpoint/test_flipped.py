@@ -13,10 +13,10 @@ import pytest
 import hostdev
 from hostdev.checkpoint import compact, deliver, export, folder, loading
 from hostdev.checkpoint.loading import find_newest_valid, verify
+from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import HostdevError
+from hostdev.ext.stores import store
 from hostdev.kernels import disk_records
-from hostdev.stores import store
-from hostdev.stores.address import checkpoint_path
 from tests.checkpoint import killed
 from tests.stores.conftest import Server
 

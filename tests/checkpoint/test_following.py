@@ -14,12 +14,12 @@ import torch
 import hostdev
 from hostdev.checkpoint import deliver, folder
 from hostdev.commands import train
+from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
-from hostdev.stores.address import checkpoint_path
 from tests.distributed.processes import wait_until
 
 SECONDS, PATIENCE = 0.02, 60

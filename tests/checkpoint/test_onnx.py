@@ -15,7 +15,7 @@ from hostdev.commands import checkpoint, neighbours, preprocess, train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
-from hostdev.predict import onnx_export
+from hostdev.ext.predict import onnx_export
 from tests.conftest import ROOT
 from tests.data import movies
 from tests.own_models import ThreeTables

@@ -373,7 +373,7 @@ def test_the_newest_is_damaged(trained, tmp_path, capsys):
 
 
 def test_a_full_disk_is_named(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hostdev.predict.command.new_file", lambda out: contextlib.nullcontext(Path("/dev/full")))
+    monkeypatch.setattr("hostdev.ext.predict.command.new_file", lambda out: contextlib.nullcontext(Path("/dev/full")))
     options = ["--data", trained / "raw.txt", "--out", tmp_path / "p.parquet"]
     assert run(predict, "--checkpoint", trained / "run", *options) == 2
     error = capsys.readouterr().err

@@ -14,7 +14,7 @@ from hostdev.commands import predict, preprocess, train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
-from hostdev.predict.output import kept_columns
+from hostdev.ext.predict.output import kept_columns
 from hostdev.train.ranking import rank
 from tests.data import movies
 from tests.models.samples import schema_of

@@ -19,9 +19,9 @@ from hostdev.core import cli
 from hostdev.core.checksums import checksum, json_checksum
 from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.serving import format_texts
+from hostdev.ext.predict.rows import as_columns
 from hostdev.kernels import forms as kernel
 from hostdev.models.deepfm.network import DeepFM
-from hostdev.predict.rows import as_columns
 
 OPTIONS = ["--batch-size", 50, "--emb-dim", 4, "--epochs", 1, "--device", "cpu", "--table-lr", 0.01]
 

@@ -21,8 +21,8 @@ from hostdev.data import manifest
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.meaning import with_known_ids
 from hostdev.data.shards import ShardReader
+from hostdev.ext.predict.predictor import probabilities
 from hostdev.models.wide_deep.network import WideDeep
-from hostdev.predict.predictor import probabilities
 from hostdev.train import starting
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig

@@ -13,10 +13,10 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import uploads
+from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError
-from hostdev.stores import store
-from hostdev.stores.address import checkpoint_path
-from hostdev.stores.store import StoreError
+from hostdev.ext.stores import store
+from hostdev.ext.stores.store import StoreError
 from tests.checkpoint.runs import small
 
 ADDRESS = "memory://saved/run"

@@ -26,7 +26,7 @@ from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.table import Table
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.unlabelled import rows_in
-from hostdev.predict.rows import as_batch, as_columns
+from hostdev.ext.predict.rows import as_batch, as_columns
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/serving.md"
 ROWS = 8

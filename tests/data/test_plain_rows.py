@@ -15,7 +15,7 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.encoding import Encoding
-from hostdev.predict.rows import as_batch
+from hostdev.ext.predict.rows import as_batch
 
 TEXTS = ["a", "b", "", "ä", " a", "a|b", "[1, 2]", "x\u2003", "\ud800", "NA"]
 LARGE = [2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 10**40, 10**5000]

@@ -15,10 +15,10 @@ import pytest
 
 from hostdev.commands import train
 from hostdev.core.run_files import GROWN, REPLACED
-from hostdev.data.arrivals.changes import SAME, UNSETTLED, examine
-from hostdev.data.arrivals.endings import has_end
-from hostdev.data.arrivals.folder import Folder, State
-from hostdev.data.arrivals.seen import Seen, Taken, digest_bits
+from hostdev.ext.streams.arrivals.changes import SAME, UNSETTLED, examine
+from hostdev.ext.streams.arrivals.endings import has_end
+from hostdev.ext.streams.arrivals.folder import Folder, State
+from hostdev.ext.streams.arrivals.seen import Seen, Taken, digest_bits
 from tests.conftest import digest_of
 from tests.follow.arriving import DAYS, END, MODEL, NAMES, QUICK, ROWS, RULES, day, lines, write
 

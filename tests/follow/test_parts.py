@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 
 from hostdev.core.errors import UserError
-from hostdev.data.arrivals.converting import Converted
-from hostdev.data.arrivals.cutting import BatchCutter, batches_of
-from hostdev.data.arrivals.folder import Folder, State, key_of
-from hostdev.data.arrivals.seen import MOST_DIGESTS, Seen
-from hostdev.data.arrivals.spool import Spool, SpoolError
 from hostdev.data.rows import Piece
 from hostdev.data.targets import SINGLE_LABEL, Targets
+from hostdev.ext.streams.arrivals.converting import Converted
+from hostdev.ext.streams.arrivals.cutting import BatchCutter, batches_of
+from hostdev.ext.streams.arrivals.folder import Folder, State, key_of
+from hostdev.ext.streams.arrivals.seen import MOST_DIGESTS, Seen
+from hostdev.ext.streams.arrivals.spool import Spool, SpoolError
+from hostdev.ext.streams.following import histogram
+from hostdev.ext.streams.following.histogram import Histogram
+from hostdev.ext.streams.following.logs import FileLogs
+from hostdev.ext.streams.following.progress import MOST_FILES, MOST_STEPS, RecentProgress, RecentQuality
+from hostdev.ext.streams.following.progressive import Collector, Window
+from hostdev.ext.streams.following.state import FollowState
 from hostdev.train import metrics
 from hostdev.train.follow_options import Until, parse_until
-from hostdev.train.following import histogram
-from hostdev.train.following.histogram import Histogram
-from hostdev.train.following.logs import FileLogs
-from hostdev.train.following.progress import MOST_FILES, MOST_STEPS, RecentProgress, RecentQuality
-from hostdev.train.following.progressive import Collector, Window
-from hostdev.train.following.state import FollowState
 
 
 def digest(number):

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import hostdev
-from hostdev.frameworks.lightning import checkpoint_io
+from hostdev.ext.frameworks.lightning import checkpoint_io
 from tests.frameworks.cases import adam, ids, loader, loss_of, make_runtime, make_top, plain, weights
 
 with warnings.catch_warnings():

@@ -14,8 +14,8 @@ import hostdev
 from hostdev.checkpoint.layers import Layers
 from hostdev.commands import checkpoint, train
 from hostdev.core import cli
-from hostdev.neighbours import METRICS, faiss_export, rows
-from hostdev.neighbours.source import open_source
+from hostdev.ext.neighbours import METRICS, faiss_export, rows
+from hostdev.ext.neighbours.source import open_source
 
 faiss = pytest.importorskip("faiss")
 OPTIONS = ["--model", "deepfm", "--batch-size", 200, "--emb-dim", 4, "--device", "cpu", "--max-steps", 3]

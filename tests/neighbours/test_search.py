@@ -7,8 +7,8 @@ import hostdev
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.layers import Layers
 from hostdev.core.errors import UserError
-from hostdev.neighbours import METRICS, rows
-from hostdev.neighbours.search import find_nearest
+from hostdev.ext.neighbours import METRICS, rows
+from hostdev.ext.neighbours.search import find_nearest
 
 NONE = np.empty(0, np.int64)
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import hostdev
-from hostdev.parallel import auto
+from hostdev.ext.parallel import auto
 from hostdev.runtime.digest import state_sha256
 
 SAMPLES = (48, 48, 47, 33, 48)  # of each step, of which the last ones do not divide

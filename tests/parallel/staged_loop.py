@@ -12,8 +12,8 @@ from hostdev.core.micro_batches import cut as cut_rows
 from hostdev.distributed.mesh import Mesh
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import find_rank_environment
-from hostdev.parallel.pieces import cut, get_pieces, trace
-from hostdev.parallel.stages import Stages
+from hostdev.ext.parallel.pieces import cut, get_pieces, trace
+from hostdev.ext.parallel.stages import Stages
 
 CPU = torch.device("cpu")
 CUTS = {2: ["3"], 3: ["2", "4"], 4: ["1", "3", "6"], 6: ["1", "2", "3", "4", "6"]}  # by stages; some without parameters

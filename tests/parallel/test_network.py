@@ -14,13 +14,13 @@ from torch import nn
 
 from hostdev.core.errors import UserError
 from hostdev.distributed.mesh import Mesh
-from hostdev.parallel.averages import Averages
-from hostdev.parallel.layout import Layout, like, resolve_layout
-from hostdev.parallel.local_parameters import LocalParameters
-from hostdev.parallel.network import Network
-from hostdev.parallel.plan import sliced
-from hostdev.parallel.plan_text import parse_plan
-from hostdev.parallel.state import State
+from hostdev.ext.parallel.averages import Averages
+from hostdev.ext.parallel.layout import Layout, like, resolve_layout
+from hostdev.ext.parallel.local_parameters import LocalParameters
+from hostdev.ext.parallel.network import Network
+from hostdev.ext.parallel.plan import sliced
+from hostdev.ext.parallel.plan_text import parse_plan
+from hostdev.ext.parallel.state import State
 from tests.conftest import ROOT
 
 LOOP = ("-m", "tests.parallel.network_loop")

@@ -7,7 +7,7 @@ import torch
 
 from hostdev.core.errors import UserError
 from hostdev.distributed.world import ALONE_WORLD
-from hostdev.parallel import saving
+from hostdev.ext.parallel import saving
 
 
 @pytest.mark.parametrize(

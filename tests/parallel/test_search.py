@@ -9,11 +9,11 @@ from torch import nn
 
 from hostdev.core.errors import UserError
 from hostdev.distributed.mesh import Mesh
-from hostdev.parallel.auto import LayoutChoice, _order_measured, _pick_finalists, reason
-from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile, measure_profile
-from hostdev.parallel.layout import Layout, like
-from hostdev.parallel.pieces import best_cut, get_pieces
-from hostdev.parallel.search import Layers, SearchOptions, candidates, meshes
+from hostdev.ext.parallel.auto import LayoutChoice, _order_measured, _pick_finalists, reason
+from hostdev.ext.parallel.costs import LayerCost, Machine, PieceCost, Profile, measure_profile
+from hostdev.ext.parallel.layout import Layout, like
+from hostdev.ext.parallel.pieces import best_cut, get_pieces
+from hostdev.ext.parallel.search import Layers, SearchOptions, candidates, meshes
 
 FAST = Machine(bandwidth=1e12, latency=1e-7, memory=1e12, slicing=1e-7, available=1 << 40)
 SLOW = Machine(bandwidth=1e6, latency=1e-3, memory=1e12, slicing=1e-3, available=1 << 40)

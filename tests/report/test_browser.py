@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hostdev.report.command import make
+from hostdev.ext.report.command import make
 from tests.report.runs import CONFIG, SUMMARY, write_files, write_run
 
 SIZES = [(width, scheme) for width in (400, 1400) for scheme in ("light", "dark")]

@@ -70,12 +70,12 @@ def test_a_report_that_fails_leaves_the_run_well(run, small_data, tmp_path, monk
     def fail(*arguments):
         raise ZeroDivisionError("no ink")
 
-    monkeypatch.setattr("hostdev.report.command.make", fail)
+    monkeypatch.setattr("hostdev.ext.report.command.make", fail)
     out = run(train, "--data", small_data, *OPTIONS, "--max-steps", 2, "--run-dir", "run", "--report")
     assert "no report.html: ZeroDivisionError: no ink" in out and not (tmp_path / "run/report.html").exists()
 
 
 def test_a_missing_package_ends_the_run_before_it_begins(in_process, small_data, tmp_path, monkeypatch):
-    monkeypatch.setattr("hostdev.report.extra.find_spec", lambda name: None)
+    monkeypatch.setattr("hostdev.ext.report.extra.find_spec", lambda name: None)
     code, _, error = in_process(train, "--data", small_data, *OPTIONS, "--run-dir", "run", "--report")
     assert code == 2 and "--report needs" in error and not (tmp_path / "run").exists()

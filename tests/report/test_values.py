@@ -1,7 +1,7 @@
 """Names of runs, tables and labels on a page: cleaned, and still distinct."""
 
-from hostdev.report.reading import read_runs
-from hostdev.report.values import clean_name, numbers
+from hostdev.ext.report.reading import read_runs
+from hostdev.ext.report.values import clean_name, numbers
 from tests.report.runs import write_run
 
 

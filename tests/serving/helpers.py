@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 import hostdev
-from hostdev.serving.server import Ending, Serving, listen
-from hostdev.serving.settings import Settings
+from hostdev.ext.serving.server import Ending, Serving, listen
+from hostdev.ext.serving.settings import Settings
 
 FILMS = {
     "user": ["u1", "u2", "nobody", "u7"],

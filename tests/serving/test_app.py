@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hostdev
-from hostdev.serving import app, json_input, limits
-from hostdev.serving.body import BodyReader
-from hostdev.serving.columns import Input, from_tensors
-from hostdev.serving.limits import Limits
-from hostdev.serving.tensors import Tensor
+from hostdev.ext.serving import app, json_input, limits
+from hostdev.ext.serving.body import BodyReader
+from hostdev.ext.serving.columns import Input, from_tensors
+from hostdev.ext.serving.limits import Limits
+from hostdev.ext.serving.tensors import Tensor
 from tests.serving.helpers import FILMS, Served, as_rows, ask, bits, film_tensors, repeated, tensor
 
 BINARY = "Inference-Header-Content-Length"
@@ -328,7 +328,7 @@ def test_limits(film_run):
 def test_limits_of_values(film_run, monkeypatch):
     monkeypatch.setattr(limits, "_LEAST", 1)
     monkeypatch.setattr(limits, "_MOST_ROW_VALUES", 40)
-    monkeypatch.setattr("hostdev.serving.app.PIECE_BYTES", 100)  # larger bodies are counted before they are parsed
+    monkeypatch.setattr("hostdev.ext.serving.app.PIECE_BYTES", 100)  # larger bodies are counted before they are parsed
     with Served(film_run, listens=False, max_rows=2) as served:
         for history, message in (
             (["m1"] * 41, "row 1, column 'history' has 41 values, more than 40"),

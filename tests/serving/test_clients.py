@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hostdev.serving import connection
+from hostdev.ext.serving import connection
 from tests.conftest import ROOT
 from tests.serving.helpers import FILMS, Served, bits, receive_all, repeated
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hostdev.core.errors import UserError
-from hostdev.serving.gathering import ClientGoneError, Gatherer
-from hostdev.serving.model import ServedModel
-from hostdev.serving.refused import RefusedError
+from hostdev.ext.serving.gathering import ClientGoneError, Gatherer
+from hostdev.ext.serving.model import ServedModel
+from hostdev.ext.serving.refused import RefusedError
 from tests.serving.helpers import FILMS, as_rows, bits, repeated
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.serving import json_input
-from hostdev.serving.json_input import parse_json, scan
-from hostdev.serving.refused import RefusedError
+from hostdev.ext.serving import json_input
+from hostdev.ext.serving.json_input import parse_json, scan
+from hostdev.ext.serving.refused import RefusedError
 
 words = st.sampled_from(["", "a", '"', "\\", "é", "ሴ", "😀", "\ud800", "]", "},{", "null", "x" * 40, "\n"])
 values = st.recursive(

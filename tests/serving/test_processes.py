@@ -190,7 +190,7 @@ def test_a_wrong_command(film_run, tmp_path, in_process):
 
 def test_a_missing_package(film_run, in_process, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    for name in [name for name in sys.modules if name.startswith("hostdev.serving.")]:
+    for name in [name for name in sys.modules if name.startswith("hostdev.ext.serving.")]:
         monkeypatch.delitem(sys.modules, name)
     code, _, error = in_process(serve, "--checkpoint", film_run, "--port", 0)
     assert (code, error) == (

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hostdev.core.addresses import source_path
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import places
-from hostdev.stores import files, store
-from hostdev.stores.address import source_path
-from hostdev.stores.store import StoreError
+from hostdev.ext.stores import files, store
+from hostdev.ext.stores.store import StoreError
 
 SIZE = 20_000
 

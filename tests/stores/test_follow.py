@@ -8,10 +8,10 @@ import fsspec
 import numpy as np
 import pytest
 
-from hostdev.data.arrivals.folder import open_folder
-from hostdev.stores import store
-from hostdev.stores.address import source_path
-from hostdev.stores.store import StoreError
+from hostdev.core.addresses import source_path
+from hostdev.ext.stores import store
+from hostdev.ext.stores.store import StoreError
+from hostdev.ext.streams.arrivals.folder import open_folder
 from tests.conftest import digest_of, environment
 
 NAMES = ["a.csv", "b10.csv", "b9.parquet", ".hidden", "_SUCCESS", "c.csv.part", "day1/x.csv", "day1/_SUCCESS"]

@@ -7,6 +7,7 @@ import threading
 import fsspec
 import pytest
 
+from hostdev.core.addresses import data_path
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import build
@@ -14,9 +15,8 @@ from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.remote import pin
 from hostdev.data.shards import ShardReader
-from hostdev.stores import store
-from hostdev.stores.address import data_path
-from hostdev.stores.store import StoreError
+from hostdev.ext.stores import store
+from hostdev.ext.stores.store import StoreError
 from hostdev.train.checkpointing import data_files
 
 ADDRESS = "memory://sets/one"

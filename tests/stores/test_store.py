@@ -10,11 +10,11 @@ from hashlib import md5, sha256
 import fsspec
 import pytest
 
+from hostdev.core.addresses import address_of, data_path, is_remote, without_secrets
 from hostdev.core.errors import UserError
-from hostdev.stores import kept_files, store
-from hostdev.stores.address import address_of, data_path, is_remote, without_secrets
-from hostdev.stores.kept_files import KeptFiles
-from hostdev.stores.store import StoppedError, Store, StoreError
+from hostdev.ext.stores import kept_files, store
+from hostdev.ext.stores.kept_files import KeptFiles
+from hostdev.ext.stores.store import StoppedError, Store, StoreError
 
 SIZES = [0, 1, 7, 8, 9, 100]
 

@@ -13,8 +13,8 @@ from mlflow.tracking import MlflowClient
 from hostdev.commands import train
 from hostdev.core.errors import UserError
 from hostdev.core.run_files import MLFLOW
-from hostdev.tracking import MLflowWriter
-from hostdev.tracking import mlflow_sending as sending
+from hostdev.ext.tracking import MLflowWriter
+from hostdev.ext.tracking import mlflow_sending as sending
 from tests.conftest import digest_of
 from tests.tracking.cases import FLAGS, keep_checkpoint, read_evaluations, read_losses
 

@@ -8,8 +8,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import hostdev
 from hostdev.commands import train
-from hostdev.tracking.callback import EndInfo, EpochInfo, RunInfo
-from hostdev.tracking.tensorboard import TensorBoardTracker
+from hostdev.ext.tracking.callback import EndInfo, EpochInfo, RunInfo
+from hostdev.ext.tracking.tensorboard import TensorBoardTracker
 from tests.conftest import digest_of
 from tests.tracking.cases import FLAGS, keep_checkpoint, read_evaluations, read_losses, read_scalars
 

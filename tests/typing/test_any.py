@@ -5,7 +5,8 @@ import inspect
 import textwrap
 
 import hostdev
-from hostdev import distributed, errors, ops, parallel
+from hostdev import distributed, errors, ops
+from hostdev.ext import parallel
 
 REASON, FOR_CLASS = "# Any", "# Any, below: "  # the latter for all methods of a class
 

@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 import hostdev
+from hostdev.core.addresses import address_of, is_remote, source_path
 from hostdev.core.checksums import Crc32, checksum
 from hostdev.core.errors import TransientError
 from hostdev.data.preprocess import places
@@ -38,7 +39,6 @@ from hostdev.data.preprocess.table import Table
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.kernels.jit import take_turns
 from hostdev.kernels.pool import set_host_threads
-from hostdev.stores.address import address_of, is_remote, source_path
 
 FOLDERS = ("rows", "pieces", "spread", "words", "shards", "attempts")
 

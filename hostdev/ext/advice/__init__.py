@@ -1,0 +1,1 @@
+"""Advice: `hostdev advise`, and the sizes that training chooses for `auto`."""

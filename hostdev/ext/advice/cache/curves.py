@@ -1,0 +1,355 @@
+"""Simulation of cache policies and sizes on a data set's own batches, and the recommended cache.
+
+The cost of a step is the host's time for rows and plan, plus the time to transfer rows to the device and back. Both
+are measured on this machine. A larger cache is recommended only if it reduces that cost.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hostdev.cache.options import POLICIES, rows_of
+from hostdev.cache.plan import Statistics
+from hostdev.cache.planner import planner_bytes
+from hostdev.cache.prices import Costs
+from hostdev.cache.simulation import OPTIMUM, Simulated, Simulation, add_up
+from hostdev.core.errors import UserError
+from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
+from hostdev.core.progress import bar
+from hostdev.data.manifest import Manifest
+from hostdev.data.shards import ShardReader
+from hostdev.device.bus import Bus
+from hostdev.ext.advice.cache.rates import host_costs
+from hostdev.kernels.unique import count_occurrences, unique
+from hostdev.models.model import Model
+from hostdev.train.build import count_uses, groups_of, ids_of, known_counts
+
+SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
+_WORTH = 1.05  # a smaller cache is preferred if it takes at most this multiple of the least time
+_UNKNOWN = Costs(0, 0, 0)
+_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take at most 1/4 of the free memory; plans and counts, at most 3 GiB
+_RATED = 9  # batches to measure the host's work
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tables that share ids."""
+
+    names: tuple[str, ...]
+    rows: int
+    tables: tuple[TableShape, ...]
+    host: Costs = _UNKNOWN  # nanoseconds per row on the host
+    unique: int = 0  # maximum number of unique ids in a batch
+
+    @classmethod
+    def of(cls, model: Model, names: Sequence[str]) -> "Group":
+        """Return the group of the model's tables `names`."""
+        specs = [model.tables[name] for name in names]
+        return cls(tuple(names), specs[0].rows, tuple(spec.shape for spec in specs))
+
+    @property
+    def passing(self) -> int:
+        """Bytes that are copied in each direction for a row that bypasses the cache."""
+        return row_bytes(self.tables)[0]
+
+    @property
+    def whole(self) -> int:
+        """Bytes of a row with its optimizer state."""
+        return row_bytes(self.tables)[1]
+
+    @property
+    def costs(self) -> Costs:
+        """Bytes that are copied for a row that bypasses the cache, is admitted, or is evicted."""
+        return Costs.of(self.passing, self.whole)
+
+
+@dataclass
+class Point:
+    """Caches of one policy and size, one for each group, simulated over all batches; the results cover the second half.
+
+    A point of the optimum holds lower bounds for caches of this size; a single cache need not reach all of them.
+    """
+
+    sizes: list[int]
+    caches: list[Simulated]
+    groups: list[Group]
+    bus: Bus = field(default=Bus(1e10, 1e10))
+
+    @property
+    def parts(self) -> list[Statistics]:
+        """Statistics of each cache."""
+        return [cache.statistics for cache in self.caches]
+
+    @property
+    def rows(self) -> int:
+        """Total rows over all caches."""
+        return sum(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the caches take on the device."""
+        return sum(size * group.whole for size, group in zip(self.sizes, self.groups, strict=True))
+
+    @property
+    def bytes(self) -> tuple[float, float]:
+        """Bytes copied per step to the device, and to the host."""
+        pairs = zip(self.parts, self.groups, strict=True)
+        both = [(part.bytes_moved(group.passing, group.whole), part.batches) for part, group in pairs]
+        down, up = (sum(moved[way] / max(1, batches) for moved, batches in both) for way in (0, 1))
+        return down, up
+
+    @property
+    def moved(self) -> float:
+        """Bytes copied per step, in both directions together."""
+        return self._least(0) if self.is_optimum else sum(self.bytes)
+
+    @property
+    def without(self) -> float:
+        """Bytes copied per step without caches, in both directions together."""
+        pairs = zip(self.parts, self.groups, strict=True)
+        return sum(2 * group.passing * part.unique / max(1, part.batches) for part, group in pairs)
+
+    @property
+    def host(self) -> float:
+        """Seconds per step of the host's work: for bypassing, admitted and evicted rows, and for the plan."""
+        if self.is_optimum:
+            return self._least(1) / 1e9
+        pairs = zip(self.caches, self.groups, strict=True)
+        return sum(
+            (
+                group.host.paid(one.statistics.passed, one.statistics.admitted, one.statistics.evicted) / 1e9
+                + one.planning
+            )
+            / max(1, one.statistics.batches)
+            for one, group in pairs
+        )
+
+    @property
+    def host_without(self) -> float:
+        """Seconds per step of the host's work without caches."""
+        pairs = zip(self.parts, self.groups, strict=True)
+        return sum(group.host.passed * part.unique / max(1, part.batches) for part, group in pairs) / 1e9
+
+    @property
+    def planning(self) -> float:
+        """Seconds per step for the cache's plan."""
+        return sum(one.planning / max(1, one.statistics.batches) for one in self.caches)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step for the host's work and the copies."""
+        down, up = self.bytes
+        return self.host + down / self.bus.down + up / self.bus.up
+
+    @property
+    def seconds_without(self) -> float:
+        """Seconds per step for the host's work and the copies, without caches."""
+        each_way = self.without / 2
+        return self.host_without + each_way / self.bus.down + each_way / self.bus.up
+
+    @property
+    def unique(self) -> float:
+        """Unique rows per step."""
+        return sum(part.unique / max(1, part.batches) for part in self.parts)
+
+    @property
+    def total(self) -> Statistics:
+        """The statistics summed over the groups."""
+        return add_up(self.parts)
+
+    @property
+    def is_optimum(self) -> bool:
+        """Whether this point holds the optimum's lower bounds instead of the results of caches."""
+        return all(cache.least for cache in self.caches)
+
+    def _least(self, number: int) -> float:
+        return sum(cache.least[number] / max(1, cache.statistics.batches) for cache in self.caches)
+
+
+Curves = dict[str, list[Point]]  # by policy; a point for each size
+
+
+def recommend(curves: Curves, memory: int) -> tuple[str, Point] | None:
+    """Choose the smallest cache whose time per step is within 5% of the fastest cache's.
+
+    Returns:
+        The policy and the caches, or None if no cache that fits makes steps faster.
+    """
+    options = [
+        (point.seconds, point.rows, policy, point)
+        for policy, points in curves.items()
+        if policy != OPTIMUM
+        for point in points
+        if point.nbytes <= memory and point.seconds < point.seconds_without
+    ]
+    if not options:
+        return None
+    least = min(option[0] for option in options)
+    worth = [option for option in options if option[0] <= least * _WORTH]
+    _, _, policy, point = min(worth, key=lambda option: (option[1], option[0]))
+    return policy, point
+
+
+def flags(chosen: tuple[str, Point]) -> str:
+    """Return the options of `hostdev train` for this choice."""
+    policy, point = chosen
+    return f"--cache-rows {format_size(point)}" + ("" if policy == POLICIES[0] else f" --cache-policy {policy}")
+
+
+def format_size(point: Point) -> str:
+    """Return a value for --cache-rows: the number of rows, or a share of all rows if there are several groups."""
+    if len(point.groups) == 1:
+        return str(point.rows)
+    return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
+
+
+def gains(point: Point) -> str:
+    """Return as text what a cache saves per step, and its hit rate."""
+    return (
+        f"{point.moved / 2**20:.2f} MiB per step instead of {point.without / 2**20:.2f}, "
+        f"{point.host * 1e3:.2f} ms of host time instead of {point.host_without * 1e3:.2f}, "
+        f"{point.total.hit_rate:.1%} of lookups hit"
+    )
+
+
+def measure_groups(model: Model, reader: ShardReader, size: int, seed: int) -> list[Group]:
+    """Return a model's groups with the host's costs per row, measured on the first batches."""
+    groups = [Group.of(model, names) for names in groups_of(model)]
+    batches = list(itertools.islice(reader.batches(size, seed=seed, epoch=1), _RATED))
+    found = []
+    for group in groups:
+        ids = [unique(ids_of(model, batch, group.names[0]))[0] for batch in batches]
+        host = host_costs(group.rows, group.tables, ids)
+        found.append(replace(group, host=host, unique=max(map(len, ids), default=0)))
+    return found
+
+
+def choose_sizes(groups: Sequence[Group], memory: int) -> list[list[int]]:
+    """Return a list of cache sizes to try for each group, all of equal length.
+
+    The sizes are shares of the group's rows, and the largest size with which all groups' caches fit in `memory` bytes.
+    """
+    tried = {tuple(max(1, rows_of(share, group.rows)) for group in groups) for share in SHARES}
+    fitting = min(1.0, memory / sum(group.rows * group.whole for group in groups))
+    if all(exact := tuple(int(fitting * group.rows) for group in groups)):
+        tried.add(exact)
+    return [list(mine) for mine in zip(*sorted(tried), strict=True)]
+
+
+def simulate(
+    model: Model,
+    data: Path,
+    found: Manifest,
+    reader: ShardReader,
+    size: int,
+    *,
+    seed: int,
+    window: int,
+    bus: Bus,
+    memory: int,
+) -> Curves:
+    """Simulate caches of every policy and size over the training samples, in batches of `size`.
+
+    One of the sizes is the largest that fits in `memory` bytes. The samples are read in several passes if the plans of
+    all simulations would take more than a quarter of the free memory, or more than 3 GiB together with the counts.
+    """
+    groups, steps = measure_groups(model, reader, size, seed), reader.steps(size)
+    sizes = choose_sizes(groups, memory)
+    known = known_counts(model, data, found, reader)  # the counts that a run with lookahead also uses
+    counts = [known] if known is not None else count_uses(model, data, found, reader)
+    left = _MOST_BYTES - sum(each.nbytes for each in counts)
+    has_counts = known is not None
+    del known
+    passes = _passes(groups, sizes, steps, window, min(available_bytes() // _PLANS_PART, left))
+    ended: list[dict[str, list[Simulated]]] = [{policy: [] for policy in POLICIES} for _ in groups]
+    with bar(steps * len(passes), "simulating", "step") as progress:
+        for tries in passes:
+            simulations = [
+                (
+                    one,
+                    Simulation(
+                        groups[one].rows,
+                        sizes[one][number : number + 1],
+                        steps,
+                        counts[one],
+                        window,
+                        groups[one].costs,
+                        told=has_counts,
+                        policies=[policy],
+                        optimum=False,
+                    ),
+                )
+                for policy, number, one in tries
+            ]
+            if tries is passes[-1]:
+                simulations += [(one, _optima(groups[one], sizes[one], steps, window)) for one in range(len(groups))]
+            for batch in reader.batches(size, seed=seed, epoch=1):
+                for one, group in enumerate(groups):
+                    ids, inverse = unique(ids_of(model, batch, group.names[0]))
+                    uses = count_occurrences(inverse, len(ids))
+                    for _, simulation in (each for each in simulations if each[0] == one):
+                        simulation.add_unique(ids, uses)
+                progress.update()
+            if tries is passes[-1]:
+                counts.clear()
+            while simulations:  # pop frees each plan's memory for the optimum
+                one, simulation = simulations.pop(0)
+                for policy, found_here in simulation.end().items():
+                    ended[one].setdefault(policy, []).extend(found_here)
+    return make_curves(groups, sizes, ended, bus)
+
+
+def _passes(
+    groups: Sequence[Group], sizes: Sequence[Sequence[int]], steps: int, window: int, room: int
+) -> list[list[tuple[str, int, int]]]:
+    """Return all combinations of policy, size index and group index, in passes with at most `room` bytes of plans each.
+
+    A plan of more bytes gets a separate pass.
+
+    Raises:
+        UserError: A plan does not fit in memory.
+    """
+    passes: list[list[tuple[str, int, int]]] = [[]]
+    left = room
+    for policy, number, one in itertools.product(POLICIES, range(len(sizes[0])), range(len(groups))):
+        ahead = window if policy == POLICIES[0] else 0
+        needed = planner_bytes(groups[one].rows, sizes[one][number], groups[one].unique, ahead, batches=steps)
+        if needed > left and passes[-1]:
+            passes.append([])
+            left = room
+        if needed > left:
+            require_memory(needed)
+        passes[-1].append((policy, number, one))
+        left -= needed
+    return passes
+
+
+def _optima(group: Group, sizes: Sequence[int], steps: int, window: int) -> Simulation:
+    """Return a simulation that computes only the optimum's lower bounds, for caches of these sizes."""
+    others = group.costs, group.host
+    return Simulation(group.rows, sizes, steps, None, window, group.costs, policies=(), others=others)
+
+
+def require_memory(needed: int) -> None:
+    """Raise UserError unless plans of this many bytes fit in memory."""
+    free = available_bytes()
+    if needed > free:
+        raise UserError(
+            f"the simulation needs {format_bytes(needed)} for a cache's plan, but {format_bytes(free)} of host memory "
+            "are free; use a smaller batch size or window"
+        )
+
+
+def make_curves(
+    groups: list[Group], sizes: list[list[int]], ended: list[dict[str, list[Simulated]]], bus: Bus
+) -> Curves:
+    """Return the points of each policy from the finished simulations of each group."""
+    return {
+        policy: [
+            Point([mine[i] for mine in sizes], [one[policy][i] for one in ended], groups, bus)
+            for i in range(len(sizes[0]))
+        ]
+        for policy in ended[0]
+        if all(policy in one for one in ended)
+    }

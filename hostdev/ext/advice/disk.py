@@ -1,0 +1,239 @@
+"""How much memory tables on disk need on a disk, for `hostdev advise --disk`: measured rates, and simulated reads."""
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hostdev.cache.plan import Statistics
+from hostdev.cache.simulation import Simulation
+from hostdev.core.disk_storage import Disk
+from hostdev.core.errors import UserError
+from hostdev.core.memory import format_bytes
+from hostdev.core.progress import bar
+from hostdev.data.shards import ShardReader
+from hostdev.ext.advice.cache.curves import Group, measure_groups
+from hostdev.host.disk.folder import TableFolder
+from hostdev.host.disk.readers import Planes
+from hostdev.host.disk.segments import SEGMENT_BYTES
+from hostdev.host.disk.sizes import FRAME_BYTES, MemorySize, count_kept, count_most
+from hostdev.host.disk.store import SegmentStore
+from hostdev.kernels.disk_records import Format
+from hostdev.kernels.unique import count_occurrences, unique
+from hostdev.models.model import Model
+from hostdev.train.build import groups_of, ids_of
+from hostdev.train.disk_options import LEAST_ROW
+
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
+_SECONDS = 1.0  # of writing, and of reading
+_MOST_WRITTEN = 1 << 30  # bytes
+_ROW_BYTES = 1000
+_AT_ONCE = 4096  # rows that are read at a time
+_COLLECTED = 2.0  # bytes written for each byte of a changed row, at most: half of a segment is collected
+
+
+class DiskRates(NamedTuple):
+    """What a disk does: random reads of pages a second, and bytes written a second, in sequence."""
+
+    reads: float
+    written: float
+    direct: bool  # whether this is the disk, and not the system's page cache
+
+
+class Need(NamedTuple):
+    """What a step needs of the disk with some memory.
+
+    Attributes:
+        share: Share of the rows that is in memory.
+        nbytes: The memory.
+        rows: Rows read.
+        read: Bytes read.
+        written: Bytes written.
+    """
+
+    share: float
+    nbytes: int
+    rows: float
+    read: float
+    written: float
+
+    def seconds(self, rates: DiskRates) -> float:
+        """Return the disk's time for a step."""
+        return self.rows / rates.reads + self.written / rates.written
+
+
+def measure_disk(folder: Path) -> DiskRates:
+    """Measure a disk in about two seconds, in a new folder in `folder`; raise UserError if it cannot be written."""
+    format_ = Format.of(_ROW_BYTES, SEGMENT_BYTES)
+    most = _MOST_WRITTEN // format_.record_bytes
+    own = TableFolder(folder, "advise")
+    where, saved, changed = np.zeros(most + 1, np.int32), np.zeros(1, np.int64), threading.Condition()
+    store = SegmentStore("advise", own.path, format_, where, saved, changed, buffers=16)
+    try:
+        n = format_.per_chunk
+        block = np.random.default_rng(0).integers(0, 256, (max(n, _AT_ONCE), _ROW_BYTES), np.uint8)
+        planes, places = Planes.of([block]), np.arange(n, dtype=np.int32)
+        begin, count = time.perf_counter(), 0
+        while count + n <= most and time.perf_counter() - begin < _SECONDS:
+            with changed:
+                has_room = store.room() >= n
+                if has_room:
+                    rows = np.arange(count, count + n)
+                    ((position, _),) = store.append(places, rows, rows, planes)
+                    where[rows] = 1 + position + np.arange(n)
+                    count += n
+            if not has_room:
+                store.await_room()
+        with changed:
+            store.begin_read()  # segments stay, although the last one may be collected
+            positions = where[:count].astype(np.int64) - 1
+        store.finish(np.unique(positions // format_.per_segment).tolist())
+        written = count * format_.record_bytes / (time.perf_counter() - begin)
+        positions = positions[:: format_.per_block]  # one in each page
+        order = np.random.default_rng(1).permutation(len(positions))
+        begin, done = time.perf_counter(), 0
+        while time.perf_counter() - begin < _SECONDS:
+            some = order[done % len(order) : done % len(order) + _AT_ONCE]
+            keys, targets = some * format_.per_block, np.arange(len(some), dtype=np.int32)
+            read = store.read(positions[some], keys, targets, planes, lambda read: None)
+            read.wait()
+            store.require_read(read)
+            done += len(some)
+        return DiskRates(done / (time.perf_counter() - begin), written, store.direct)
+    finally:
+        store.close()
+        own.remove()
+
+
+def choose_groups(model: Model, groups: Sequence[Group]) -> list[Group]:
+    """Return the groups of tables that --table-dir puts on disk, without their other tables.
+
+    Raises:
+        UserError: There are none.
+    """
+    found = []
+    for names, group in zip(groups_of(model), groups, strict=True):
+        kept = [name for name in names if model.tables[name].shape.nbytes(1) >= LEAST_ROW]
+        if kept:
+            shapes = tuple(shape for name, shape in zip(names, group.tables, strict=True) if name in kept)
+            found.append(Group(tuple(kept), group.rows, shapes, group.host, group.unique))
+    if not found:
+        raise UserError(
+            f"no table has rows of {LEAST_ROW} bytes or more, and smaller rows stay in memory; leave out --disk"
+        )
+    return found
+
+
+def simulate(
+    model: Model, groups: Sequence[Group], reader: ShardReader, size: int, seed: int, window: int
+) -> list[Need]:
+    """Return what a step needs with each share of the rows in memory, over one pass in batches of `size` samples.
+
+    Shares of less memory than a batch needs are left out. Figures are those of the second half, in which rows that were
+    used before are on disk.
+    """
+    steps = reader.steps(size)
+    shares = [share for share in SHARES if all(_count(group, share) > group.unique for group in groups)]
+    simulations = []
+    for group in groups:
+        kept = [count_kept(_count(group, share), group.rows, group.unique) for share in shares]
+        simulations.append(Simulation(group.rows, kept, steps, None, window, policies=["nearest"], optimum=False))
+    with bar(steps, "simulating", "step") as progress:
+        for batch in reader.batches(size, seed=seed, epoch=1):
+            for group, simulation in zip(groups, simulations, strict=True):
+                ids, inverse = unique(ids_of(model, batch, group.names[0]))
+                simulation.add_unique(ids, count_occurrences(inverse, len(ids)))
+            progress.update()
+    ended = [simulation.end()["nearest"] for simulation in simulations]
+    return [_need(share, groups, [one[n].statistics for one in ended]) for n, share in enumerate(shares)]
+
+
+def _count(group: Group, share: float) -> int:
+    """Return how many rows of a group fit in the memory of this share of its rows, but for one in eight."""
+    size = MemorySize(group.rows, *_formats(group)[0])
+    return count_most(size.count_frames(int(share * group.rows * size.frame_bytes)), group.rows)
+
+
+def _formats(group: Group) -> list[tuple[int, Format]]:
+    """Return the bytes of a row, and the format of records, of each table."""
+    return [(shape.nbytes(1), Format.of(shape.nbytes(1), SEGMENT_BYTES)) for shape in group.tables]
+
+
+def _need(share: float, groups: Sequence[Group], parts: Sequence[Statistics]) -> Need:
+    nbytes, rows, read, written = 0, 0.0, 0.0, 0.0
+    for group, part in zip(groups, parts, strict=True):
+        steps = max(1, part.batches)
+        for row_bytes, format_ in _formats(group):
+            nbytes += int(share * group.rows * (row_bytes + FRAME_BYTES))
+            rows += (part.unique - part.unique_hits) / steps
+            read += (part.unique - part.unique_hits) / steps * format_.block_bytes
+            written += _COLLECTED * (part.passed + part.evicted) / steps * format_.record_bytes
+    return Need(share, nbytes, rows, read, written)
+
+
+def advise_disk(
+    model: Model, reader: ShardReader, size: int, *, folder: Path, seed: int, step: float | None, window: int
+) -> None:
+    """Measure the disk of a folder, simulate a pass, and print what fits: memory, bytes, steps a second, and wear.
+
+    Args:
+        model: The model.
+        reader: The training samples.
+        size: The batch size.
+        folder: A folder on the disk.
+        seed: Of the order of the samples.
+        step: Seconds of a step with all rows in memory, or None for the host's work alone, which is measured.
+        window: Number of batches that are read ahead.
+    """
+    every = measure_groups(model, reader, size, seed)
+    groups = choose_groups(model, every)
+    rates = measure_disk(folder)
+    written = f"{format_bytes(int(rates.written))}/s"
+    where = "" if rates.direct else " (through the system's page cache, which may be faster than the disk)"
+    print(f"disk     {rates.reads:,.0f} random reads of 4 KiB a second, {written} written in sequence{where}")
+    needs = simulate(model, groups, reader, size, seed, window)
+    unique = sum(group.unique for group in groups)
+    host = sum(group.host.passed * group.unique for group in every) / 1e9
+    least = host if step is None else step
+    total = sum(group.rows * row_bytes for group in groups for row_bytes, _ in _formats(group))
+    names = ", ".join(name for group in groups for name in group.names)
+    print(f"tables   {names}: {format_bytes(total)} of rows; other tables stay in memory")
+    given = "given by --step-ms" if step is not None else "the host's work for its rows; --step-ms gives another"
+    print(f"step     up to {unique:,} unique rows; {least * 1e3:.2f} ms with all rows in memory ({given})\n")
+    print("\n".join(format_needs(needs, rates, least, window)))
+
+
+def format_needs(needs: Sequence[Need], rates: DiskRates, least: float, window: int = Disk.window) -> list[str]:
+    """Return a table and the advice as lines; `least` is the seconds of a step without the disk."""
+    lines = [
+        f"{'':<7}{'':>12}   in a step",
+        f"{'share':<7}{'memory':>12}{'rows read':>12}{'read':>12}{'written':>12}{'disk':>12}{'steps/s':>10}"
+        f"{'TB/day':>9}",
+    ]
+    chosen = next((need for need in needs if need.seconds(rates) <= least), None)
+    for need in needs:
+        seconds = need.seconds(rates)
+        rate = 1 / max(seconds, least)
+        note = "  <- recommended" if need is chosen else ""
+        lines.append(
+            f"{need.share:<7.0%}{format_bytes(need.nbytes):>12}{need.rows:>12,.0f}{format_bytes(int(need.read)):>12}"
+            f"{format_bytes(int(need.written)):>12}{seconds * 1e3:>9.2f} ms{rate:>10,.1f}"
+            f"{need.written * rate * 86_400 / 1e12:>9.2f}{note}"
+        )
+    if not needs:
+        advice = "keep the tables in memory: with less, the rows of a batch do not fit"
+    elif chosen is None:
+        best = needs[-1]
+        advice = (
+            f"keep the tables in memory, or use a faster disk: even with {best.share:.0%} of the rows in memory, the "
+            f"disk takes {best.seconds(rates) / least:.1f} times as long as a step"
+        )
+    else:
+        options = f"--table-memory {format_bytes(chosen.nbytes).replace(' ', '')}"
+        if window != Disk.window:
+            options += f" --table-window {window}"
+        advice = f"{options}: the disk keeps up with the steps"
+    return [*lines, "", f"advice   {advice}"]

@@ -1,0 +1,307 @@
+"""This rank's part of a network (its stages or slices), and training steps through it."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hostdev.core.errors import UserError
+from hostdev.core.micro_batches import Node, TreeSum
+from hostdev.core.timeline import Timeline
+from hostdev.distributed.channel import Channel
+from hostdev.distributed.dense import Grads, add_lists
+from hostdev.distributed.world import ALONE_WORLD, World
+from hostdev.ext.parallel.averages import Averages, require_own_averages
+from hostdev.ext.parallel.layout import Inputs, Layout, describe_layout, resolve_layout
+from hostdev.ext.parallel.local_parameters import LocalParameters
+from hostdev.ext.parallel.pieces import get_pieces, trace, with_extra_value
+from hostdev.ext.parallel.plan import Traffic, cut_layers, get_slice_dim
+from hostdev.ext.parallel.saving import save
+from hostdev.ext.parallel.single_stage import SingleStage, called
+from hostdev.ext.parallel.state import DenseState, State
+from hostdev.ext.parallel.tied import Tied
+
+
+class StepResult(NamedTuple):
+    """The result of a step on this rank, before gradients are summed over all ranks."""
+
+    parameters: list[Tensor]  # this rank's parameters, in the order of each node's gradients
+    nodes: list[Node[Grads]]  # nodes of the summation tree: sums of gradients over this rank's micro-batches
+    values: list[Tensor | None]  # values of each micro-batch; None if it is empty or another rank reports the values
+
+
+class Parts:
+    """This rank's part of a network; the memory of the other ranks' parts is freed.
+
+    Args:
+        network: The whole network.
+        layout: The requested layout.
+        ranks: The ranks of this run; None for a single process.
+        inputs: Called with a number of samples; returns zeros in place of the network's inputs.
+        device: Where the part runs.
+        autocast: Dtype of autocast, or None.
+        aside: Whether an additional last input, float32 [], bypasses the network and is returned with its output.
+        timeline: Records the micro-batches' forward and backward passes.
+        ops: Two functions that time a forward and a backward pass. Each calls its first argument with the remaining
+            arguments.
+
+    Raises:
+        UserError: The layout does not fit the network or the devices.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        layout: Layout,
+        ranks: World | None,
+        inputs: Inputs,
+        device: torch.device,
+        *,
+        autocast: torch.dtype | None = None,
+        aside: bool = False,
+        timeline: Timeline | None = None,
+        ops: Sequence[Callable[..., Any]] = (called, called),
+    ) -> None:
+        self._ranks = ranks = ranks or ALONE_WORLD
+        self._device, self._mesh = device, ranks.mesh
+        mesh = ranks.mesh
+        timeline, own = timeline or Timeline(), with_extra_value if aside else list
+        like = (lambda samples: (*inputs(samples), torch.zeros((), requires_grad=True))) if aside else inputs
+        found = resolve_layout(network, layout, mesh, inputs)
+        self.text = describe_layout(found, layout, mesh)
+        require_own_averages(network)
+        crossing = []
+        if found.begins:
+            crossing = trace(found.stages(own(found.pieces)), like, device=device.type, autocast=autocast)
+        broadcast_parameters(network, ranks)
+        self._channels: list[Channel] = []
+        self._traffic = Traffic(mesh.model)
+        slices = ALONE_WORLD.control
+        if mesh.model > 1:
+            slices, device_mesh = ranks.slices(device, "model")
+            self._require_own_backend(slices, "model")
+            network.to(device)
+            self._traffic = cut_layers(network, found.strategies, device_mesh)
+        self.leaves = LocalParameters(network, found.strategies)
+        stages = found.stages(own(get_pieces(network))) if found.begins else []
+        self._state = State(network, stages, ranks)
+        self._averages = Averages([])
+        self._tied: Tied | None = None
+        if stages:
+            from hostdev.ext.parallel.stages import Ops, Stages  # its imports take seconds
+
+            between, host = self._own_backend("pipe"), ranks.channel("pipe")
+            self._channels.append(host)
+            around = Ops(timeline, ops[0], ops[1], self._watching)
+            self._passes: Any = Stages(stages, crossing, between, layout.schedule, device, autocast, around)
+            self._tied = Tied(stages, self.leaves, host)
+            _release_others(network, self._passes.modules)
+            self.leaves.keep(one for module in self._passes.modules for one in module.parameters())
+        else:
+            self._passes = SingleStage(network, slices, device, autocast, timeline, ops, self._watching, aside=aside)
+        for module in self._passes.modules:
+            module.to(device)
+        for module in network.modules():  # including buffers that no piece holds
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(device))
+        held = [one for module in self._passes.modules for one in module.parameters()]
+        self.parameters = self.leaves.of(held)
+        data = ranks.channel("data") if mesh.data > 1 else None
+        self._averages = Averages(self._passes.modules, data)
+
+    def _own_backend(self, axis: str) -> Channel:
+        """Return a channel between devices along an axis; raise UserError if the devices have no backend for it."""
+        channel: Channel = self._ranks.device_channel(self._device, axis)
+        self._require_own_backend(channel, axis)
+        self._channels.append(channel)
+        return channel
+
+    def _require_own_backend(self, channel: Channel, axis: str) -> None:
+        if channel.device.type != self._device.type:
+            raise UserError(
+                f"--mesh {self._mesh} sends values between devices along {axis}: each process needs its own "
+                "device, with a torch.distributed backend; use --device cpu, or a mesh with only the axis data"
+            )
+
+    def _watching(self, number: int) -> AbstractContextManager[None]:
+        return self._averages.watching(number)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent, in training, to ranks with other stages or slices."""
+        return round(self._traffic.sent) + sum(channel.sent_bytes for channel in self._channels)
+
+    @property
+    def speaks(self) -> bool:
+        """Return whether this rank reports values; only one of the ranks with slices of the same layers does."""
+        return self._ranks.at.model == 0
+
+    def step(
+        self,
+        number: int,
+        sizes: Sequence[int],
+        inputs: Callable[[int], tuple[Any, ...]],
+        loss: Callable[[int, Any], tuple[Tensor, Tensor]],
+        on_gradients: Callable[[int], object] | None = None,
+    ) -> StepResult:
+        """Run a step's micro-batches forward and backward.
+
+        Args:
+            number: The step's number, for the timeline.
+            sizes: Number of samples in each micro-batch on this rank; may be 0.
+            inputs: Called with a micro-batch's number; returns the network's arguments.
+            loss: Called with a micro-batch's number and the network's output; returns the scalar to differentiate and
+                the values to report.
+            on_gradients: Called on the first stage with a micro-batch's number when its inputs have gradients.
+        """
+        count = len(sizes)
+        numbers = [number for number, size in enumerate(sizes) if size]
+        values: list[Tensor | None] = [None] * count
+        own, tied = self._by_stage()
+        first = self._ranks.share()[0] * count
+        sums = [_OrderedSum(first, count, numbers, len(each)) for each in own]
+
+        def differentiate(at: int, output: Any) -> Tensor:
+            objective, said = loss(numbers[at], output)
+            if self.speaks:
+                values[numbers[at]] = said
+            return objective
+
+        def back(stage: int, at: int) -> None:
+            self.leaves.collect()
+            here = self._passes.numbers.index(stage)
+            sums[here].put(numbers[at], _take_grads(own[here]))
+            for one in tied[here]:
+                assert self._tied is not None
+                self._tied.put(stage, numbers[at], one)
+            if stage == 0 and on_gradients is not None:
+                on_gradients(numbers[at])
+
+        self._passes.train(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]), differentiate, back)
+        parameters: list[Tensor] = [one for each in own for one in each]
+        if self._tied is not None and (owned := self._tied.owned()):
+            shared = _OrderedSum(first, count, range(count), len(owned))
+            for at, grads in enumerate(zip(*self._tied.gathered(count), strict=True)):
+                shared.put(at, list(grads))
+            parameters, sums = parameters + owned, [*sums, shared]
+        elif self._tied is not None:
+            self._tied.gathered(count)
+        nodes = [
+            Node(each[0].start, each[0].size, [grad for node in each for grad in node.value or []])
+            for each in zip(*(one.nodes() for one in sums), strict=True)
+        ]
+        self._averages.move()
+        return StepResult(parameters, nodes, values)
+
+    def finish(self) -> None:
+        """Copy the gradients of shared parameters to all stages that use them.
+
+        Called after the gradients that `step` returned are summed over all ranks.
+        """
+        if self._tied is not None:
+            self._tied.spread()
+
+    def _by_stage(self) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
+        """Return, by stage, the trained parameters that only that stage uses, and those that other stages also use."""
+        own, tied = [], []
+        for module in self._passes.modules:
+            trained = [one for one in self.leaves.of(module.parameters()) if one.requires_grad]
+            shared = [self._tied is not None and one in self._tied for one in trained]
+            own.append([one for one, is_tied in zip(trained, shared, strict=True) if not is_tied])
+            tied.append([one for one, is_tied in zip(trained, shared, strict=True) if is_tied])
+        return own, tied
+
+    def predict(
+        self, number: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]
+    ) -> list[tuple[int, Any]]:
+        """Return (number, output) of each non-empty micro-batch, or [] if this rank does not report the outputs."""
+        numbers = [number for number, size in enumerate(sizes) if size]
+        found = self._passes.predict(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]))
+        return list(zip(numbers, found, strict=False)) if self.speaks else []
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm, [], of the whole network's gradients. All ranks must call this method."""
+        return self._state.norm(self.leaves)
+
+    def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
+        """Return the state of the network and the optimizer in host memory; an empty state on all but rank 0.
+
+        All ranks must call this method.
+        """
+        return self._state.whole(self.leaves, optimizer)
+
+    def save(self, folder: Path, optimizer: torch.optim.Optimizer, steps: int, *, integrated: bool) -> None:
+        """Write the state to a folder: see `network.Network.save`."""
+        about = {"steps": steps, **self._state.about(optimizer)}
+        if integrated:
+            own = self._state.flatten(self.state(optimizer))
+            save(folder, "state.safetensors", own, about, self._ranks)
+            return
+        own = self._state.own(self.leaves, optimizer)
+        save(folder, f"rank{self._ranks.rank}.safetensors", own, about, self._ranks)
+
+    def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
+        """Load the state from a folder, and return the saved number of steps: see `network.Network.restore`."""
+        return int(self._state.read(self.leaves, folder, optimizer)["steps"])
+
+    def load(self, model: dict[str, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Load this rank's part of a state that `state` returned; raise UserError if it belongs to another network."""
+        self._state.load(self.leaves, model, optimizer, state)
+
+
+def broadcast_parameters(network: nn.Module, ranks: World) -> None:
+    """Overwrite all tensors with those of rank 0.
+
+    A parameter marked by `plan.sliced` is overwritten with that of the first rank along the data axis instead.
+    """
+    if ranks.size == 1:
+        return  # avoids copies to and from the host
+    along_data = ranks.channel("data")
+    for tensor in [*network.parameters(), *network.buffers()]:
+        there = tensor.detach().cpu().contiguous()
+        (ranks.control if get_slice_dim(tensor) is None else along_data).broadcast(there)
+        tensor.data.copy_(there)
+
+
+def _release_others(network: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Free the memory of the parameters that only other ranks use."""
+    held = {id(one) for module in modules for one in module.parameters()}
+    for module in network.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in held:
+                setattr(module, name, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+
+
+class _OrderedSum:
+    """Sums a stage's gradients over micro-batches, as a tree. The micro-batches may finish in any order."""
+
+    def __init__(self, first: int, count: int, numbers: Sequence[int], parameters: int) -> None:
+        self._first = first  # number of this rank's first micro-batch; places its nodes in the tree
+        self._tree: TreeSum[Grads] = TreeSum(add_lists)
+        self._waiting: dict[int, Grads] = {
+            number: [None] * parameters for number in range(count) if number not in numbers
+        }
+        self._next = 0
+
+    def put(self, number: int, grads: Grads) -> None:
+        self._waiting[number] = grads
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._next in self._waiting:
+            self._tree.put(Node(self._first + self._next, 1, self._waiting.pop(self._next)))
+            self._next += 1
+
+    def nodes(self) -> list[Node[Grads]]:
+        self._advance()
+        return self._tree.nodes
+
+
+def _take_grads(parameters: Sequence[Tensor]) -> Grads:
+    grads = [one.grad for one in parameters]
+    for one in parameters:
+        one.grad = None
+    return grads

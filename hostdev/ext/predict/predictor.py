@@ -1,0 +1,374 @@
+"""`Predictor`: probabilities from a checkpoint of `python -m hostdev.train`, for one row or a million."""
+
+import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hostdev.checkpoint.current import open_table
+from hostdev.core.addresses import checkpoint_path
+from hostdev.core.errors import UserError
+from hostdev.data.batch import Batch
+from hostdev.data.preprocess.encoding import rows_of
+from hostdev.data.preprocess.naming import listed
+from hostdev.data.targets import columns_of
+from hostdev.device import backend
+from hostdev.device.ops import get_ops
+from hostdev.ext.predict.following import SECONDS, FollowingPredictor, list_checkpoints, warn
+from hostdev.ext.predict.opening import Opened, choose_model, open_checkpoint, reading
+from hostdev.ext.predict.rows import as_array, as_batch, as_columns, as_mapping, get_column_names
+from hostdev.ext.predict.unknown import UnknownValues
+from hostdev.models import registry
+from hostdev.models.model import Model, Rows
+from hostdev.runtime.features import FeatureIds, read_ids
+from hostdev.runtime.spec import Feature
+
+if TYPE_CHECKING:
+    from hostdev.data.preprocess.query.raw_rows import RawPlan, RawQuery
+
+Probabilities = npt.NDArray[np.float32]
+_MOST_PLAIN = 1 << 16  # rows; for more, Arrow's way takes less memory
+
+
+class Predictor:
+    """A trained model that predicts the probability of a positive label, or the value of a numeric label.
+
+    ::
+
+        predict = hostdev.Predictor("runs/20261122-073901/checkpoints")
+        predict({"user": ["u1", "u2"], "item": ["m0001", "m0007"], "age": [31, 54], ...})  # float32 [2]
+
+    Tables are mapped into memory: a table of any size opens instantly, and processes on one host share one copy of the
+    rows that are looked up. Several threads may call one predictor. The constructor opens all files; the checkpoint may
+    be deleted afterwards. Only the structure of the tables' files is checked; `python -m hostdev.checkpoint verify`
+    compares checksums.
+
+    Attributes:
+        path: The checkpoint's folder.
+        step: The checkpoint's step.
+        created: When the checkpoint was written, UTC in ISO 8601.
+
+    Args:
+        checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. For a run with
+            --early-stop, the best checkpoint is used (by AUC, or by RMSE if all labels are numbers); for other runs,
+            the newest valid one, with a warning if a newer one is damaged.
+        device: The device of the dense layers.
+        model: A model class or its name. Required if the run had a custom class: a checkpoint must not decide which
+            module is imported.
+        which: "best" or "newest", to override the default choice.
+        query: A SELECT that computes the columns of raw rows, which it reads as the table `rows`; by default, the query
+            that the data set was made by computes those that rows lack, if it is row by row (docs/guides/query.md).
+
+    Raises:
+        UserError: The checkpoint is damaged, of a different model, or not written by `python -m hostdev.train`; or
+            `query` is invalid.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path | str,
+        *,
+        device: torch.device | str = "cpu",
+        model: str | type[Any] | None = None,  # Any, as classes need not inherit from Model
+        which: str | None = None,
+        query: str | None = None,
+        _encodes: bool = True,  # whether raw rows will be given, not only batches of a data set
+        _in_float32: bool = False,  # whether a model that was trained in bfloat16 computes in float32
+    ) -> None:
+        opened = open_checkpoint(checkpoint_path(checkpoint), which)
+        for line in opened.found.notes():
+            warnings.warn(line, stacklevel=2)
+        self.encoding, self.data, self._vocabulary = opened.encoding, opened.data, opened.vocabulary
+        self._device, self._in_float32 = backend.require(device), _in_float32
+        chosen = choose_model(opened.settings, model, opened.path)
+        dim = opened.settings["emb_dim"] or registry.default_dim(chosen)
+        self.model: Model = registry.make(chosen, self.data.schema, dim, seed=opened.settings["seed"])
+        self._use(opened)
+        self._given_query, self._is_warned = query, False
+        with reading(self.path):
+            self._has_query = query is not None or any("query" in one for one in self.data.sources)
+        if _encodes:
+            with reading(self.path):
+                self.encoding.prepare()
+        if query is not None:
+            _ = self.raw_query
+        self._ops = get_ops(torch.device("cpu"))
+
+    @classmethod
+    def follow(
+        cls,
+        checkpoint: Path | str,
+        *,
+        seconds: float = SECONDS,
+        on_change: "Callable[[Predictor], object]" = lambda predictor: None,
+        on_problem: Callable[[str], object] = warn,
+        **options: Any,  # Any, as they are arguments of Predictor
+    ) -> FollowingPredictor:
+        """Return a predictor that takes newer checkpoints of a folder while it predicts.
+
+        ::
+
+            with hostdev.Predictor.follow("run/checkpoints") as predict:
+                predict({"user": ["u1"], ...})  # from the newest checkpoint
+
+        Args:
+            checkpoint: A folder of checkpoints or a run directory, here or in a store.
+            seconds: Time between two looks at the folder.
+            on_change: Called with the new `Predictor` in the thread that looks, after each change.
+            on_problem: Called with a line about a checkpoint that cannot be used; by default, it becomes a warning.
+            options: Further arguments of `Predictor`.
+
+        Raises:
+            UserError: As for `Predictor`, or `checkpoint` is a single checkpoint.
+        """
+        path = checkpoint_path(checkpoint)
+        list_checkpoints(path)
+        return FollowingPredictor(cls(path, **options), path, options.get("which"), seconds, on_change, on_problem)
+
+    def successor(self, opened: Opened) -> "Predictor":
+        """Return a predictor of a newer checkpoint of the same run, which shares what has not changed with this one.
+
+        Raises:
+            UserError: The checkpoint is of a different model, or of other data.
+        """
+        for name in ("model", "emb_dim"):
+            if opened.settings[name] != self.settings[name]:
+                raise UserError(f"{opened.path} is of a different model: {name} is {opened.settings[name]!r}")
+        if (opened.data, opened.vocabulary) != (self.data, self._vocabulary):
+            raise UserError(f"{opened.path} was trained on other data, with other columns or ids")
+        made = copy.copy(self)
+        made.model = copy.deepcopy(self.model)
+        made._use(opened)
+        return made
+
+    def _use(self, opened: Opened) -> None:
+        """Take dense layers and tables from a checkpoint."""
+        self.path, self.why, self.settings, self.data_folder = (
+            opened.path,
+            opened.why,
+            opened.settings,
+            opened.data_folder,
+        )
+        self.checksums = [checkpoint.manifest.checksum for checkpoint in opened.chain]
+        self.step, self.created = opened.chain[-1].manifest.step, opened.chain[-1].manifest.created
+        self._bf16 = self.settings["precision"] == "bf16" and not self._in_float32
+        try:
+            self.model.load_state_dict(opened.dense)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            raise UserError(f"{self.path} is of a different model: {' '.join(str(error).split())[:300]}") from None
+        self.model.to(self._device).eval()
+        with reading(self.path):
+            self.tables: dict[str, Any] = {name: open_table(opened.chain, name) for name in self.model.tables}
+            self._require_tables()
+
+    @property
+    def checksum(self) -> str:
+        """The checksum of the checkpoint's manifest."""
+        return self.checksums[-1]
+
+    @cached_property
+    def _unknown(self) -> UnknownValues:
+        return UnknownValues(self.encoding)  # this loads the vocabulary
+
+    @cached_property
+    def raw_query(self) -> "RawQuery | None":
+        """Computes the columns of raw rows; None if the data set was not made by a query, and no other is given."""
+        if not self._has_query:
+            return None
+        from hostdev.data.preprocess.query.raw_rows import RawQuery, find_source  # imports DuckDB
+
+        return RawQuery(self.encoding, find_source(self.data.sources), self._given_query)
+
+    def plan(self, names: Sequence[object]) -> "RawPlan | None":
+        """Return how to compute the columns of rows that have the columns `names`, or None for rows that have all.
+
+        Raises:
+            UserError: A column is not there and cannot be computed.
+        """
+        if not self._has_query or (self._given_query is None and set(self.encoding.columns()) <= set(names)):
+            return None
+        assert self.raw_query is not None
+        return self.raw_query.plan(names)
+
+    @cached_property
+    def ambiguity(self) -> str | None:
+        """A line about columns that rows may have as raw values or as the query's results, or None."""
+        if self._given_query is not None or not self._has_query:
+            return None
+        try:
+            redefined = [] if self.raw_query is None else self.raw_query.redefined
+        except UserError:  # rows that have all columns do not need the query
+            return None
+        names = [name for name in self.encoding.columns() if name in redefined]
+        if not names:
+            return None
+        return (
+            f"the data set's query computes {listed(names)} from raw columns of the same name; rows that have all "
+            "columns are taken as computed; give the query with --query (query=) to compute raw ones"
+        )
+
+    def _require_tables(self) -> None:
+        """Raise UserError unless the tables have the model's shapes."""
+        for name, spec in self.model.tables.items():
+            table = self.tables[name]
+            if not table.is_by_key and (table.rows, table.dim) != (spec.rows, spec.dim):
+                raise UserError(
+                    f"{self.path} is of a different model: table {name!r} is {table.rows} x {table.dim} in the "
+                    f"checkpoint, not {spec.rows} x {spec.dim}"
+                )
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per computation: the training run's batch size, so that results equal its evaluation bit for bit."""
+        return int(self.settings["batch_size"])
+
+    def __call__(self, rows: Any) -> Probabilities:  # Any, as pandas may not be installed
+        """Return the probability of each row, float32 [n], or [n, labels] if the model has several labels.
+
+        For a numeric label, the value is the predicted number.
+
+        A value matches the same value in training even if its type differs (docs/serving.md). Unseen values are out of
+        vocabulary; a warning names a column in which most values are unseen, unlike in training.
+
+        Args:
+            rows: Columns by name, as in the data set, or as in the raw files that its query reads: a dict of lists or
+                arrays (or of single values for one row, where a bag may have a list), a pandas DataFrame or Series (one
+                row), or a pyarrow Table or RecordBatch. None and NaN are missing values. Other columns, such as the
+                label, are ignored.
+
+        Raises:
+            UserError: A column is missing or has a wrong type, or a value or a result is invalid.
+        """
+        rows = as_mapping(rows)
+        names = get_column_names(rows)
+        plan = self.plan(names)
+        if plan is None:
+            self.encoding.require(names)
+            self._warn_of_ambiguity()
+        batch = self.encode(as_columns(rows, plan or self.encoding) if isinstance(rows, Mapping) else rows)
+        self._unknown.count(batch)
+        for line in self._unknown.lines():
+            warnings.warn(line, stacklevel=2)
+        logits = self.logits_by_batch(batch)
+        self.require_finite(batch, logits)
+        return self.to_predictions(logits)
+
+    def encode(self, rows: Any) -> Batch:  # Any, as pandas may not be installed
+        """Return rows as a batch with the data set's ids; its labels are NaN.
+
+        Args:
+            rows: The required columns, or raw columns that a query computes them from: a dict with a list or an array
+                of one value per row for each, a pandas DataFrame, or a pyarrow Table or RecordBatch.
+
+        Raises:
+            UserError: A column has a wrong type, or a value is invalid.
+        """
+        plan = self.plan(get_column_names(rows))
+        if plan is not None:
+            rows = plan.complete(rows, as_array)
+        return self.encode_columns(rows)
+
+    def encode_columns(self, rows: Any) -> Batch:  # Any, as pandas may not be installed
+        """Return the same as `encode` for rows that have all columns of the data set."""
+        if isinstance(rows, Mapping) and all(type(some) is list and len(some) <= _MOST_PLAIN for some in rows.values()):
+            batch = self.encoding.encode_few(rows)
+            if batch is not None:
+                return batch
+        return self.encoding.encode(as_batch(rows, self.encoding))
+
+    def _warn_of_ambiguity(self) -> None:
+        if self._has_query and not self._is_warned:
+            self._is_warned = True
+            if self.ambiguity is not None:
+                warnings.warn(self.ambiguity, stacklevel=3)
+
+    def to_predictions(self, outputs: Probabilities) -> Probabilities:
+        """Return probabilities for labels of 0 or 1, and the model's outputs for numeric labels."""
+        schema = self.data.schema
+        if not schema.targets.numeric:
+            return probabilities(outputs)
+        if not schema.targets.more:
+            return outputs
+        each = zip(schema.labels, columns_of(outputs), strict=True)
+        return np.stack([one if name in schema.targets.numeric else probabilities(one) for name, one in each], 1)
+
+    def require_finite(self, batch: Batch, logits: Probabilities) -> None:
+        """Raise UserError with the likely cause unless all outputs, [n] or [n, labels], are finite."""
+        if not len(wrong := np.flatnonzero(~np.logical_and.reduce(list(map(np.isfinite, columns_of(logits)))))):
+            return
+        row, names = int(wrong[0]), self.data.schema.dense
+        most = f"; the row's largest number is in column {names[np.abs(batch.dense[row]).argmax()]!r}"
+        raise UserError(f"row {row + 1}: the model's result is not a finite number{most if names else ''}")
+
+    def predict(self, batch: Batch) -> Probabilities:
+        """Return the same predictions as `__call__`, but for a batch that already has the data set's ids."""
+        return self.to_predictions(self.logits_by_batch(batch))
+
+    def logits_by_batch(self, batch: Batch) -> Probabilities:
+        """Return the same as `logits` for any number of rows, computed in batches of `batch_size` rows."""
+        size = self.batch_size
+        logits = [self.logits(rows_of(batch, start, start + size)) for start in range(0, len(batch), size)]
+        labels = self.data.schema.labels
+        return np.concatenate(logits) if logits else np.empty((0, len(labels)) if len(labels) > 1 else 0, np.float32)
+
+    def logits(self, batch: Batch) -> Probabilities:
+        """Return the model's outputs for one batch, float32 [n], or [n, labels] for several labels.
+
+        An output is a logit, or the predicted number for a numeric label.
+        """
+        with torch.inference_mode():
+            rows = self.rows(batch)
+            dense = torch.from_numpy(batch.dense).to(self._device)
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
+                logits: Tensor = self.model(dense, rows)
+        found: Probabilities = logits.float().cpu().numpy()
+        return found
+
+    def rows(self, batch: Batch) -> Rows:
+        """Return the looked-up rows of each feature for a batch, as the model's `forward` gets them."""
+        return dict(self._rows(batch))
+
+    def _rows(self, batch: Batch) -> Iterator[tuple[str, Any]]:
+        """Yield each feature's name and its rows, equal to those that `Runtime.predict` passes to the model."""
+        given = self.model.ids(batch)
+        looked_up: dict[tuple[str, int], Tensor] = {}  # features may share ids
+        for name, feature in self.model.features.items():
+            ids = read_ids(name, feature, given[name])
+            unknown = feature.unknown_names
+            names = [feature.tables] if feature.is_single else list(feature.tables)
+            outputs = []
+            for table in names:
+                key = table, id(given[name])
+                if key not in looked_up:
+                    options = {"unknown": unknown} if self.tables[table].is_by_key else {}
+                    looked_up[key] = torch.from_numpy(self.tables[table].lookup(ids.values, **options))
+                outputs.append(self._values(looked_up[key], feature, ids, self.tables[table].dim).to(self._device))
+            yield name, outputs[0] if feature.is_single else tuple(outputs)
+
+    def _values(self, rows: Tensor, feature: Feature, ids: FeatureIds, dim: int) -> Tensor:
+        """Return a feature's rows as the model needs them: weighted or pooled if required, in the model's precision."""
+        dtype = torch.bfloat16 if self._bf16 and dim > 1 else torch.float32
+        if ids.offsets is None and ids.weights is None:
+            found = rows.to(dtype)
+        else:
+            each = torch.arange(len(rows), dtype=torch.int32)
+            if ids.offsets is None:
+                found = self._ops.gather(rows, each, ids.weights, dtype)
+            else:
+                found = self._ops.pool(rows, each, ids.offsets, ids.weights, feature.pooling == "mean", dtype)
+        return found if ids.shape is None else found.view(*ids.shape, dim)
+
+
+def probabilities(logits: Probabilities) -> Probabilities:
+    """Return the probabilities of logits, float32 [n]."""
+    found: Probabilities = torch.sigmoid(torch.from_numpy(logits)).numpy()
+    return found

@@ -1,0 +1,232 @@
+"""Everything that a report shows of a run, read from its run directory while it trains, or after it has ended."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.checkpoint import folder, manifest
+from hostdev.core import json_files, locks
+from hostdev.core.addresses import is_remote
+from hostdev.core.errors import UserError, in_words
+from hostdev.core.run_files import (
+    ASIDE_LOG,
+    CONFIG,
+    EVAL_LOG,
+    FILES_LOG,
+    GROWN,
+    LOSS_LOG,
+    OPS_LOG,
+    REPLACED,
+    SCORES_LOG,
+    SUMMARY,
+    EvalLine,
+    read_evaluations,
+    read_json_lines,
+    read_losses,
+)
+from hostdev.ext.report.scores import Counts, newest
+from hostdev.ext.report.values import clean, clean_name, entry, table
+
+RUNNING, KILLED = "running", "ended without a summary"
+_ANY = (LOSS_LOG, CONFIG, SUMMARY)  # a run directory has one of these
+_TAIL = 1 << 22  # bytes of ops.log that are read of a run without a summary
+_MOST_CHECKPOINTS = 100
+_OP = re.compile(r"Default/(?:([^/\n]+)/)?([^/\n]+)-op\d+ costs (\d+) us\.$", re.MULTILINE)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint in the run's folder."""
+
+    name: str
+    step: int
+    created: str
+    nbytes: int
+    is_full: bool
+    error: str = ""  # why it cannot be read; the other values are then those of its name
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """A run. A list is empty, and a dict too, if the run has no such file.
+
+    Attributes:
+        name: What the page calls the run.
+        losses: float64 [steps, 4], as `read_losses` returns them.
+        scores: By label, of the last evaluation.
+        files: The lines of files.jsonl.
+        ranks: The summaries of the other ranks, by rank.
+        ops: Times by op; `ops_calls` is above 0 if they are only of the last calls in ops.log.
+        notes: A line for each file that cannot be read.
+    """
+
+    name: str
+    path: Path
+    status: str
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    losses: npt.NDArray[np.float64]
+    evaluations: list[EvalLine]
+    scores: dict[str, Counts]
+    files: list[dict[str, Any]]
+    set_aside: int
+    ranks: dict[int, dict[str, Any]]
+    ops: dict[str, Any]
+    ops_calls: int
+    checkpoints: list[SavedCheckpoint]
+    notes: list[str] = field(default_factory=list)
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunData]:
+    """Read run directories; raise UserError if one is none, or is named twice."""
+    found: dict[Path, str] = {}
+    for path in paths:
+        require_run(path)
+        real = path.resolve()
+        if real in found:
+            raise UserError(f"{path} and {found[real]} are the same run; name it once")
+        found[real] = str(path)
+    names = [path.resolve().name or str(path) for path in paths]
+    unique = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
+    return [_read(path, clean_name(name, 80)) for path, name in zip(paths, unique, strict=True)]
+
+
+def require_run(path: Path) -> None:
+    """Raise UserError unless a path is a run directory."""
+    if not path.exists():
+        raise UserError(f"there is no run directory {path}")
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; name a run directory, such as runs/20261122-111257")
+    if not any((path / name).exists() for name in _ANY):
+        inner = sorted(each.name for each in path.iterdir() if any((each / name).exists() for name in _ANY))
+        hint = f"; did you mean {path / inner[-1]}?" if inner else "; name the folder that train wrote its logs to"
+        raise UserError(f"{path} is not a run directory: it has none of {', '.join(_ANY)}{hint}")
+
+
+def _read(path: Path, name: str) -> RunData:
+    notes: list[str] = []
+
+    def read(file: str, how: Callable[[Path], T], otherwise: T) -> T:
+        try:
+            return how(path / file)
+        except FileNotFoundError:
+            return otherwise
+        except (OSError, ValueError) as error:
+            reason = in_words(error) if isinstance(error, OSError) else str(error)
+            notes.append(clean(f"{name}: {file} cannot be read: {reason}"))
+            return otherwise
+
+    summary, config = (table(read(file, json_files.read, {})) for file in (SUMMARY, CONFIG))
+    is_running = _is_running(path)
+    summary = {} if is_running else summary  # of an earlier part, if the run was resumed
+    none: tuple[dict[str, Any], int] = {}, 0
+    ops, calls = (table(summary, "ops"), 0) if summary else read(OPS_LOG, _read_last_ops, none)
+    status = RUNNING if is_running else clean(str(entry(summary, "status") or KILLED))
+    return RunData(
+        name=name,
+        path=path,
+        status=status,
+        config=config,
+        summary=summary,
+        losses=read(LOSS_LOG, read_losses, np.empty((0, 4))),
+        evaluations=read(EVAL_LOG, lambda file: list(read_evaluations(file)), []),
+        scores=read(SCORES_LOG, lambda file: newest(read_json_lines(file)), {}),
+        files=read(FILES_LOG, lambda file: list(read_json_lines(file)), []),
+        set_aside=read(ASIDE_LOG, _count_aside, 0),
+        ranks=_read_ranks(path, read),
+        ops=ops,
+        ops_calls=calls,
+        checkpoints=_read_checkpoints(path, config, notes),
+        notes=notes,
+    )
+
+
+def _is_running(path: Path) -> bool:
+    """Return whether a process trains in the run directory; the lock is held for a moment if none does."""
+    try:
+        loss = path / LOSS_LOG
+        if (path / SUMMARY).exists() and (path / SUMMARY).stat().st_mtime_ns > loss.stat().st_mtime_ns:
+            return False
+        with loss.open("rb") as file:
+            return locks.lock_state(file.fileno()) == "held"
+    except OSError:
+        return False
+
+
+def _count_aside(path: Path) -> int:
+    """Return the number of files in set_aside.jsonl that were set aside, without those that were only changed."""
+    return sum(line.get("why") not in (GROWN, REPLACED) for line in read_json_lines(path))
+
+
+def _read_ranks(path: Path, read: Callable[[str, Callable[[Path], Any], Any], Any]) -> dict[int, dict[str, Any]]:
+    """Return the summaries in rank1, rank2, ... by rank."""
+    numbers = sorted(
+        int(each.name.removeprefix("rank")) for each in path.glob("rank*") if re.fullmatch(r"rank[1-9]\d*", each.name)
+    )
+    found = {rank: table(read(f"rank{rank}/{SUMMARY}", json_files.read, {})) for rank in numbers}
+    return {rank: summary for rank, summary in found.items() if summary}
+
+
+def _read_last_ops(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the times of the last calls in ops.log in the form of summary.json, and the number of these calls."""
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        text = file.read().decode(errors="replace")
+    found: dict[str, Any] = {}
+    calls = 0
+    for scope, op, duration in _OP.findall(text):
+        times = found.setdefault(op, {"by_scope": {}})["by_scope"].setdefault(scope, {"count": 0, "total_us": 0.0})
+        times["count"] += 1
+        times["total_us"] += float(duration)
+        calls += 1
+    for each in found.values():
+        scopes = each["by_scope"]
+        for times in scopes.values():
+            times["mean_us"] = times["total_us"] / times["count"]
+        if len(scopes) == 1:  # as in summary.json
+            each["by_scope"] = {"": next(iter(scopes.values()))}
+    return found, calls
+
+
+def _read_checkpoints(path: Path, config: dict[str, Any], notes: list[str]) -> list[SavedCheckpoint]:
+    """Return the newest checkpoints, oldest first; none if they are in a store."""
+    given = entry(config, "checkpoint_dir")
+    if isinstance(given, str) and is_remote(given):
+        return []
+    place = Path(given) if isinstance(given, str) and Path(given).is_dir() else path / folder.FOLDER
+    try:
+        names = folder.names_in(place)[-_MOST_CHECKPOINTS:]
+    except UserError as error:
+        notes.append(clean(str(error)))
+        return []
+    return [_read_checkpoint(place / name) for name in names]
+
+
+def _read_checkpoint(path: Path) -> SavedCheckpoint:
+    try:
+        found = manifest.read(path)
+    except UserError as error:
+        step = re.search(r"\d+", path.name)
+        return SavedCheckpoint(
+            name=clean(path.name),
+            step=int(step[0]) if step else 0,
+            created="",
+            nbytes=0,
+            is_full=True,
+            error=clean(str(error)),
+        )
+    return SavedCheckpoint(
+        name=clean(path.name),
+        step=found.step,
+        created=clean(found.created.removesuffix("+00:00").replace("T", " ")),
+        nbytes=found.nbytes,
+        is_full=found.parent is None,
+    )

@@ -1,0 +1,334 @@
+"""The application: the ends of the server, as an ASGI application of Starlette."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hostdev import __version__
+from hostdev.core.errors import in_words
+from hostdev.ext.serving import columns, openapi, page, protocol
+from hostdev.ext.serving.access import Token, is_local_name
+from hostdev.ext.serving.body import BINARY, JSON, Body, BodyReader
+from hostdev.ext.serving.collector import paused
+from hostdev.ext.serving.gathering import Answer, ClientGoneError, Gatherer, wrong_version
+from hostdev.ext.serving.json_input import PIECE_BYTES, Structure, parse_json, scan
+from hostdev.ext.serving.limits import Limits
+from hostdev.ext.serving.metrics import Metrics
+from hostdev.ext.serving.model import ServedModel
+from hostdev.ext.serving.refused import RefusedError, bad
+
+_FEW_ROWS = 4096  # whose answer is written at once; a larger one is written beside the event loop
+_BINARY_MEMORY = 8  # bytes of the values that one byte of binary tensors may become; short texts need more than that
+_GONE = 499  # the status in metrics of requests whose clients have gone; none is sent
+
+_T = TypeVar("_T")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Service:
+    """Answers requests.
+
+    Args:
+        name: The model's name.
+        gatherer: Computes predictions; its attribute `model` is the served model.
+        metrics: Counts requests.
+        limits: Of requests.
+        token: That clients must show, or None.
+        local_name: The name that a request's Host may be, besides localhost and addresses; None for any.
+        note: Called with a line for an error that no request explains.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        gatherer: Gatherer,
+        metrics: Metrics,
+        limits: Limits,
+        token: Token | None,
+        local_name: str | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self._name, self._gatherer, self._metrics, self._limits = name, gatherer, metrics, limits
+        self._bodies, self._note = BodyReader(limits), note
+        model = "/v2/models/{name}"
+        ends: list[tuple[str, str, Endpoint]] = [  # the first is found most quickly
+            ("POST", "/v1/predict", self._predict),
+            ("POST", model + "/infer", self._infer),
+            ("GET", "/v2", self._server),
+            ("GET", "/v2/health/live", self._live),
+            ("GET", "/v2/health/ready", self._ready),
+            *(
+                (method, path + rest, end)
+                for path in (model, model + "/versions/{version}")
+                for method, rest, end in (
+                    ("GET", "", self._metadata),
+                    ("GET", "/ready", self._model_ready),
+                )
+            ),
+            ("POST", model + "/versions/{version}/infer", self._infer),
+            ("GET", "/metrics", self._show_metrics),
+            ("GET", "/openapi.json", self._openapi),
+            ("GET", "/", self._page),
+        ]
+        routes = [Route(path, self._guarded(end), methods=[method]) for method, path, end in ends]
+        starlette = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        starlette.router.redirect_slashes = False
+        self.app: ASGIApp = _Front(starlette, metrics, token, local_name)
+
+    @property
+    def _model(self) -> ServedModel:
+        return self._gatherer.model
+
+    def _guarded(self, end: Endpoint) -> Endpoint:
+        """Return an endpoint whose errors are answers."""
+
+        async def run(request: Request) -> Response:
+            try:
+                return await end(request)
+            except RefusedError as refusal:
+                return _error(refusal)
+            except ClientGoneError:
+                request.scope["hostdev.gone"] = True
+                return Response(status_code=HTTPStatus.BAD_REQUEST)  # which nobody reads
+            except Exception as error:
+                self._note(f"error: {end.__name__.strip('_')} failed ({type(error).__name__}: {in_words(error)})")
+                return _error(RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server has failed; its log says why"))
+
+        run.__name__ = end.__name__.strip("_")
+        return run
+
+    async def _server(self, request: Request) -> Response:
+        return _json({"name": "hostdev", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+    async def _live(self, request: Request) -> Response:
+        return _json({"live": True})
+
+    async def _ready(self, request: Request) -> Response:
+        is_ready = not self._gatherer.is_closing
+        return _json({"ready": is_ready}, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _metadata(self, request: Request) -> Response:
+        self._require_model(request)
+        model = self._model
+        inputs = [
+            {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)} for one in model.inputs.values()
+        ]
+        outputs = [{"name": label, "datatype": "FP32", "shape": [-1]} for label in model.labels]
+        about = {"name": self._name, "versions": [model.version], "platform": "hostdev"}
+        return _json({**about, "inputs": inputs, "outputs": outputs})
+
+    async def _model_ready(self, request: Request) -> Response:
+        self._require_model(request)
+        is_ready = not self._gatherer.is_closing
+        content = {"name": self._name, "ready": is_ready}
+        return _json(content, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _infer(self, request: Request) -> Response:
+        version = self._require_model(request)
+        with self._bodies.holding() as body:
+            content = await body.read(request.headers, request.receive, (JSON, BINARY))
+            content, binary = protocol.split(content, request.headers.get(protocol.HEADER_LENGTH))
+            parse = partial(self._parse_infer, content, binary)
+            inference, given, values = await self._parsed(request, body, content, len(binary), parse)
+            wanted_version = version or inference.model[1] or None
+            try:
+                async with asyncio.timeout(inference.timeout or None):
+                    answer = await self._compute(request, given, inference.rows, values, wanted_version)
+            except TimeoutError:
+                raise RefusedError(
+                    HTTPStatus.SERVICE_UNAVAILABLE, f"the request's timeout of {inference.timeout:g} s is over"
+                ) from None
+        return await _beside(inference.rows, partial(self._inferred, inference, answer))
+
+    def _inferred(self, inference: protocol.Inference, answer: Answer) -> Response:
+        model = answer.model
+        wanted = inference.outputs
+        if wanted is None:
+            wanted = dict.fromkeys(model.labels, inference.is_binary)
+        outputs = [(name, answer.values[:, model.labels.index(name)], binary) for name, binary in wanted.items()]
+        about = {"model_name": self._name, "model_version": model.version}
+        about |= {"id": inference.id} if inference.id else {}
+        made, headers = protocol.write(about, outputs)
+        return Response(made, headers=headers)
+
+    def _parse_infer(
+        self, content: bytes, binary: bytes, structure: Structure | None
+    ) -> tuple[protocol.Inference, columns.Columns, int]:
+        model = self._model
+        inference = protocol.parse(content, binary, self._limits, structure)
+        self._require_served(*inference.model)
+        for name in inference.outputs or ():
+            if name not in model.labels:
+                raise bad(f"the model has no output {name!r}; its outputs are {', '.join(model.labels)}")
+        tensors = [one for one in inference.inputs if one.name in model.inputs or one.name not in model.labels]
+        inputs = model.inputs_of([tensor.name for tensor in tensors])
+        given = columns.from_tensors(tensors, inputs)
+        return inference, given, self._limits.count_values(given, inputs)
+
+    async def _predict(self, request: Request) -> Response:
+        with self._bodies.holding() as body:
+            content = await body.read(request.headers, request.receive, (JSON,))
+            parse = partial(self._parse_rows, content)
+            given, rows, values = await self._parsed(request, body, content, 0, parse)
+            answer = await self._compute(request, given, rows, values, None)
+        return await _beside(rows, partial(self._predicted, answer))
+
+    def _parse_rows(self, content: bytes, structure: Structure | None) -> tuple[columns.Columns, int, int]:
+        found = parse_json(content, structure=structure)
+        names = columns.names_in(found)
+        inputs = self._model.inputs if names is None else self._model.inputs_of(names)
+        count, has_escapes = self._limits.count_values, b"\\u" in content
+        given, rows = columns.from_rows(found, inputs, self._limits.most_rows, has_escapes=has_escapes, count=count)
+        return given, rows, count(given, inputs)
+
+    def _predicted(self, answer: Answer) -> Response:
+        labels = answer.model.labels
+        found: Any = answer.values[:, 0].tolist()
+        if len(labels) > 1:
+            found = [dict(zip(labels, row, strict=True)) for row in answer.values.tolist()]
+        about = _dumps({"model": self._name, "step": answer.model.step})[:-1]
+        return _as_json(about + b',"predictions":' + protocol.dump_list(found) + b"}")
+
+    async def _parsed(
+        self,
+        request: Request,
+        body: Body,
+        content: bytes,
+        binary_bytes: int,
+        parse: Callable[[Structure | None], _T],
+    ) -> _T:
+        """Return the result of parsing a body: at once, or, if it is large, beside the event loop in its turn."""
+        if len(content) + binary_bytes <= PIECE_BYTES:
+            return parse(None)
+        async with self._bodies.turn:
+            if await request.is_disconnected():
+                raise ClientGoneError
+            structure = await asyncio.to_thread(scan, content)
+            structure.require(self._limits.most_containers)
+            await body.reserve_parsed(structure.memory + _BINARY_MEMORY * binary_bytes)
+            return await asyncio.to_thread(paused()(parse), structure)
+
+    async def _compute(
+        self, request: Request, given: columns.Columns, rows: int, values: int, version: str | None
+    ) -> Answer:
+        return await self._gatherer.predict(
+            given, rows, version, lambda: asyncio.ensure_future(_gone(request.receive)), values
+        )
+
+    async def _show_metrics(self, request: Request) -> Response:
+        text, kind = self._metrics.text()
+        return Response(text, headers={"Content-Type": kind})
+
+    async def _openapi(self, request: Request) -> Response:
+        return _json(openapi.describe(self._name, self._model))
+
+    async def _page(self, request: Request) -> Response:
+        address = str(request.base_url).rstrip("/")  # as the reader's browser has reached it
+        return HTMLResponse(page.write(openapi.describe(self._name, self._model), self._name, self._model, address))
+
+    def _require_model(self, request: Request) -> str | None:
+        """Return the version in the request's path, or None; raise RefusedError if it, or the model, is not served."""
+        name, version = request.path_params["name"], request.path_params.get("version")
+        self._require_served(name, version)
+        return version
+
+    def _require_served(self, name: str | None, version: str | None) -> None:
+        if name is not None and name != self._name:
+            raise RefusedError(HTTPStatus.NOT_FOUND, f"there is no model {name!r}; model {self._name!r} is served")
+        if version and version != self._model.version:
+            raise wrong_version(version, self._model)
+
+
+class _Front:
+    """Checks tokens and hosts, and counts answers, around an application."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, token: Token | None, local_name: str | None) -> None:
+        self._app, self._metrics, self._token, self._local_name = app, metrics, token, local_name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        start = time.perf_counter()
+        status = 0
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        app: ASGIApp = self._app
+        if self._token is not None and not self._token.allows(
+            scope["path"], next(_headers(scope, b"authorization"), None)
+        ):
+            app = _error(
+                RefusedError(HTTPStatus.UNAUTHORIZED, "give the header Authorization: Bearer TOKEN", closes=True)
+            )
+        elif self._local_name is not None:
+            for host in _headers(scope, b"host"):
+                if not is_local_name(host, self._local_name):
+                    app = _error(_wrong_host(host))
+        await app(scope, receive, note_status)
+        end = getattr(scope.get("endpoint"), "__name__", "other")
+        self._metrics.request(end, _GONE if scope.get("hostdev.gone") else status, time.perf_counter() - start)
+
+
+def _headers(scope: Scope, name: bytes) -> Iterator[bytes]:
+    return (value for found, value in scope["headers"] if found == name)
+
+
+def _wrong_host(host: bytes) -> RefusedError:
+    return RefusedError(
+        HTTPStatus.FORBIDDEN,
+        f"the host {host.decode('latin-1')!r} is not accepted; ask an address or localhost, or start the server with "
+        "--host and this name, or with a token",
+        closes=True,
+    )
+
+
+async def _beside(rows: int, write: Callable[[], Response]) -> Response:
+    """Return an answer with this many rows, which is written beside the event loop if it takes long."""
+    return write() if rows <= _FEW_ROWS else await asyncio.to_thread(write)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _dumps(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _as_json(body: bytes, status: int = HTTPStatus.OK) -> Response:
+    return Response(body, status, headers={"Content-Type": JSON})
+
+
+def _json(content: Any, status: int = HTTPStatus.OK) -> Response:
+    return _as_json(_dumps(content), status)
+
+
+def _error(refusal: RefusedError) -> Response:
+    found = _json({"error": str(refusal)}, refusal.status)
+    found.headers.update(refusal.headers)
+    return found
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Return Starlette's own errors, 404 and 405, as JSON."""
+    assert isinstance(error, HTTPException)
+    found = _json({"error": f"{request.method} {request.url.path}: {error.detail}"}, error.status_code)
+    found.headers.update(error.headers or {})
+    return found

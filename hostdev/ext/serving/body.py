@@ -1,0 +1,193 @@
+"""Reads the bodies of requests, within limits of size, time and memory."""
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
+
+from hostdev.ext.serving.gathering import ClientGoneError
+from hostdev.ext.serving.limits import Limits
+from hostdev.ext.serving.refused import RefusedError, bad
+
+Receive = Callable[[], Awaitable[Any]]
+
+_MOST_BODIES = 8  # of the largest size, which all bodies that are read or wait may have together
+_DRAINED_BYTES = 8 << 20
+_DRAINED_SECONDS = 1.0
+_ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}  # by name of a content encoding, zlib's format
+_INFLATED_BYTES = 1 << 20  # which are decompressed at once
+JSON, BINARY = "application/json", "application/octet-stream"
+
+
+class BodyReader:
+    """Reads bodies. Those of all requests in progress together stay below a limit, and so do their parsed values.
+
+    Attributes:
+        turn: Held while a large body is decompressed or parsed, which is done for one at a time, in order.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._most_held = _MOST_BODIES * limits.most_bytes
+        self._held = self._parsed = 0
+        self._released = asyncio.Event()
+        self.turn = asyncio.Lock()
+
+    @contextmanager
+    def holding(self) -> Iterator["Body"]:
+        """Yield the body of one request, whose memory counts until the block ends."""
+        body = Body(self, self._limits)
+        try:
+            yield body
+        finally:
+            self._held -= body.held
+            self._parsed -= body.parsed
+            self._released.set()
+
+    def reserve(self, count: int) -> None:
+        """Count `count` more bytes; raise RefusedError if they are too many."""
+        if self._held + count > self._most_held and self._held:
+            raise RefusedError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "the requests in progress are too large together", closes=True
+            )
+        self._held += count
+
+    async def reserve_parsed(self, memory: int) -> None:
+        """Count the memory of parsed values; wait until it fits. Any is accepted if there is none."""
+        while self._parsed and self._parsed + memory > self._most_held:
+            self._released.clear()
+            await self._released.wait()
+        self._parsed += memory
+
+
+class Body:
+    """The body of one request."""
+
+    def __init__(self, reader: BodyReader, limits: Limits) -> None:
+        self._reader, self._limits = reader, limits
+        self.held = self.parsed = 0
+        self._is_complete = False
+
+    def _reserve(self, count: int) -> None:
+        self._reader.reserve(count)
+        self.held += count
+
+    async def reserve_parsed(self, memory: int) -> None:
+        """Count the memory of the parsed values until the block of `holding` ends; wait until it fits."""
+        await self._reader.reserve_parsed(memory)
+        self.parsed += memory
+
+    async def read(self, headers: Mapping[str, str], receive: Receive, types: tuple[str, ...]) -> bytes:
+        """Return the body.
+
+        Args:
+            headers: The request's headers, by names in lower case.
+            receive: ASGI's function that returns the next part.
+            types: The content types that are accepted; a request may also have none.
+
+        Raises:
+            RefusedError: The content type or encoding is not accepted, or the body is too large or too slow.
+            ClientGoneError: The client has closed the connection.
+        """
+        length = headers.get("content-length")
+        most = self._limits.most_bytes
+        if length is not None and not (length.isascii() and length.isdigit()):
+            raise bad("Content-Length must be a number of bytes")
+        try:
+            encoding = _require_type(headers, types)
+            if length is not None and (len(length) > 18 or int(length) > most):
+                raise _too_large(most)
+            if length is not None:
+                self._reserve(int(length))
+            async with asyncio.timeout(self._limits.body_seconds):
+                content = await self._receive(receive, counted=length is None)
+        except TimeoutError:
+            seconds = f"{self._limits.body_seconds:g}"
+            message = f"the body did not arrive within {seconds} seconds"
+            raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, message, closes=True) from None
+        except RefusedError as refusal:
+            if "Connection" in refusal.headers and not self._is_complete and "expect" not in headers:
+                await _drain(receive)
+            raise
+        return content if encoding is None else await self._inflate(content, encoding)
+
+    async def _inflate(self, content: bytes, encoding: str) -> bytes:
+        """Return a compressed body's content, which has to fit the same limits."""
+        inflater = zlib.decompressobj(_ENCODINGS[encoding])
+        parts: list[bytes] = []
+        size = 0
+        async with self._reader.turn:
+            while not inflater.eof:
+                try:
+                    part = await asyncio.to_thread(inflater.decompress, content, _INFLATED_BYTES)
+                except zlib.error as error:
+                    raise bad(f"the body is not in {encoding}: {error}") from None
+                content = inflater.unconsumed_tail
+                if not part and not inflater.eof:
+                    raise bad(f"the body ends within its {encoding}")
+                size += len(part)
+                if size > self._limits.most_bytes:
+                    raise _too_large(self._limits.most_bytes)
+                self._reserve(len(part))
+                parts.append(part)
+        if inflater.unused_data:
+            raise bad(f"the body has {len(inflater.unused_data):,} bytes after its {encoding}")
+        return b"".join(parts)
+
+    async def _receive(self, receive: Receive, *, counted: bool) -> bytes:
+        """Return the body; `counted` says that its length is not known beforehand."""
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            part = message.get("body", b"")
+            self._is_complete = not message.get("more_body", False)
+            size += len(part)
+            if size > self._limits.most_bytes:
+                raise _too_large(self._limits.most_bytes)
+            if part:
+                if counted:
+                    self._reserve(len(part))
+                parts.append(part)
+            if self._is_complete:
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _require_type(headers: Mapping[str, str], types: tuple[str, ...]) -> str | None:
+    """Return the content encoding, None for none; raise RefusedError for a type or an encoding that is not accepted."""
+    found = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if found and found not in types:
+        shown = f"the content type {found!r} is not accepted; send {' or '.join(types)}"
+        raise RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, shown, closes=True)
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding in ("", "identity"):
+        return None
+    if encoding not in _ENCODINGS:
+        raise RefusedError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"the content encoding {encoding!r} is not accepted; send {' or '.join(_ENCODINGS)}, or the plain body",
+            closes=True,
+        )
+    return encoding
+
+
+def _too_large(most: int) -> RefusedError:
+    return RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is larger than {most:,} bytes", closes=True)
+
+
+async def _drain(receive: Receive) -> None:
+    """Discard some of a body that is refused: a client that is still sending might not see the answer otherwise."""
+    size = 0
+    try:
+        async with asyncio.timeout(_DRAINED_SECONDS):
+            while size < _DRAINED_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        pass

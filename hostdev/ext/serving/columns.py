@@ -1,0 +1,287 @@
+"""The columns that a model reads, as inputs of the protocol, and the values of requests as columns to encode.
+
+Values reach the encoder with the types that they have in a request, so that it finds the ids that `Predictor` finds.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from hostdev.data.preprocess.encoding import Encoding
+from hostdev.data.preprocess.naming import listed
+from hostdev.ext.predict.predictor import Predictor
+from hostdev.ext.serving.json_input import PIECE_BYTES, parse_json, scan
+from hostdev.ext.serving.refused import RefusedError, bad
+from hostdev.ext.serving.tensors import BYTES, Tensor, is_unicode, shown
+
+if TYPE_CHECKING:
+    from hostdev.data.preprocess.query.raw_rows import RawPlan
+
+_INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+_TEXT, _NUMBER = {str, type(None)}, {int, float, type(None)}
+
+Columns = dict[str, Any]  # by name, a list or an array with one value per row; an array [n, k] has lists
+
+
+@dataclass(frozen=True)
+class Input:
+    """A column of raw rows.
+
+    Attributes:
+        kind: "id" (one value per row), "bag" (any number of values), "number", "vector" or "weights" (of a bag).
+        datatype: The data type that the protocol's metadata shows. Others are accepted.
+        shape: The shape that the metadata shows; -1 stands for any number.
+        separator: Of a bag, a vector or weights in text: what separates the values; None if the text is a JSON list.
+    """
+
+    name: str
+    kind: str
+    datatype: str
+    shape: tuple[int, ...]
+    separator: str | None = None
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether a row has any number of values."""
+        return self.kind in ("bag", "vector", "weights")
+
+
+def describe_inputs(predictor: Predictor) -> dict[str, Input]:
+    """Return the columns that a model reads, by name, in the data set's order."""
+    encoding, schema = predictor.encoding, predictor.data.schema
+    columns = {encoding.source(column.name): column for column in schema.columns}
+    numbers: dict[str, int] = {}
+    for name in schema.dense:
+        numbers[encoding.source(name)] = numbers.get(encoding.source(name), 0) + 1
+    separators = encoding.separators
+    found = {}
+    for name in encoding.columns():
+        separator = separators.get(name)
+        if (column := columns.get(name)) is not None:
+            is_integer = column.kind == "id" and _is_integer(encoding, column.space)
+            datatype = "INT64" if is_integer else BYTES
+            found[name] = Input(name, column.kind, datatype, (-1,), separator)
+        elif name not in separators:
+            found[name] = Input(name, "number", "FP64", (-1,))
+        elif name in numbers:
+            found[name] = Input(name, "vector", "FP64", (-1, numbers[name]), separator)
+        else:
+            found[name] = Input(name, "weights", BYTES, (-1,), separator)
+    return found
+
+
+def describe_raw_inputs(plan: "RawPlan", inputs: Mapping[str, Input]) -> dict[str, Input]:
+    """Return the columns that are read from raw rows, by name; `inputs` are those of the data set."""
+    found = {}
+    for name, source in plan.taken.items():
+        found[source] = replace(inputs[name], name=source)
+    for name in plan.raw:
+        kind = plan.type_of(name)
+        if kind.is_list:
+            found[name] = Input(name, "bag", BYTES, (-1,))
+        else:
+            is_text = not (pa.types.is_integer(kind.kind) or pa.types.is_floating(kind.kind))
+            datatype = BYTES if is_text else "INT64" if pa.types.is_integer(kind.kind) else "FP64"
+            found[name] = Input(name, "id" if is_text else "number", datatype, (-1,))
+    return found
+
+
+def names_in(content: Any) -> list[str] | None:
+    """Return the names of the columns of a JSON document, or None if it has another form, or no rows."""
+    if not isinstance(content, dict):
+        return None
+    rows, columns = content.get("rows"), content.get("columns")
+    first = rows[0] if isinstance(rows, list) and rows else columns
+    return list(first) if isinstance(first, dict) else None
+
+
+def _is_integer(encoding: Encoding, space: str) -> bool:
+    types = encoding.written(space).types
+    return bool(types) and set(types) <= _INTEGERS
+
+
+def from_tensors(tensors: Sequence[Tensor], inputs: Mapping[str, Input]) -> Columns:
+    """Return the columns of a request's tensors.
+
+    Raises:
+        RefusedError: An input is missing or unknown, or its shape does not fit the column.
+    """
+    given = {tensor.name: tensor for tensor in tensors}
+    for name in given:
+        if name not in inputs:
+            raise bad(f"the model has no input {name!r}; its inputs are {listed(list(inputs))}")
+    _require_all(given, inputs)
+    return {name: _from_tensor(given[name], about) for name, about in inputs.items()}
+
+
+def _from_tensor(tensor: Tensor, about: Input) -> Any:
+    values, name, is_flat = tensor.values, tensor.name, len(tensor.shape) == 1
+    if not is_flat and tensor.shape[1] == 1 and (tensor.datatype == BYTES or not about.has_lists):
+        values, is_flat = [row[0] for row in values] if isinstance(values, list) else values[:, 0], True
+    if not is_flat and not about.has_lists:
+        raise bad(f"input {name!r} has {tensor.shape[1]} values per row; it needs [rows] or [rows, 1]")
+    if is_flat and about.has_lists:
+        if tensor.datatype != BYTES:
+            raise bad(f"input {name!r}: {tensor.datatype} needs the shape [rows, values of a row]; BYTES may be [rows]")
+        assert isinstance(values, list)
+        if about.separator is None:
+            return [_parse_list(text, row, name) for row, text in enumerate(values)]
+    if isinstance(values, list):
+        return values
+    if (is_flat and (about.kind == "number" or values.dtype.kind in "iub")) or not values.size:
+        return values.tolist()  # the encoder is faster on lists
+    return values.astype("float32") if values.dtype == "float16" else values
+
+
+def _parse_list(text: str | None, row: int, name: str) -> list[Any] | None:
+    if text is None or text == "":
+        return None
+    where = f"row {row + 1}, column {name!r}"
+    content = text.encode()
+    structure = scan(content, where) if len(content) > PIECE_BYTES else None
+    if structure is not None and structure.containers > 1:
+        raise bad(f"{where}: a list has a list or an object; give single values")
+    found = parse_json(content, where, structure)
+    if not isinstance(found, list):
+        raise bad(f"{where}: {shown(found)} is not a list; write the row's values as a JSON list")
+    return found
+
+
+def from_rows(
+    content: Any,
+    inputs: Mapping[str, Input],
+    most_rows: int,
+    *,
+    has_escapes: bool = True,
+    count: Callable[[Columns, Mapping[str, Input]], object] = lambda columns, inputs: None,
+) -> tuple[Columns, int]:
+    """Return the columns of a JSON document, and its number of rows.
+
+    Args:
+        content: {"rows": [{NAME: VALUE, ...}, ...]} or {"columns": {NAME: [VALUE, ...], ...}}. Other columns, such as
+            the label, are ignored.
+        inputs: The columns that the model reads.
+        most_rows: The largest number of rows that is accepted.
+        has_escapes: Whether the document may have characters that were written as \\u and digits; only these can be
+            halves of surrogate pairs.
+        count: Called before the values are looked at; raises RefusedError if they are too many.
+
+    Raises:
+        RefusedError: The document has another form, or a value is missing or of a wrong type.
+    """
+    if not isinstance(content, dict) or len(content) != 1 or not content.keys() <= {"rows", "columns"}:
+        raise bad('the body must be {"rows": [{NAME: VALUE, ...}, ...]} or {"columns": {NAME: [VALUE, ...], ...}}')
+    given = content.get("rows")
+    if "rows" in content:
+        if not isinstance(given, list):
+            raise bad("`rows` must be a list of objects")
+        _require_few(len(given), most_rows)
+        columns = _transpose(given, inputs)
+        rows = len(given)
+    else:
+        given = content["columns"]
+        if not isinstance(given, dict):
+            raise bad("`columns` must be an object with a list for each column")
+        _require_all(given, inputs)
+        columns = {name: given[name] for name in inputs}
+        for name, values in columns.items():
+            if not isinstance(values, list):
+                raise bad(f"column {name!r} must be a list with one value per row")
+        rows = len(next(iter(columns.values()), []))
+        _require_few(rows, most_rows)
+        for name, values in columns.items():
+            if len(values) != rows:
+                first = next(iter(columns))
+                raise bad(f"column {name!r} has {len(values):,} values, but column {first!r} has {rows:,}")
+    count(columns, inputs)
+    _require_right(columns, inputs, has_escapes=has_escapes)
+    return columns, rows
+
+
+def _require_right(columns: Columns, inputs: Mapping[str, Input], *, has_escapes: bool) -> None:
+    """Raise RefusedError unless the values of each column are of one kind that JSON has; null is a missing value."""
+    texts: list[str] = []  # of all columns that need no closer look, which takes much longer than this
+    numbers: list[float | None] = []
+    for name, about in inputs.items():
+        values = columns[name]
+        kinds = set(map(type, values))
+        if kinds <= _TEXT and (not about.has_lists or about.separator is not None):
+            if has_escapes:
+                texts += filter(None, values)
+        elif kinds <= _NUMBER and not about.has_lists:
+            numbers += values
+        else:
+            _require_alike(values, about)
+    if not (_are_in_range(numbers) and is_unicode(texts)):
+        for name, about in inputs.items():
+            _require_alike(columns[name], about)
+
+
+def _are_in_range(numbers: Sequence[float | None]) -> bool:
+    """Return whether no integer has more than 64 bits; false for some other large numbers, too."""
+    some = [number for number in numbers if number is not None]
+    return not some or (min(some) >= -(1 << 63) and max(some) < 1 << 64)
+
+
+def _transpose(rows: list[Any], inputs: Mapping[str, Input]) -> Columns:
+    try:
+        return {name: [row[name] for row in rows] for name in inputs}
+    except (KeyError, TypeError, IndexError):
+        pass
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise bad(f"row {number} is {shown(row)}; it must be an object with a value for each column")
+        for name in inputs:
+            if name not in row:
+                raise bad(f"row {number} has no column {name!r}; give null for a missing value")
+    raise AssertionError("all rows have all columns")
+
+
+def _require_alike(values: list[Any], about: Input) -> None:
+    """Raise RefusedError if a value is an object, or a list where the column has none, or values are of many kinds."""
+    first = None
+    for row, value in enumerate(values):
+        if value is None:
+            continue
+        where = f"row {row + 1}, column {about.name!r}"
+        if type(value) is dict or (type(value) is list and not about.has_lists):
+            raise bad(f"{where}: {shown(value)} is not accepted; give one value")
+        if about.has_lists and type(value) is not list and (type(value) is not str or about.separator is None):
+            raise bad(f"{where}: {shown(value)} is not a list of values")
+        kind = _KINDS[type(value)]
+        first = first or kind
+        if kind != first:
+            given = kind if type(value) is list else f"{shown(value)} is {kind}"
+            way = (
+                f"; give {first} in each row, or {kind} in each row" if about.has_lists else "; give values of one type"
+            )
+            raise bad(f"{where}: {given}, but values above it are {first}{way}")
+        for one in value if type(value) is list else (value,):
+            _require_plain(one, where)
+
+
+def _require_plain(value: Any, where: str) -> None:
+    if isinstance(value, list | dict):
+        raise bad(f"{where}: a list has {shown(value)}; give single values")
+    if type(value) is int and abs(value) >= 1 << 64:
+        raise bad(f"{where}: {shown(value)} has more than 64 bits; give it as text")
+    if type(value) is str and not is_unicode([value]):
+        raise bad(f"{where}: the text has half of a surrogate pair")
+
+
+def _require_all(given: Mapping[str, Any], inputs: Mapping[str, Input]) -> None:
+    for name in inputs:
+        if name not in given:
+            raise bad(f"the request has no column {name!r}; the model reads {listed(list(inputs))}")
+
+
+def _require_few(rows: int, most_rows: int) -> None:
+    if rows > most_rows:
+        raise RefusedError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the request has {rows:,} rows, more than {most_rows:,}; send them in several requests",
+        )

@@ -1,0 +1,274 @@
+"""`Gatherer`: gathers requests into batches, and computes them in one thread."""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.errors import UserError, in_words
+from hostdev.ext.serving.columns import Columns
+from hostdev.ext.serving.limits import values_of
+from hostdev.ext.serving.model import ServedModel
+from hostdev.ext.serving.refused import RefusedError, bad
+
+Values = npt.NDArray[np.float32]
+_MOST_BATCH_VALUES = 1 << 20  # in the lists of several requests that are encoded together
+
+
+class Answer(NamedTuple):
+    """Predictions, float32 [n, labels], and the model that made them."""
+
+    values: Values
+    model: ServedModel
+
+
+class Observer(Protocol):
+    """What a gatherer reports, from its own thread."""
+
+    def batch(self, requests: int, rows: int, seconds: float) -> None:
+        """Report a computed batch."""
+
+    def waiting(self, rows: int) -> None:
+        """Report the number of rows that wait."""
+
+
+class _Ticket:
+    """A request's rows on their way through the queue. Its future is cancelled if nobody waits for them any more."""
+
+    __slots__ = ("arrived", "columns", "future", "rows", "values", "version")
+
+    def __init__(
+        self, columns: Columns, rows: int, values: int, version: str | None, future: "asyncio.Future[Answer]"
+    ) -> None:
+        self.columns, self.rows, self.values, self.version, self.future = columns, rows, values, version, future
+        self.arrived = time.monotonic()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.future.cancelled()
+
+
+_Results = list[tuple[_Ticket, Answer | Exception]]
+
+
+class Gatherer:
+    """Computes requests in batches, in the order of their arrival.
+
+    A batch begins as soon as the thread is free and `wait` seconds have passed since the arrival of its first request,
+    or earlier if it is full. It has the requests that wait then, up to `most_rows` rows; a larger request is a batch of
+    its own, and is computed in pieces of `most_rows` rows. Each batch is encoded and computed by one model.
+
+    Args:
+        model: The model.
+        most_rows: The largest number of rows that are computed together.
+        wait: Seconds.
+        most_waiting: The largest number of rows that wait, whose lists may have `values_of` it values. A request is
+            refused if it does not fit, except that an empty queue takes any request.
+        observer: Receives reports.
+        note: Called with a line for an error that no request explains.
+
+    Attributes:
+        model: The current model. Assigning another one takes effect with the next batch.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        most_rows: int,
+        wait: float,
+        most_waiting: int,
+        observer: Observer,
+        note: Callable[[str], None],
+    ) -> None:
+        self.model = model
+        self._most_rows, self._wait, self._most_waiting = most_rows, wait, most_waiting
+        self._observer, self._note = observer, note
+        self._queue: deque[_Ticket] = deque()
+        self._rows = self._values = 0  # that wait
+        self._is_busy = self._is_closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="hostdev-serving", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether new requests are refused."""
+        return self._is_closing
+
+    async def predict(
+        self,
+        columns: Columns,
+        rows: int,
+        version: str | None,
+        gone: Callable[[], "asyncio.Future[None]"],
+        values: int = 0,
+    ) -> Answer:
+        """Return the predictions for a request's rows.
+
+        Args:
+            columns: The columns that the model reads.
+            rows: The number of rows.
+            version: The version of the model that the request demands, or None for any.
+            gone: Called if the request has to wait; returns a future that is done when its client has gone.
+            values: The number of values in the rows' lists.
+
+        Raises:
+            RefusedError: The queue is full, a value is invalid, the version is another one, or the server ends.
+            ClientGoneError: The client has gone; its rows are not computed unless that has begun.
+        """
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        ticket = _Ticket(columns, rows, values, version, future)
+        is_next = self._enter(ticket)
+        if is_next:
+            return await future
+        watched = gone()
+        try:
+            await asyncio.wait((future, watched), return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
+                raise ClientGoneError
+            return future.result()
+        finally:
+            future.cancel()  # without effect if it is done
+            watched.cancel()
+
+    def _enter(self, ticket: _Ticket) -> bool:
+        """Add a request to the queue; return whether it is computed without waiting for others."""
+        with self._changed:
+            if self._is_closing:
+                raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is ending", closes=True)
+            if self._queue and self._rows + ticket.rows > self._most_waiting:
+                raise RefusedError(
+                    HTTPStatus.SERVICE_UNAVAILABLE, f"{self._rows:,} rows wait already, and there is no room for more"
+                )
+            if self._queue and self._values + ticket.values > values_of(self._most_waiting):
+                raise RefusedError(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"rows with {self._values:,} values wait already, and there is no room for more",
+                )
+            is_next = not self._queue and not self._is_busy
+            self._queue.append(ticket)
+            self._rows += ticket.rows
+            self._values += ticket.values
+            self._observer.waiting(self._rows)
+            self._changed.notify()
+        return is_next
+
+    def close(self, seconds: float) -> bool:
+        """Refuse new requests, compute those that wait, and end the thread; return whether it ended in time."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while tickets := self._take():
+            start = time.perf_counter()
+            rows = sum(ticket.rows for ticket in tickets)
+            try:
+                results = self._compute(tickets)
+            except Exception as error:  # an error in one batch must not end the thread
+                results = self._failures(tickets, error)
+            self._observer.batch(len(tickets), rows, time.perf_counter() - start)
+            with self._changed:  # before the answer: its client may send the next request at once
+                self._is_busy = False
+            _deliver(results)
+
+    def _take(self) -> list[_Ticket]:
+        """Wait for a batch; return its requests, or none if the server ends and nothing waits."""
+        with self._changed:
+            while True:
+                while not self._queue and not self._is_closing:
+                    self._changed.wait()
+                while self._queue and self._rows < self._most_rows and not self._is_closing:
+                    left = self._queue[0].arrived + self._wait - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(left)
+                found: list[_Ticket] = []
+                rows = values = 0
+                while self._queue and (not found or self._fits(self._queue[0], rows, values)):
+                    ticket = self._queue.popleft()
+                    self._rows -= ticket.rows
+                    self._values -= ticket.values
+                    if not ticket.is_cancelled:
+                        found.append(ticket)
+                        rows += ticket.rows
+                        values += ticket.values
+                self._observer.waiting(self._rows)
+                if found or (self._is_closing and not self._queue):
+                    self._is_busy = True
+                    return found
+
+    def _fits(self, ticket: _Ticket, rows: int, values: int) -> bool:
+        """Return whether a request may be in a batch that has these rows, and values in lists, already."""
+        return rows + ticket.rows <= self._most_rows and values + ticket.values <= _MOST_BATCH_VALUES
+
+    def _compute(self, tickets: list[_Ticket]) -> "_Results":
+        model = self.model
+        results: _Results = []
+        right, encoded = [], []
+        for ticket in tickets:
+            if ticket.version is None or ticket.version == model.version:
+                right.append(ticket)
+            else:
+                results.append((ticket, wrong_version(ticket.version, model)))
+        for ticket, batch in zip(right, model.encode([ticket.columns for ticket in right]), strict=True):
+            if isinstance(batch, UserError):
+                results.append((ticket, bad(str(batch))))
+            elif isinstance(batch, Exception):  # the other requests of the batch do not fail with it
+                results += self._failures([ticket], batch)
+            else:
+                encoded.append((ticket, batch))
+        if encoded:
+            waiting = [ticket for ticket, _ in encoded]
+            found = model.predict(
+                [batch for _, batch in encoded],
+                self._most_rows,
+                lambda: not all(ticket.is_cancelled for ticket in waiting),
+            )
+            for ticket, each in zip(waiting, found or [], strict=found is not None):
+                results.append((ticket, bad(str(each)) if isinstance(each, UserError) else Answer(each, model)))
+        return results
+
+    def _failures(self, tickets: list[_Ticket], error: Exception) -> "_Results":
+        self._note(f"error: a request failed ({type(error).__name__}: {in_words(error)})")
+        refusal = RefusedError(
+            HTTPStatus.INTERNAL_SERVER_ERROR, "the server has failed to compute this; its log says why"
+        )
+        return [(ticket, refusal) for ticket in tickets]
+
+
+class ClientGoneError(Exception):
+    """A client has closed its connection before its answer."""
+
+
+def wrong_version(version: str, model: ServedModel) -> RefusedError:
+    """Return the refusal of a request for a version that is not served."""
+    return RefusedError(
+        HTTPStatus.NOT_FOUND, f"there is no version {version!r} of the model; version {model.version} is served"
+    )
+
+
+def _deliver(results: "_Results") -> None:
+    """Hand results to the event loop that waits for them."""
+    if results:
+        loop = results[0][0].future.get_loop()
+        loop.call_soon_threadsafe(_set_results, results)
+
+
+def _set_results(results: "_Results") -> None:
+    for ticket, result in results:
+        if ticket.future.done():
+            continue
+        if isinstance(result, Exception):
+            ticket.future.set_exception(result)
+        else:
+            ticket.future.set_result(result)

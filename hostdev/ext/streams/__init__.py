@@ -1,0 +1,1 @@
+"""Streams: training on files that arrive in a folder."""

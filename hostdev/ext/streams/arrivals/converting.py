@@ -1,0 +1,260 @@
+"""Conversion of an arrived file to encoded rows, piece by piece; a file that cannot be read is refused as a whole."""
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from threading import Event
+from typing import NamedTuple
+
+import numpy as np
+
+from hostdev.core.addresses import shown_place
+from hostdev.core.errors import HostdevError, TransientError, UserError, in_words
+from hostdev.core.progress import counted
+from hostdev.data.preprocess import places
+from hostdev.data.preprocess.inputs import is_empty
+from hostdev.data.preprocess.raw import BEGINNING, WrongRowError
+from hostdev.data.preprocess.rejected import Rejected
+from hostdev.data.preprocess.row_counts import MAX_REJECTED
+from hostdev.data.rows import Piece
+from hostdev.ext.stores.store import StoreError
+from hostdev.ext.streams.arrivals.endings import has_end
+from hostdev.ext.streams.arrivals.example import Example
+from hostdev.ext.streams.arrivals.folder import Folder, State
+from hostdev.ext.streams.arrivals.seen import Taken, digest_bits
+from hostdev.ext.streams.arrivals.spool import Spool, SpoolError
+
+EMPTY, REFUSED, REPEATED, LATE = "empty", "refused", "repeated", "late"  # why a file is set aside
+_AT_ONCE = 1 << 22  # bytes
+
+
+class Part(NamedTuple):
+    """A part of a file: its first `nbytes` bytes, None for all, without the first `after` rows."""
+
+    nbytes: int | None = None
+    after: int = 0
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A file's rows.
+
+    Attributes:
+        name: The file's name in its folder.
+        sha256: The digest of its bytes.
+        rejected: Number of rows that cannot be read; these are left out.
+        first: One line about the first of them; None if there are none.
+        lines: Number of rows in these bytes, with rejected ones and with those that had been taken before.
+        part: Which part of the file this is.
+        skipped: Number of rows in the spool that had been taken before.
+    """
+
+    name: str
+    sha256: str
+    state: State
+    rejected: int
+    first: str | None
+    spool: Spool
+    lines: int = 0
+    part: Part = WHOLE
+    skipped: int = 0
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.spool.rows - self.skipped
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the file up to the end of these rows."""
+        return self.state.size if self.part.nbytes is None else self.part.nbytes
+
+    @property
+    def taken(self) -> Taken:
+        """What `Seen` remembers of the file once its rows are taken."""
+        stamp = self.state.stamp if self.nbytes == self.state.size else 0
+        return Taken(self.nbytes, stamp, digest_bits(self.sha256), self.lines)
+
+    def read(self, first: int = 0) -> Iterator[tuple[int, Piece]]:
+        """Yield pieces from the one with row `first` on, each with the number of rows before it; it may be negative."""
+        for before, piece in self.spool.read(self.skipped + first):
+            yield before - self.skipped, piece
+
+    def close(self) -> None:
+        """Remove the rows; those that were read from the spool stay."""
+        self.spool.close()
+
+
+class Refused(NamedTuple):
+    """A file that is not trained on: why (one of EMPTY, REFUSED, REPEATED, LATE), and the reason in one line."""
+
+    name: str
+    why: str
+    reason: str
+    sha256: str | None = None
+    state: State | None = None
+
+
+class Again(NamedTuple):
+    """A file to be looked at again: it has changed or vanished (`reason` is None), or the system failed to read it.
+
+    `is_open`: it lacks its end or cannot be read, and may still be written.
+    """
+
+    name: str
+    reason: str | None
+    is_open: bool = False
+
+
+class _StoppedError(Exception):
+    """The conversion's result is not needed any more."""
+
+
+def convert(
+    folder: Folder,
+    name: str,
+    state: State,
+    example: Example,
+    spools: Path,
+    stop: Event,
+    part: Part = WHOLE,
+    *,
+    is_quiet: bool = True,
+) -> Converted | Refused | Again:
+    """Return a file's rows, or why there are none.
+
+    Args:
+        state: The file's state when it was found complete; a file that has changed since is `Again`.
+        example: Encodes the rows.
+        spools: The folder for temporary files.
+        stop: Ends the conversion early; the result is then `Again`.
+        part: Which part of the file to convert.
+        is_quiet: Whether the file has not changed for so long that it will not; if not, it must have an end.
+
+    Raises:
+        SpoolError: The disk of `spools` is full.
+        MemoryError: There is not enough memory.
+    """
+    found: Converted | Refused | Again
+    try:
+        path = folder.open(name)
+        if not (is_quiet or has_end(path)):
+            return Again(name, None, is_open=True)
+        if is_empty(path):
+            digest = _try_digest(path, part.nbytes, stop)
+            found = Refused(name, EMPTY, f"{shown_place(path)}: the file is empty", digest, state)
+        else:
+            with _first_bytes(path, part.nbytes, state, spools) as source:
+                found = _convert(source, name, state, example, spools, stop, part)
+    except SpoolError:
+        raise
+    except (_StoppedError, FileNotFoundError):
+        return Again(name, None)
+    except StoreError as error:  # while a store is away, files wait
+        return Again(name, None if error.may_pass else str(error))
+    except UserError as error:
+        found = Refused(name, REFUSED, str(error), _try_digest(path, part.nbytes, stop), state)
+    except (TransientError, OSError) as error:
+        found = Again(name, in_words(error))
+    try:
+        is_same = folder.state(name) == state
+    except OSError:
+        is_same = False
+    if is_same and isinstance(found, Refused) and not is_quiet:
+        return Again(name, None, is_open=True)
+    if is_same:
+        return found
+    if isinstance(found, Converted):
+        found.close()
+    return Again(name, None)
+
+
+@contextmanager
+def _first_bytes(path: Path, nbytes: int | None, state: State, spools: Path) -> Iterator[Path]:
+    """Provide a file with the first `nbytes` bytes of a file: a copy, if it has more."""
+    if nbytes is None or nbytes >= state.size:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(dir=spools, prefix=".part-") as folder:
+        copy = Path(folder) / path.name
+        with places.open_bytes(path) as source, copy.open("wb") as target:
+            while nbytes and (data := source.read(min(nbytes, _AT_ONCE))):
+                target.write(data)
+                nbytes -= len(data)
+        try:
+            yield copy
+        except UserError as error:
+            raise UserError(str(error).replace(str(copy), shown_place(path))) from None
+
+
+def _convert(
+    path: Path, name: str, state: State, example: Example, spools: Path, stop: Event, part: Part
+) -> Converted | Refused:
+    digest = _digest(path, None, stop)
+    source, spool = example.open(path), Spool(spools)
+    lines, rejected, first, skipped = 0, 0, None, 0
+    try:
+        for block in source.blocks(BEGINNING):
+            if stop.is_set():
+                raise _StoppedError
+            try:
+                rows = source.parse(block, hashed=True)
+            except WrongRowError as error:
+                raise UserError(f"{error.file}, row {lines + error.row}, {error.reason}") from None
+            before, lines = lines, lines + len(rows) + len(rows.rejected)
+            if lines <= part.after:
+                continue
+            old = max(0, part.after - before)  # lines of this block that had been taken before
+            old_rejected = int(np.count_nonzero(rows.rejected.numbers <= old))
+            if len(rows.rejected) > old_rejected:
+                first = first or rows.rejected.after(before)[old_rejected]
+                rejected += len(rows.rejected) - old_rejected
+            skipped += old - old_rejected
+            spool.write(example.encode(rows))
+        if rejected > MAX_REJECTED * (lines - part.after):
+            assert first is not None
+            raise UserError(
+                f"{shown_place(path)}: {counted(rejected, 'row')} of {lines - part.after:,} cannot be read, more than "
+                f"{MAX_REJECTED:.0%}; the first is {_shown(first)}"
+            )
+        if spool.rows == skipped:
+            spool.close()
+            return Refused(name, EMPTY, f"{shown_place(path)}: the file has no rows", digest, state)
+    except BaseException as error:
+        spool.close()
+        if isinstance(error, HostdevError) and not isinstance(error, UserError | TransientError | SpoolError):
+            raise UserError(str(error)) from None
+        raise
+    shown = None if first is None else _shown(first)
+    return Converted(name, digest, state, rejected, shown, spool, lines, part, skipped)
+
+
+def _shown(line: Rejected) -> str:
+    return f"{line.file}:{line.line}: {line.reason}"
+
+
+def _digest(path: Path, nbytes: int | None, stop: Event) -> str:
+    """Return the SHA-256 of a file's bytes, or of the first ones."""
+    found, left = sha256(), math.inf if nbytes is None else nbytes
+    with places.open_bytes(path, buffered=False) as file:
+        while left and (data := file.read(int(min(left, _AT_ONCE)))):
+            found.update(data)
+            left -= len(data)
+            if stop.is_set():
+                raise _StoppedError
+    return found.hexdigest()
+
+
+def _try_digest(path: Path, nbytes: int | None, stop: Event) -> str | None:
+    """Return the digest of a refused file, by which a change of it is noticed; None if it cannot be read."""
+    try:
+        return _digest(path, nbytes, stop)
+    except (_StoppedError, StoreError, TransientError, OSError):
+        return None

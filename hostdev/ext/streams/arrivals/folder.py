@@ -1,0 +1,184 @@
+"""The folder in which files arrive, on this machine or in a store: listing and opening."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from hostdev.core.addresses import address_of
+from hostdev.core.errors import UserError
+from hostdev.data.preprocess.folders import order_by_name
+from hostdev.ext.stores.store import Store, StoreError
+
+_HIDDEN = (".", "_")  # first characters of names that other programs use while they write
+_PARTIAL = (".part", ".partial", ".tmp")  # last characters of such names
+_FILE_SYSTEMS = "hdfs:", "webhdfs:", "sftp:", "ftp:", "smb:"  # where a file is seen while it is written
+_MOST_NAMES = 1 << 14  # whose keys and hashes are kept
+
+Key = tuple[list[tuple[int, str]], str]
+
+
+@lru_cache(_MOST_NAMES)
+def hash_of(name: str) -> int:
+    """Return 64 bits that stand for a name; two of a million names are equal with a probability of 3e-8."""
+    return _bits(name)
+
+
+def _bits(text: str) -> int:
+    return int.from_bytes(blake2b(os.fsencode(text), digest_size=8).digest(), "little")
+
+
+class State(NamedTuple):
+    """What changes when a file is written to: its size in bytes, and its time of modification in nanoseconds.
+
+    `identity` also changes when another file takes its place.
+    """
+
+    size: int
+    modified: int
+    identity: str = ""
+
+    @property
+    def stamp(self) -> int:
+        """63 bits that stand for the size and the identity."""
+        return _bits(f"{self.size} {self.identity}") >> 1
+
+
+@lru_cache(_MOST_NAMES)
+def key_of(name: str) -> Key:
+    """Return the sort key of a file's name: numbers in names are compared as numbers, as `preprocess` does."""
+    return order_by_name(name)
+
+
+class Folder:
+    """A folder in which files arrive.
+
+    A file is listed under its path below the folder, with "/" between parts. Names that begin with "." or "_", or end
+    in .part, .partial or .tmp, are of files that are still being written, and are not listed.
+
+    Args:
+        path: The folder.
+        mark: The name of a file, such as _SUCCESS, that its writer puts into a complete sub-folder. Only the files of
+            sub-folders with a mark are listed, at any depth. None to list the files of the folder itself.
+
+    Raises:
+        UserError: The folder does not exist.
+    """
+
+    most_looked = 512  # files taken before whose states are looked at each time
+
+    def __init__(self, path: Path, mark: str | None = None) -> None:
+        if not path.is_dir():
+            raise UserError(f"--follow {path}: there is no such folder; create it, or name another")
+        self.path, self.mark = path, mark
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether a listed file may still be growing."""
+        return self.mark is None
+
+    def names(self) -> list[str]:
+        """Return the names of the files, sorted; raise OSError if the folder cannot be listed."""
+        found = self._plain(self.path, "") if self.mark is None else self._marked(self.path, "")
+        return sorted(found, key=key_of)
+
+    def _plain(self, folder: Path, before: str) -> Iterator[str]:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not _is_hidden(entry.name) and entry.is_file():
+                    yield before + entry.name
+
+    def _marked(self, folder: Path, before: str) -> Iterator[str]:
+        with os.scandir(folder) as entries:
+            inside = sorted(entry.name for entry in entries if not _is_hidden(entry.name) and entry.is_dir())
+        for name in inside:
+            sub = folder / name
+            if (sub / str(self.mark)).exists():
+                yield from (
+                    each for each in self._plain(sub, f"{before}{name}/") if each != f"{before}{name}/{self.mark}"
+                )
+            else:
+                yield from self._marked(sub, f"{before}{name}/")
+
+    def state(self, name: str) -> State | None:
+        """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
+        try:
+            found = self.open(name).stat()
+        except FileNotFoundError:
+            return None
+        return State(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns} {found.st_ino}")
+
+    def open(self, name: str) -> Path:
+        """Return the path of a file that can be read. The file may no longer exist."""
+        return self.path / name
+
+    def has_folders(self) -> bool:
+        """Return whether the folder has sub-folders whose files are not listed."""
+        with os.scandir(self.path) as entries:
+            return self.mark is None and any(not _is_hidden(entry.name) and entry.is_dir() for entry in entries)
+
+
+class StoreFolder(Folder):
+    """A folder in a store; see `Folder`. A file of an object store appears when it is complete."""
+
+    most_looked = 32  # each is a request
+
+    def __init__(self, path: Path, mark: str | None = None) -> None:
+        address = address_of(path)
+        assert address is not None
+        self.path, self.mark, self._store = path, mark, Store(address)
+        self._is_of_objects = not address.startswith(_FILE_SYSTEMS)
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether a listed file may still be growing."""
+        return self.mark is None and not self._is_of_objects
+
+    def names(self) -> list[str]:
+        """Return the names of the files, sorted; raise OSError if the folder cannot be listed."""
+        with _as_os_error():
+            found = [name for name in self._store.list() if not any(map(_is_hidden, name.split("/")[:-1]))]
+        if self.mark is None:
+            names = [name for name in found if "/" not in name]
+        else:
+            marked = {name.rpartition("/")[0] for name in found if name.rpartition("/")[2] == self.mark} - {""}
+            tops = {folder for folder in marked if not marked.intersection(_parents(folder))}
+            inside = [name for name in found if name.rpartition("/")[0] in tops]
+            names = [name for name in inside if name.rpartition("/")[2] != self.mark]
+        return sorted((name for name in names if name and not _is_hidden(name.rpartition("/")[2])), key=key_of)
+
+    def state(self, name: str) -> State | None:
+        """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
+        with _as_os_error():
+            found = self._store.about(name)
+        return None if found is None else State(found.size, found.changed, found.version)
+
+    def has_folders(self) -> bool:
+        """Return whether the folder has sub-folders whose files are not listed."""
+        return self.mark is None and any("/" in name for name in self._store.list())
+
+
+def open_folder(path: Path, mark: str | None = None) -> Folder:
+    """Return the folder with this `source_path`, on this machine or in a store; see `Folder`."""
+    return Folder(path, mark) if address_of(path) is None else StoreFolder(path, mark)
+
+
+def _parents(folder: str) -> list[str]:
+    parts = folder.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raise OSError in place of StoreError."""
+    try:
+        yield
+    except StoreError as error:
+        raise OSError(str(error)) from None
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(_HIDDEN) or name.endswith(_PARTIAL)

@@ -1,0 +1,142 @@
+"""Which files have been taken: as little as it takes to notice late and repeated ones, however long a run lasts."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.ext.streams.arrivals.folder import hash_of, key_of
+
+MOST_DIGESTS = 1000  # of the last files, by which a repeated one is found
+_MOST_NEW = 1024  # in a set, which takes several times the space of an array
+
+
+class Taken(NamedTuple):
+    """What was taken of a file, or looked at: int64 each.
+
+    Attributes:
+        size: Its bytes; -1 if they are unknown.
+        stamp: The `State.stamp` of the file then.
+        digest: 63 bits of the SHA-256 of these bytes; 0 if it is unknown or does not matter.
+        lines: Rows in them, with rejected ones.
+    """
+
+    size: int = -1
+    stamp: int = 0
+    digest: int = 0
+    lines: int = 0
+
+
+UNKNOWN = Taken()
+
+
+def digest_bits(sha256: str | None) -> int:
+    """Return 63 bits of a SHA-256 in hexadecimal digits; 0 for None."""
+    return 0 if sha256 is None else int(sha256[:16], 16) >> 1
+
+
+class Seen:
+    """The files of a folder that were taken or set aside.
+
+    Kept are the name that sorts last among the files taken, 40 bytes for each file that was taken or set aside and is
+    still in the folder, and the names and contents' digests of the last 1,000 files taken.
+    """
+
+    def __init__(self) -> None:
+        self.last: str | None = None
+        self.taken = 0
+        self._known = np.zeros(0, np.uint64), np.zeros((0, 4), np.int64)  # hashes of names, sorted, with `Taken` each
+        self._new: dict[int, Taken] = {}  # not in `_known` yet, or newer
+        self._digests: OrderedDict[str, str] = OrderedDict()  # names by digest
+
+    @property
+    def size(self) -> int:
+        """The number of files that are remembered, at most."""
+        return len(self._known[0]) + len(self._new)
+
+    def is_known(self, name: str) -> bool:
+        """Return whether a file was taken or set aside."""
+        return self.get(name) is not None
+
+    def get(self, name: str) -> Taken | None:
+        """Return what is known of a file that was taken or set aside; None if it was not."""
+        number, new, known = hash_of(name), self._new, self._known  # in this order: another thread may move numbers
+        if (found := new.get(number)) is not None:
+            return found
+        numbers, values = known
+        place = int(np.searchsorted(numbers, np.uint64(number)))
+        if place < len(numbers) and int(numbers[place]) == number:
+            return Taken(*values[place].tolist())
+        return None
+
+    def is_late(self, name: str) -> bool:
+        """Return whether an unknown file sorts before one that was taken."""
+        return self.last is not None and key_of(name) <= key_of(self.last)
+
+    def find_same(self, digest: str) -> str | None:
+        """Return the name of one of the last files taken that has this content, or None."""
+        return self._digests.get(digest)
+
+    def take(self, name: str, digest: str, taken: Taken = UNKNOWN) -> None:
+        """Record that a file was taken, or more of the file that was taken last."""
+        self.note(name, taken)
+        if not self.is_late(name):
+            self.last = name
+        self.taken += 1
+        self._digests[digest] = name
+        if len(self._digests) > MOST_DIGESTS:
+            self._digests.popitem(last=False)
+
+    def set_aside(self, name: str, taken: Taken = UNKNOWN) -> None:
+        """Record that a file was set aside."""
+        self.note(name, taken)
+
+    def note(self, name: str, taken: Taken = UNKNOWN) -> None:
+        """Record what is known of a file."""
+        self._new[hash_of(name)] = taken
+        if len(self._new) > _MOST_NEW:
+            self._known, self._new = self._all(), {}
+
+    def _all(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """Return the numbers of all files, sorted, and what is known of each."""
+        numbers = np.array(list(self._new), np.uint64)
+        values = np.array(list(self._new.values()), np.int64).reshape(-1, 4)
+        older = ~np.isin(self._known[0], numbers)
+        numbers = np.concatenate([self._known[0][older], numbers])
+        order = np.argsort(numbers)
+        return numbers[order], np.concatenate([self._known[1][older], values])[order]
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Forget the files that are not among `names`, those that are in the folder."""
+        there = np.array(sorted(map(hash_of, names)), np.uint64)
+        numbers, values = self._all()
+        kept = np.isin(numbers, there)
+        self._known, self._new = (numbers[kept], values[kept]), {}
+
+    def as_values(self) -> dict[str, Any]:
+        """Return the values for a checkpoint."""
+        numbers, values = self._all()
+        return {
+            "last": self.last,
+            "taken": self.taken,
+            "known": numbers.view(np.int64),
+            "of_each": values,
+            "digests": np.frombuffer(bytes.fromhex("".join(self._digests)), np.uint8),
+            "names": np.frombuffer("\0".join(self._digests.values()).encode(errors="surrogateescape"), np.uint8),
+        }
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Seen":
+        """Return what `as_values` converted to these values."""
+        made = cls()
+        made.last, made.taken = values["last"], values["taken"]
+        numbers = np.ascontiguousarray(values["known"], np.int64).view(np.uint64)
+        nothing = np.tile(np.array(UNKNOWN, np.int64), (len(numbers), 1))  # checkpoints of earlier versions
+        made._known = numbers, np.ascontiguousarray(values.get("of_each", nothing), np.int64)
+        digests = values["digests"].tobytes().hex()
+        names = values["names"].tobytes().decode(errors="surrogateescape").split("\0")
+        for i in range(len(digests) // 64):
+            made._digests[digests[64 * i : 64 * i + 64]] = names[i]
+        return made

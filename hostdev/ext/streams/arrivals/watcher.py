@@ -1,0 +1,290 @@
+"""A thread that looks at a folder again and again, and converts the next files while earlier ones are trained on.
+
+Files are found by listing, not by notifications, which network file systems do not have.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hostdev.core.errors import in_words
+from hostdev.core.workers import Workers
+from hostdev.ext.streams.arrivals.changes import UNSETTLED, Change, examine
+from hostdev.ext.streams.arrivals.converting import REFUSED, WHOLE, Again, Converted, Part, Refused, convert
+from hostdev.ext.streams.arrivals.example import Example
+from hostdev.ext.streams.arrivals.folder import Folder, State
+from hostdev.ext.streams.arrivals.seen import Seen
+
+AHEAD = 2  # files that are converted before they are needed, each in a thread
+_MOST_UNSETTLED = 1024  # next files whose states are compared in two looks
+_ATTEMPTS = 3  # to read a file that the system fails to read
+
+Result = Converted | Refused | Again
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look at the folder found.
+
+    Attributes:
+        number: The looks are numbered from 1.
+        names: All listed names, sorted.
+        next: The names that are neither known nor late, sorted.
+        late: The unknown names that sort before a file that was taken.
+        settled: The states of those of the first next files that are complete, by name.
+        changed: What has become of files that were taken or set aside and have changed since, by name.
+        error: Why the folder could not be listed; None if it was. If so, the other values are empty.
+    """
+
+    number: int
+    names: Sequence[str] = ()
+    next: Sequence[str] = ()
+    late: Sequence[str] = ()
+    settled: dict[str, State] = field(default_factory=dict)
+    changed: dict[str, Change] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Watcher:
+    """Looks at a folder, and converts the next files. A context manager, which starts and ends the threads.
+
+    Args:
+        folder: The folder.
+        seen: The files that were taken; the caller changes it only between calls of this object's methods.
+        example: Encodes rows.
+        spools: The folder for temporary files.
+        seconds: The time between two looks. A file that does not change meanwhile is complete, if it has an end.
+        ahead: Files that are converted ahead, 1 or more.
+        quiet: Seconds after which a file that has not changed is complete, even if it has no end.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        seen: Seen,
+        example: Example,
+        spools: Path,
+        seconds: float,
+        ahead: int = AHEAD,
+        quiet: float = 0.0,
+    ) -> None:
+        self._folder, self._seen, self._example, self._spools = folder, seen, example, spools
+        self._seconds, self._ahead, self._quiet = seconds, ahead, quiet
+        self._workers = Workers(ahead, "hostdev-arrivals")
+        self._thread = threading.Thread(target=self._run, name="hostdev-follow", daemon=True)
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._now = threading.Event()  # look at once
+        self._states: dict[str, tuple[State, float]] = {}  # by name: the state, and when it was first seen
+        self._open: dict[str, State] = {}  # files without an end, which are complete once they are quiet
+        self._turn = 0  # of the known files, which are looked at in turn
+        self._converting: dict[str, tuple[tuple[State, Part], Future[Result]]] = {}
+        self._failures: dict[str, int] = {}
+        self._look = Look(0)
+        self._failed: BaseException | None = None
+        self._is_looking = False
+        self._own = ""  # the file that the caller has, or waits for
+
+    def __enter__(self) -> Self:
+        self._workers.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._now.set()
+        self._thread.join()
+        self._workers.__exit__()
+        for _, future in self._converting.values():
+            if future.exception() is None and isinstance(found := future.result(), Converted):
+                found.close()
+        self._converting.clear()
+
+    def look(self, after: int, seconds: float) -> Look:
+        """Return the newest look, once its number is above `after`, or when this time has passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._look.number > after or self._failed is not None, seconds)
+            if self._failed is not None:
+                raise self._failed
+            return self._look
+
+    def look_again(self) -> int:
+        """Look at once; return a number above which a look has begun after this call."""
+        with self._changed:
+            number = self._look.number + self._is_looking
+        self._now.set()
+        return number
+
+    def convert(
+        self,
+        name: str,
+        state: State,
+        wait: Callable[[], bool],
+        part: Part = WHOLE,
+    ) -> Result | None:
+        """Return a file's rows or why there are none; None if `wait`, called again and again, returns False."""
+        if part.nbytes is None and self._open.get(name) == state and not self._is_quiet(name, state):
+            return Again(name, None, is_open=True)
+        with self._changed:
+            self._own = name
+        future = self._start(name, state, part)
+        with self._changed:
+            self._converting.pop(name, None)
+        while not _is_done(future, 0.05):
+            if not wait():
+                future.add_done_callback(_discard)
+                return None
+        found = future.result()
+        if isinstance(found, Again) and found.is_open:
+            self._open = {**{other: state for other, state in self._open.items() if other in self._states}, name: state}
+        if isinstance(found, Again) and found.reason is not None:
+            self._failures[name] = self._failures.get(name, 0) + 1
+            if self._failures[name] >= _ATTEMPTS:
+                self._failures.pop(name)
+                return Refused(name, REFUSED, f"{found.reason}, {_ATTEMPTS} times")
+        else:
+            self._failures.pop(name, None)
+        return found
+
+    def _is_quiet(self, name: str, state: State) -> bool:
+        """Return whether a file has not changed for so long that it is complete, even without an end."""
+        if not self._folder.must_settle or time.time() - state.modified / 1e9 >= self._quiet:
+            return True
+        before, since = self._states.get(name, (None, 0.0))
+        return before == state and time.monotonic() - since >= self._quiet
+
+    def _start(self, name: str, state: State, part: Part = WHOLE) -> "Future[Result]":
+        """Return the conversion of a file, which begins now unless it has begun."""
+        is_quiet = part.nbytes is not None or self._is_quiet(name, state)
+        with self._changed:
+            before = self._converting.get(name)
+            if before is not None and before[0] == (state, part):
+                return before[1]
+            if before is not None:
+                before[1].add_done_callback(_discard)
+            future: Future[Result] = self._workers.submit(
+                lambda: convert(
+                    self._folder, name, state, self._example, self._spools, self._stop, part, is_quiet=is_quiet
+                )
+            )
+            self._converting[name] = (state, part), future
+            return future
+
+    def prepare(self, files: Sequence[tuple[str, State]]) -> None:
+        """Begin to convert these files, given with their states, which are next."""
+        for name, state in files:
+            with self._changed:
+                is_busy = name not in self._converting and len(self._converting) > self._ahead
+            if not is_busy:
+                self._start(name, state)
+
+    def _run(self) -> None:
+        try:
+            number = 0
+            while not self._stop.is_set():
+                self._now.clear()
+                number += 1
+                with self._changed:
+                    self._is_looking = True
+                found = self._make_look(number)
+                self._convert_ahead(found)
+                with self._changed:
+                    self._look, self._is_looking = found, False
+                    self._changed.notify_all()
+                self._now.wait(self._seconds)
+        except BaseException as error:
+            with self._changed:
+                self._failed = error
+                self._changed.notify_all()
+
+    def _make_look(self, number: int) -> Look:
+        try:
+            names = self._folder.names()
+        except OSError as error:
+            return Look(number, error=in_words(error))
+        late: list[str] = []
+        next_ones: list[str] = []
+        for name in names:
+            if not self._seen.is_known(name):
+                (late if self._seen.is_late(name) else next_ones).append(name)
+        states: dict[str, tuple[State, float]] = {}
+        settled = {}
+        for name in next_ones[:_MOST_UNSETTLED]:
+            state = self._try_state(name)
+            if state is None or not self._has_settled(name, state, states):
+                continue
+            if self._open.get(name) != state or self._is_quiet(name, state):
+                settled[name] = state
+        changed = {}
+        for name in self._choose_known(names):
+            taken, state = self._seen.get(name), self._try_state(name)
+            if taken is None or taken.size < 0 or state is None or state.stamp == taken.stamp:
+                continue
+            if self._has_settled(name, state, states):
+                changed[name] = examine(self._folder, name, taken, state, self._stop)
+            else:
+                changed[name] = Change(UNSETTLED, state, taken)
+        self._states = states
+        return Look(number, names, next_ones, late, settled, changed)
+
+    def _try_state(self, name: str) -> State | None:
+        try:
+            return self._folder.state(name)
+        except OSError:
+            return None
+
+    def _has_settled(self, name: str, state: State, states: dict[str, tuple[State, float]]) -> bool:
+        """Add a file's state, and since when it has it, to `states`; return whether it does not change any more."""
+        now = time.monotonic()
+        before, since = self._states.get(name, (None, now))
+        states[name] = state, since if before == state else now
+        return not self._folder.must_settle or (before == state and now - since >= self._seconds)
+
+    def _choose_known(self, names: Sequence[str]) -> list[str]:
+        """Return the known files to look at: those that change, the last ones, and as many others in turn."""
+        known = [name for name in names if self._seen.is_known(name)]
+        half = self._folder.most_looked // 2
+        older, last = known[:-half], known[-half:]
+        turn = self._turn = self._turn % max(1, len(older))
+        self._turn += half
+        busy = [name for name in older if name in self._states]
+        return list(dict.fromkeys([*last, *busy, *older[turn : turn + half]]))
+
+    def _convert_ahead(self, look: Look) -> None:
+        """Begin to convert the first of the next files that are complete, and drop what is not next any more."""
+        wanted = list(look.next[: self._ahead])
+        with self._changed:
+            dropped = [] if look.error else [name for name in self._converting if name not in look.next]
+            for name in dropped:
+                self._converting.pop(name)[1].add_done_callback(_discard)
+            busy = len(self._converting)
+        for name in wanted:
+            if name not in look.settled:
+                break
+            if name == self._own:
+                continue
+            if busy < self._ahead or name in self._converting:
+                busy += name not in self._converting
+                self._start(name, look.settled[name])
+
+
+def _is_done(future: "Future[Result]", seconds: float) -> bool:
+    """Wait for a result, at most this time; return whether there is one."""
+    try:
+        future.exception(seconds)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _discard(future: "Future[Result]") -> None:
+    """Remove the rows of a conversion that is not needed."""
+    if future.exception() is None and isinstance(found := future.result(), Converted):
+        found.close()

@@ -1,0 +1,109 @@
+"""files.jsonl and set_aside.jsonl: a line for each file that was taken, and for each that was set aside."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from hostdev.core import json_files
+from hostdev.core.errors import naming
+from hostdev.core.run_files import ASIDE_LOG, FILES_LOG, GROWN, REPLACED
+from hostdev.ext.streams.arrivals.folder import hash_of
+
+
+class Expected(NamedTuple):
+    """A file that the killed process took after the checkpoint; see `Pending` for `nbytes` and `after`."""
+
+    name: str
+    sha256: str
+    nbytes: int | None = None
+    after: int = 0
+
+
+class FileLogs:
+    """The logs of the files, of which files.jsonl is written before a file is trained on.
+
+    A run that resumes takes the files of files.jsonl in the same order, even if others have arrived since.
+
+    Args:
+        folder: The run directory.
+        taken: The number of files that the checkpoint has, whose lines stay; 0 for a new run.
+
+    Attributes:
+        changed: Number of lines about changes of known files.
+    """
+
+    def __init__(self, folder: Path, taken: int) -> None:
+        self.folder, self.changed = folder, 0
+        self.expected: list[Expected] = []
+        with naming(folder):
+            self._files = (folder / FILES_LOG).open("a+", buffering=1)
+            self._aside = (folder / ASIDE_LOG).open("a+", buffering=1)
+            end = 0
+            for after, line in _lines(self._files):
+                if not isinstance(line.get("number"), int):
+                    continue
+                if line["number"] <= taken:
+                    end = after
+                else:
+                    self.expected.append(_expected(line))
+            self._files.truncate(end)
+            self._known: set[int] = set()
+            end = 0
+            for end, line in _lines(self._aside):  # noqa: B007  (used after the loop)
+                self._known.add(_number(line))
+                self.changed += line.get("why") in (GROWN, REPLACED)
+            self._aside.truncate(end)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line about a file that is taken next, and give it to the system."""
+        with naming(self.folder):
+            self._files.write(json.dumps(line) + "\n")
+
+    def set_aside(self, line: dict[str, Any]) -> bool:
+        """Append a line about a file that is set aside, unless it has one; return whether it was appended."""
+        if (number := _number(line)) in self._known:
+            return False
+        self._known.add(number)
+        self.changed += line.get("why") in (GROWN, REPLACED)
+        with naming(self.folder):
+            self._aside.write(json.dumps(line) + "\n")
+        return True
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._files, self._aside):
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+def _expected(line: dict[str, Any]) -> Expected:
+    nbytes, after = line.get("bytes"), line.get("after")
+    return Expected(
+        str(line.get("file")),
+        str(line.get("sha256")),
+        nbytes if isinstance(nbytes, int) else None,
+        after if isinstance(after, int) else 0,
+    )
+
+
+def _number(line: dict[str, Any]) -> int:
+    return hash_of(f"{line.get('file')}\0{line.get('why')}")
+
+
+def _lines(file: IO[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the lines of a log, each with the position of its end in bytes; one that a kill has cut is left out."""
+    with open(file.fileno(), "rb", closefd=False) as raw:
+        raw.seek(0)
+        end = 0
+        for text in raw:
+            end += len(text)
+            try:
+                line = json_files.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and text.endswith(b"\n"):
+                yield end, line
+    os.lseek(file.fileno(), 0, os.SEEK_END)

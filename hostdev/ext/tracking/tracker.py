@@ -1,0 +1,91 @@
+"""The base of TensorBoard's and MLflow's trackers: turns what a run reports into scalars by tag."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.ext.tracking.callback import Callback, EndInfo, EpochInfo, StepInfo
+
+Norms = npt.NDArray[np.float32]
+
+
+class Tracker(Callback):
+    """A callback that writes to a tool for people's eyes. Its errors do not end the run.
+
+    Attributes:
+        name: The name that messages use.
+    """
+
+    name = ""
+
+    def add_scalar(self, tag: str, value: float, global_step: int) -> None:
+        """Write a value of this step."""
+        raise NotImplementedError
+
+    def add_histogram(self, tag: str, values: Norms, global_step: int) -> None:
+        """Write the distribution of values, which are finite, and not none."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise the error of a thread that writes in the background, if there is one."""
+
+    def abandon(self, status: str) -> None:
+        """Write what can be written within about a second; the process is about to end, and this is another thread."""
+
+    def close(self) -> None:
+        """Release what the tracker holds; called once, after `on_end` or after an error."""
+
+    def take_again(self, step: StepInfo | None) -> None:
+        """Before `on_start` of a resumed run, receive the last step if its evaluation is to be repeated, else None."""
+
+    def on_step(self, step: StepInfo) -> None:
+        """Write the losses."""
+        for name, value in step.losses.items():
+            self.add_scalar(f"loss/{name}", value, step.step)
+
+    def on_epoch(self, epoch: EpochInfo) -> None:
+        """Write the metrics."""
+        for split, metrics in epoch.metrics.items():
+            for name, value in metrics.items():
+                self.add_scalar(f"{split}/{name}", value, epoch.step)
+
+    def write(self, scalars: Mapping[str, float], histograms: Mapping[str, Norms], step: int) -> None:
+        """Write figures of the runtime."""
+        for tag, value in scalars.items():
+            self.add_scalar(tag, value, step)
+        for tag, values in histograms.items():
+            self.add_histogram(tag, values, step)
+
+
+def final_figures(end: EndInfo) -> dict[str, float]:
+    """Return the numbers among the entries of summary.json."""
+    return {
+        name: float(value)
+        for name, value in end.summary.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dicts by names such as "versions.torch", without those that are None."""
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            found |= flatten(value, f"{prefix}{name}.")
+        elif value is not None:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def clean(text: str) -> str:
+    """Return text that can be encoded as UTF-8; bytes of file names that are not UTF-8 are escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def files_of(run_dir: Path, names: Iterable[str]) -> list[Path]:
+    """Return the files of a run directory that exist."""
+    return [run_dir / name for name in names if (run_dir / name).is_file()]

@@ -1,0 +1,1 @@
+"""`hostdev verify`: train in every mode on the user's data, and compare each step bit by bit."""

@@ -1,0 +1,419 @@
+"""python -m hostdev.verify: train a few steps in every mode on the user's data, and compare each step bit by bit."""
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hostdev.cache.cache import CacheTooLargeError
+from hostdev.cache.options import WINDOW
+from hostdev.core.addresses import shown_place
+from hostdev.core.progress import bar
+from hostdev.data import lookalike, manifest
+from hostdev.data.batch import Batch
+from hostdev.data.preprocess.options import ids_in_words
+from hostdev.data.schema import Schema
+from hostdev.data.shards import ShardReader
+from hostdev.device import backend
+from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.process_group import Ranks
+from hostdev.ext.parallel.layout import Layout, resolve_layout
+from hostdev.ext.parallel.plan import divides, pairable
+from hostdev.ext.parallel.plan_text import STRATEGIES
+from hostdev.ext.parallel.state import DenseState
+from hostdev.host.key_table import KeyTable
+from hostdev.kernels.buffers import identity
+from hostdev.kernels.fingerprint import hash_rows
+from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.models.model import Model
+from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.runtime.digest import dense_arrays
+from hostdev.runtime.spec import CacheSpec
+from hostdev.train import config
+from hostdev.train.build import device_of, groups_of, ids_of, model_of, seed_torch, vector_tables
+from hostdev.train.config import TrainConfig
+from hostdev.train.staged import inputs_like
+from hostdev.train.trainer import Trainer
+
+DEPTHS = (1, 2, 4)
+_FAULT_SECONDS = 0.03  # delay of an update, so that a lookup that does not wait for the update reads old rows
+
+Hashes = npt.NDArray[np.uint64]
+Step = dict[str, tuple[npt.NDArray[Any], Hashes]]  # by tensor: ids of rows, unordered, and a hash of each row
+
+
+class Mode(NamedTuple):
+    """A training mode."""
+
+    host_device_mix: bool
+    depth: int
+    threads: int
+    cache: str | None = None  # share of the rows; "some": none for the first group, different shares for the others
+    policy: str = "lookahead"
+    on_disk: bool = False  # the rows of the tables that do not fit in --table-memory
+
+    def __str__(self) -> str:
+        tables = "host tables" if self.host_device_mix else "device tables"
+        tables = "disk tables" if self.on_disk else tables
+        cache = f"cache {self.cache} {self.policy}" if self.cache is not None else ""
+        threads = f"{self.threads} host thread{'s' * (self.threads > 1)}"
+        return f"{tables:<14}{f'depth {self.depth}':<10}{threads:<16}{cache:<21}"
+
+
+class Record(NamedTuple):
+    """The record of a run; `weights` has the dense layers' weights after the last step."""
+
+    steps: list[Step]
+    losses: list[tuple[float, ...]]
+    digest: str
+    weights: Mapping[str, npt.NDArray[Any]] = {}
+
+
+class Difference(NamedTuple):
+    """The first step, tensor and row in which two runs differ."""
+
+    step: int
+    tensor: str
+    row: int | None
+
+    def __str__(self) -> str:
+        row = "" if self.row is None else f", row {self.row}"
+        return f"first difference: step {self.step}, {self.tensor}{row}"
+
+
+def modes(threads: int, groups: int = 1, *, by_key: bool = False) -> Iterator[Mode]:
+    """Yield the modes to compare, for a model with `groups` groups of tables; the first mode is the reference.
+
+    Tables by key are on the host, and their caches have no counts.
+    """
+    for mode in _all_modes(threads, groups):
+        if not by_key or (mode.host_device_mix and mode.policy != "static"):
+            yield mode
+
+
+def _all_modes(threads: int, groups: int) -> Iterator[Mode]:
+    yield Mode(True, 0, threads)
+    if threads > 1:
+        yield Mode(True, 0, 1)
+    for depth in DEPTHS:
+        yield Mode(True, depth, threads)
+    if threads > 1:
+        yield Mode(True, DEPTHS[1], 1)
+    for depth in (0, DEPTHS[1]):
+        yield Mode(True, depth, threads, "10%")
+    for cache, policy in (
+        ("1%", "lookahead"),
+        ("100%", "lookahead"),
+        ("10%", "lru"),
+        ("10%", "lfu"),
+        ("10%", "static"),
+        *([("some", "and none")] if groups > 1 else []),
+    ):
+        yield Mode(True, DEPTHS[1], threads, cache, policy)
+    if threads > 1:
+        yield Mode(True, DEPTHS[1], 1, "10%")
+    yield Mode(False, 0, threads)
+    yield Mode(False, DEPTHS[1], threads)
+
+
+def caches(mode: Mode, model: Model, batches: Sequence[Batch]) -> dict[str, CacheSpec] | None:
+    """Return a mode's caches by the first table of each group, or None for a mode without caches."""
+    if mode.cache is None:
+        return None
+    specs = {}
+    for number, tables in enumerate(groups_of(model)):
+        rows, policy = mode.cache, mode.policy
+        if rows == "some":
+            if not number:
+                continue
+            rows, policy = (("10%", "lookahead"), ("5%", "lru"), ("30%", "lfu"))[number % 3]
+        counts = _count(model, batches, tables[0]) if policy == "static" else None
+        specs[tables[0]] = CacheSpec(rows, policy, window=WINDOW if number % 2 == 0 else 3, counts=counts)
+    return specs
+
+
+def train(
+    settings: TrainConfig,
+    mode: Mode,
+    batches: Sequence[Batch],
+    schema: Schema,
+    faulty_group: int | None,
+    micro_batches: int = 1,
+    ranks: Ranks | None = None,
+    layout: Layout | None = None,
+) -> Record:
+    """Train on batches and record every step.
+
+    With `ranks`, `batches` are this rank's parts of the batches, and only the rows of this rank are recorded.
+
+    Args:
+        faulty_group: Number of the group whose reads do not wait for updates by earlier batches (the injected fault),
+            or None for no fault.
+        layout: How the network is distributed over the ranks, or None if each rank has the whole network.
+    """
+    set_host_threads(mode.threads)
+    record = Record([{} for _ in batches], [], "")
+    local_ids: list[Any] = []  # by group, the ids of this rank's rows, or the keys of rows; None if rows are ids
+    names: list[list[Any]] = []  # (table, state names) by group; `after_update` must not keep the trainer alive
+    seed_torch(settings.seed)
+    model = model_of(settings, schema)
+    if not mode.on_disk:
+        model.tables = {name: replace(spec, disk=None) for name, spec in model.tables.items()}
+
+    def after_update(number: int, group: int, ids: Any, places: list[tuple[Any, Any]]) -> None:
+        if local_ids[group] is not None:
+            ids = local_ids[group][ids]
+        for (name, states), (block, at) in zip(names[group], places, strict=True):
+            _add_rows(record.steps[number - 1], name, states, ids, block, at)
+
+    def delay(stage: str, number: int) -> None:
+        if stage == "update":
+            time.sleep(_FAULT_SECONDS)
+
+    hooks = PipelineHooks(after_update=after_update)
+    if faulty_group is not None:
+        hooks = PipelineHooks(after_update=after_update, ignore_hazards=[faulty_group], before_stage=delay)
+    trainer = Trainer(
+        model,
+        host_device_mix=mode.host_device_mix,
+        device=backend.select(settings.device),
+        l2=settings.l2,
+        precision=settings.precision,
+        seed=settings.seed,
+        lr=settings.lr,
+        depth=mode.depth,
+        cache=caches(mode, model, batches),
+        hooks=hooks,
+        micro_batches=micro_batches,
+        ranks=ranks,
+        layout=layout,
+        sample=batches[0],
+        schema=schema,
+        frozen=settings.frozen_columns,
+    )
+    for group in trainer.runtime.group_specs:
+        names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
+        table = group.tables[0]
+        if isinstance(table, KeyTable):
+            local_ids.append(table.index.keys)
+        else:
+            local_ids.append(None if ranks is None else table.ids(0, table.rows))  # type: ignore[union-attr]
+    with bar(len(batches), str(mode), "step") as progress:
+        for number, result in enumerate(trainer.train(batches)):
+            record.losses.append(tuple(result.value))
+            record.steps[number] |= _hash_dense(trainer.dense_state())
+            progress.update()
+    dense = trainer.dense_state()
+    weights = {name: dense.model[name].detach().cpu().float().numpy().copy() for name in dense.names}
+    digest = trainer.state_sha256()
+    trainer.close()
+    return record._replace(digest=digest, weights=weights)
+
+
+def _count_ids(settings: TrainConfig, schema: Schema, batches: Sequence[Batch]) -> int:
+    """Return the number of distinct ids of the batches in the group of tables that has the most."""
+    model = model_of(settings, schema)
+    return max(
+        len(np.unique(np.concatenate([ids_of(model, batch, tables[0]) for batch in batches])))
+        for tables in groups_of(model)
+    )
+
+
+def _count(model: Model, batches: Sequence[Batch], table: str) -> npt.NDArray[np.int64]:
+    """Count how often the batches use each row of a table."""
+    counts = np.zeros(model.tables[table].rows, np.int64)
+    for batch in batches:
+        counts += np.bincount(ids_of(model, batch, table), minlength=len(counts))
+    return counts
+
+
+def _add_rows(step: Step, table: str, states: Sequence[str], ids: Any, block: Any, at: Any) -> None:
+    """Add hashes of a table's rows `ids` to a step's record; the rows are block[at], in the table or in a cache."""
+    if isinstance(block, torch.Tensor):
+        block = block.index_select(0, at.to(block.device)).cpu().numpy()
+        at = identity(len(block))
+    if isinstance(ids, torch.Tensor):
+        ids = ids.cpu().numpy()
+    hashes = hash_rows(block, at)
+    for i, name in enumerate(states[: hashes.shape[1]]):  # scalar state per row is left out here; the digest covers it
+        key = f"{table}/{name}"
+        before = step.get(key, (ids[:0], hashes[:0, i]))
+        step[key] = (np.concatenate([before[0], ids]), np.concatenate([before[1], hashes[:, i]]))
+
+
+def _hash_dense(dense: DenseState) -> Step:
+    """Return hashes of the rows of all dense tensors; empty if the dense state is on another rank."""
+    tensors: Step = {}
+    for name, value, _ in dense_arrays(dense):
+        rows = value.float().cpu().numpy().reshape(value.shape[0] if value.ndim else 1, 1, -1)
+        ids = identity(len(rows))
+        tensors[f"dense/{name}"] = (ids, hash_rows(np.ascontiguousarray(rows), ids)[:, 0])
+    return tensors
+
+
+def compare(reference: Record, other: Record) -> Difference | None:
+    """Return the first step, tensor and row in which another run differs, or None if the runs are equal."""
+    for step, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=True), 1):
+        for tensor in sorted(ours | theirs, key=_is_dense):  # tables before dense layers: a fault begins in rows
+            if tensor not in ours or tensor not in theirs:
+                return Difference(step, tensor, None)
+            (ids, hashes), (their_ids, their_hashes) = _sort_rows(ours[tensor]), _sort_rows(theirs[tensor])
+            wrong = np.flatnonzero(hashes != their_hashes) if np.array_equal(ids, their_ids) else identity(1)
+            if len(wrong):
+                return Difference(step, tensor, int(ids[wrong[0]]) if len(ids) else None)
+        if reference.losses[step - 1] != other.losses[step - 1]:
+            return Difference(step, "losses", None)
+    if reference.digest != other.digest:
+        return Difference(len(reference.steps), "a row that no batch uses", None)
+    return None
+
+
+def _is_dense(tensor: str) -> bool:
+    return tensor.startswith("dense/")
+
+
+def _sort_rows(rows: tuple[npt.NDArray[Any], Hashes]) -> tuple[npt.NDArray[Any], Hashes]:
+    order = np.argsort(rows[0], kind="stable")
+    return rows[0][order], rows[1][order]
+
+
+def get_batch_size(settings: TrainConfig, reader: ShardReader, steps: int) -> int:
+    """Return the number of samples in a step."""
+    reader.require(settings.batch_size or 1)
+    return settings.batch_size or min(config.REFERENCE_BATCH_SIZE, -(-reader.rows // steps))
+
+
+def read_batches(reader: ShardReader, size: int, seed: int, steps: int, part: tuple[int, int] = (0, 1)) -> list[Batch]:
+    """Read the batches of the first `steps` steps, or one part of each batch: `part` is (index, number of parts)."""
+    epochs = (reader.batches(size, seed=seed, epoch=epoch, part=part) for epoch in itertools.count(1))
+    return list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
+
+
+def verify(
+    settings: TrainConfig,
+    steps: int,
+    *,
+    fault: bool,
+    report: Callable[[str], None] = print,
+    meshes: Sequence[Mesh] = (),
+    layout: Layout | None = None,
+    micro_batches: int = 1,
+) -> list[int]:
+    """Train in every mode, and compare each run with the reference, a serial run.
+
+    Args:
+        fault: Whether to inject a fault into each group in turn: batches read rows before earlier batches update them.
+        meshes: Meshes of processes to compare with one process.
+        layout: How the network is distributed over meshes that have stages or slices.
+        micro_batches: Number of micro-batches per batch, which the processes of a mesh share.
+
+    Returns:
+        A list with the number of modes that differ; with `fault`, one number for each group.
+    """
+    data = settings.data or lookalike.ensure()[0]
+    found = manifest.read(data)
+    reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
+    size = get_batch_size(settings, reader, steps)
+    device = device_of(settings.device, tf32=settings.tf32)
+    batches = read_batches(reader, size, settings.seed, steps)
+    if settings.tables == "dynamic" and settings.capacity is None:
+        settings = replace(settings, capacity=str(_count_ids(settings, found.schema, batches)))
+    model = model_of(settings, found.schema)
+    placed = [(mesh, adapt_layout(mesh, layout or Layout(), model, batches[0])) for mesh in meshes]
+    groups, dims = groups_of(model), sorted({spec.dim for spec in vector_tables(model).values()})
+    report(f"data     {shown_place(data)}: {steps} steps of {size:,} samples, {ids_in_words(found.schema.rows)}")
+    report(f"model    {settings.model}: " + "; ".join(" and ".join(tables) for tables in groups))
+    report(
+        f"dense    {settings.arithmetic} on {backend.describe(device)}; D = {', '.join(map(str, dims))}, "
+        f"l2 {settings.l2}\n"
+    )
+    if settings.l2 == "table":
+        report("--l2 table cannot be used with a cache: modes with a cache are skipped\n")
+    report(f"{'tables':<14}{'pipeline':<10}{'':<37}state_sha256")
+    by_key = settings.tables == "dynamic"
+    ways = list(modes(settings.host_threads or host_threads(), len(groups), by_key=by_key))
+    reference, *others = [mode for mode in ways if mode.cache is None or settings.l2 != "table"]
+    if settings.table_dir is not None:
+        others = [mode._replace(on_disk=mode.host_device_mix) for mode in (reference, *others)]
+    expected = train(settings, reference, batches, found.schema, None)
+    report(f"{reference!s}{expected.digest[:16]}  the reference")
+    with _older_objects_kept():
+        if not fault:
+            different = [_compare_all(settings, others, batches, found.schema, None, expected, report)]
+            if meshes:
+                from hostdev.ext.verify.processes import compare_meshes
+
+                how = (batches, found.schema, placed, micro_batches, report)
+                different[0] += compare_meshes(settings, reference, *how)
+            return different
+        overlapped = [mode for mode in others if mode.host_device_mix and mode.depth]
+        different = []
+        for number, tables in enumerate(groups):
+            if len(groups) > 1:
+                report(f"a fault in {' and '.join(tables)}")
+            different.append(_compare_all(settings, overlapped, batches, found.schema, number, expected, report))
+        return different
+
+
+@contextmanager
+def _older_objects_kept() -> Iterator[None]:
+    """Exempt existing objects from garbage collection: visiting all objects of torch takes a second each time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def adapt_layout(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Layout:
+    """Return the parts of a layout that a mesh uses. If a mesh with slices has no plan, slice the layers in pairs.
+
+    Raises:
+        UserError: The model does not allow this layout.
+    """
+    inputs = partial(inputs_like, model, sample, None)
+    plan = layout.plan
+    if mesh.model > 1 and not plan:
+        modules, taken = dict(model.named_modules()), set[str]()
+        for pair in sorted(pairable(model, lambda: inputs(2))):
+            able = all(divides(modules[name], how, mesh.model) for name, how in zip(pair, STRATEGIES, strict=False))
+            if able and not taken.intersection(pair):
+                taken.update(pair)
+                plan = [*plan, *zip(pair, STRATEGIES, strict=False)]
+    mine = Layout(layout.schedule, layout.begins if mesh.pipe > 1 else None, plan if mesh.model > 1 else ())
+    if mesh.size > mesh.data:
+        resolve_layout(model, mine, mesh, inputs)
+    return mine
+
+
+def _compare_all(
+    settings: TrainConfig,
+    ways: Sequence[Mode],
+    batches: Sequence[Batch],
+    schema: Schema,
+    faulty_group: int | None,
+    expected: Record,
+    report: Callable[[str], None],
+) -> int:
+    """Train in each mode of `ways`, report the comparisons, and return the number of modes that differ."""
+    different = 0
+    for mode in ways:
+        gc.collect()  # torch's first steps leave frames that keep the last mode's tables alive
+        try:
+            record = train(settings, mode, batches, schema, faulty_group)
+        except CacheTooLargeError as error:
+            report(f"{mode!s}not run: {error}")
+            continue
+        difference = compare(expected, record)
+        different += difference is not None
+        report(f"{mode!s}{record.digest[:16]}  {difference or 'equal'}")
+    return different
