@@ -68,9 +68,6 @@ class Access:
         if runtime is not None and table.primitive_target == "CPU":
             with torch.inference_mode(False), torch.no_grad():
                 runtime.pipeline.reload(table, ids)
-        loop = None if runtime is None else runtime.loops.training
-        if loop is not None:
-            loop.wrote(table, ids)
 
     def _require_body(self, table: Any, thread: int) -> None:
         """Raise ValueError unless the caller is in the loop's body: in its process and thread, not reading ahead."""

@@ -41,6 +41,15 @@ def get_generators(device: torch.device) -> list[Generator]:
     return found
 
 
+def is_global(generator: Any) -> bool:
+    """Return whether a generator is a global one of the host; `from random import choice` refers to Python's."""
+    if isinstance(generator, torch.Generator):
+        return generator is torch.default_generator
+    if isinstance(generator, np.random.RandomState):
+        return generator is getattr(np.random.random_sample, "__self__", None)
+    return generator is getattr(random.random, "__self__", None)
+
+
 def torch_state(generator: torch.Generator) -> bytes:
     """Return the state of one of torch's generators, comparable with `==`."""
     return generator.get_state().numpy().tobytes()

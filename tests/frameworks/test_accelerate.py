@@ -47,7 +47,7 @@ def train(
     if resume is not None:
         accelerator.load_state(resume)
     for _ in range(epochs):
-        for batch, rows in runtime.train(wrap(batches), ids=ids, accumulate=accumulate):
+        for batch, rows in runtime.train(wrap(batches), ids=ids, accumulate=accumulate, read_ahead=True):
             with accelerator.accumulate(top):
                 loss = loss_of(top, batch, rows)
                 accelerator.backward(loss)
