@@ -297,7 +297,9 @@ class Loop(Generic[Item]):
 
     def _get_settings(self) -> dict[str, Any]:
         """Return the settings of this loop that must be equal on all ranks."""
-        return {"micro_batches": self._reader.together, "by_step": self._by_step, **self._how}
+        settings = {"micro_batches": self._reader.together, "by_step": self._by_step}
+        has_window = any(group.window for group in self._runtime.pipeline.groups)
+        return {**settings, "read_ahead": self._how["read_ahead"]} if has_window else settings
 
     def _fail(self, error: BaseException) -> None:
         """End the loop because of an error."""

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from hostdev.core.errors import HostdevError
 from hostdev.pipeline.pipeline import Pipeline
-from hostdev.runtime.access import Access
+from hostdev.runtime.access import Access, LeftGradients
 from hostdev.runtime.dense_layers import DenseLayers
 from hostdev.runtime.features import GroupSpec, Table
-from hostdev.runtime.left_gradients import LeftGradients
 from hostdev.runtime.loaders import PredictLoader, RowsLoader, close_loaders
 from hostdev.runtime.logged import RuntimeLog
 from hostdev.runtime.loop import AnyPredictLoop, AnyTrainLoop, trained, trained_by

@@ -15,7 +15,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ _CODE = (type, types.ModuleType, operator.itemgetter, operator.attrgetter, opera
 _TORCH = (torch.Tensor, torch.dtype, torch.device, torch.nn.Module)
 _LIBRARIES = ("hostdev", "numpy", "pandas", "pyarrow", "polars")  # whose objects are data, but for NumPy's generators
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
+_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -46,14 +46,11 @@ def find_unknown(loader: Any, functions: Sequence[Any]) -> Any:
     """
     seen: set[int] = set()
     unknown = _find_in_loader(loader, seen)
-    return _first([lambda function=function: _find(function, seen) for function in functions], unknown)
+    return _first(_find(function, seen) for function in functions) if unknown is None else unknown
 
 
-def _first(searches: Sequence[Any], unknown: Any = None) -> Any:
-    for search in searches:
-        if unknown is None:
-            unknown = search()
-    return unknown
+def _first(found: Iterable[Any]) -> Any:
+    return next((unknown for unknown in found if unknown is not None), None)
 
 
 def _is_declared(thing: Any) -> bool:
@@ -67,11 +64,12 @@ def _find_in_loader(loader: Any, seen: set[int]) -> Any:
         return _find_in_loader(loader.wrapped_loader, seen)
     if not isinstance(loader, DataLoader) or not _is_plain(type(loader)):
         return _find(loader, seen)
-    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    searches = [lambda sampler=sampler: _find_in_sampler(sampler, seen) for sampler in samplers]
-    if not loader.num_workers:  # in other processes, generators are copies
-        searches += [lambda: _find_in_dataset(loader.dataset, seen), lambda: _find(loader.collate_fn, seen)]
-    return _first(searches, loader.generator)
+    samplers = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
+    unknown = _first([loader.generator, *(_find_in_sampler(sampler, seen) for sampler in samplers)])
+    if unknown is not None or loader.num_workers:  # in other processes, generators are copies
+        return unknown
+    unknown = _find_in_dataset(loader.dataset, seen)
+    return _find(loader.collate_fn, seen) if unknown is None else unknown
 
 
 def _is_plain(kind: type[DataLoader[Any]]) -> bool:
@@ -92,7 +90,7 @@ def _find_in_dataset(dataset: Any, seen: set[int]) -> Any:
         return _find(dataset, seen)
     parts = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])  # those of ConcatDataset, or of Subset
     parts = parts.values() if isinstance(parts, dict) else parts
-    return _first([lambda part=part: _find_in_dataset(part, seen) for part in parts])
+    return _first(_find_in_dataset(part, seen) for part in parts)
 
 
 def _is_of(thing: Any, libraries: Sequence[str]) -> bool:
@@ -112,7 +110,7 @@ def _find(thing: Any, seen: set[int]) -> Any:
     used = _list_used(thing)
     if used is None or len(seen) + len(used) > _MOST_OBJECTS:
         return thing
-    return _first([lambda item=item: _find(item, seen) for item in used])
+    return _first(_find(item, seen) for item in used)
 
 
 def _list_used(thing: Any) -> list[Any] | None:
