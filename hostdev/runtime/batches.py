@@ -111,10 +111,6 @@ class Loop(Generic[Item]):
         """Number of batches, or steps, that were yielded."""
         return self._given
 
-    def leave(self) -> None:
-        """Record that a `for` statement over the loop has ended, by `break`, `return`, or an exception."""
-        self.is_left = True
-
     def replace(self) -> None:
         """End a loop that was left, because another one begins; `next` then raises ValueError."""
         if not self._ended:
@@ -358,7 +354,7 @@ class Statement(Iterator[AnyItem]):
 
     def __del__(self) -> None:
         if self._given == self._loop.given:  # otherwise the loop has continued elsewhere
-            self._loop.leave()
+            self._loop.is_left = True
 
 
 class PredictLoop(Loop[Item]):
@@ -391,12 +387,6 @@ class PredictLoop(Loop[Item]):
     def is_finished(self) -> bool:
         """Whether the last batch was yielded, and nothing is left to do after its body."""
         return self._next == [None] and not self._ended
-
-    def leave(self) -> None:
-        """Record that a `for` statement over the loop has ended; close the loop if its last batch was yielded."""
-        super().leave()
-        if self.is_finished:
-            self.close()
 
     def _take_next(self) -> StepBatch | None:
         if not self._next:

@@ -50,25 +50,15 @@ def is_global(generator: Any) -> bool:
     return generator is getattr(random.random, "__self__", None)
 
 
-def torch_state(generator: torch.Generator) -> bytes:
-    """Return the state of one of torch's generators, comparable with `==`."""
-    return generator.get_state().numpy().tobytes()
-
-
-def set_torch_state(generator: torch.Generator, state: bytes) -> None:
-    """Set a generator to a state that `torch_state` has returned."""
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
 class _Torch:
     def __init__(self, generator: torch.Generator, name: str) -> None:
         self._generator, self.name = generator, name
 
     def state(self) -> bytes:
-        return torch_state(self._generator)
+        return self._generator.get_state().numpy().tobytes()
 
     def restore(self, state: bytes) -> None:
-        set_torch_state(self._generator, state)
+        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def seed(self, seed: int) -> None:
         self._generator.manual_seed(seed)
