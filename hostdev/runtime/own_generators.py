@@ -8,7 +8,6 @@ only data and other such functions, and what the program declares with `own_gene
 """
 
 import functools
-import inspect
 import operator
 import pathlib
 import random
@@ -16,6 +15,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ LOADER_STATES = "loader-states"  # the kind of `reading.LoaderStates` in the reg
 _MOST_OBJECTS = 2000  # that are searched; also the length of the longest container
 _DATA = (types.NoneType, str, bytes, int, float, complex, range, np.generic, pathlib.PurePath)
 _CODE = (type, types.ModuleType, operator.itemgetter, operator.attrgetter, operator.methodcaller)
-_TORCH = (torch.Tensor, torch.dtype, torch.device, torch.nn.Module)
+_TORCH = (torch.Tensor, torch.dtype, torch.device)
 _LIBRARIES = ("hostdev", "numpy", "pandas", "pyarrow", "polars")  # whose objects are data, but for NumPy's generators
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
@@ -117,6 +117,8 @@ def _list_used(thing: Any) -> list[Any] | None:
     """Return the objects that a function or a container uses; None for other objects."""
     if isinstance(thing, dict):
         return list(thing.values())
+    if isinstance(thing, torch.nn.Module):  # called in the body, where all else in it belongs
+        return [value for value in vars(thing).values() if isinstance(value, _GENERATORS)]
     if isinstance(thing, _CONTAINERS):
         return list(thing)
     if isinstance(thing, functools.partial):
@@ -125,8 +127,10 @@ def _list_used(thing: Any) -> list[Any] | None:
         return [thing.__self__, *([thing.__func__] if isinstance(thing.__func__, types.FunctionType) else [])]
     if not isinstance(thing, types.FunctionType):
         return [thing.__self__] if hasattr(thing, "__self__") else None  # a compiled function's module or object
-    own = [*inspect.getclosurevars(thing).nonlocals.values(), *(thing.__defaults__ or ())]
-    own += (thing.__kwdefaults__ or {}).values()
+    own = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+    for cell in thing.__closure__ or ():
+        with suppress(ValueError):  # the variable has no value yet
+            own.append(cell.cell_contents)
     if thing.__module__.partition(".")[0] in (*sys.stdlib_module_names, *_LIBRARIES, "torch"):
         return own
     names = {name for code in _list_codes(thing.__code__) for name in code.co_names}

@@ -17,6 +17,7 @@ from tests.runtime.cases import differing, tables_state
 
 MODES = [(0, None), (2, None), (4, None), (2, "10%"), (0, "50%"), (2, hostdev.CacheSpec("30%", "lru"))]
 STEPS, SIZE, ROWS = 9, 16, 200
+SHARED = np.random.default_rng(2)
 BATCHES = [np.random.default_rng(i).integers(0, ROWS, SIZE) for i in range(STEPS)]
 DRAWS = {
     "torch": lambda: torch.randint(0, ROWS, (SIZE,)),
@@ -346,12 +347,17 @@ def test_what_is_read_ahead():
     def unset(batch):
         return later
 
+    def of_the_module(batch):
+        return [SHARED.integers(batch) for _ in batch]
+
+    module, drawing = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    drawing.own = own
     known = [
         *(BATCHES, tuple(BATCHES), iter(BATCHES), DataLoader(data, 2, shuffle=True), DataLoader(BATCHES)),
         DataLoader(torch.utils.data.ConcatDataset([data, torch.utils.data.Subset(data, [1])]), sampler=[1, 2]),
         *(DataLoader(Drawn(), num_workers=2), DataLoader(Declared()), Declared()),
     ]
-    assert [find_unknown(loader, [of_data, None, unset]) for loader in known] == [None] * len(known)
+    assert [find_unknown(loader, [of_data, None, unset, module.forward]) for loader in known] == [None] * len(known)
     order = torch.Generator()
     drawn = Drawn()
     batches = iter(map(len, BATCHES))
@@ -367,6 +373,8 @@ def test_what_is_read_ahead():
     for function, unknown in [
         (by_keyword, own),
         (nested, own),
+        (of_the_module, SHARED),
+        (drawing.forward, own),
         (own.integers, own),
         (functools.partial(of_data, scale=own), own),
         (drawn.__getitem__, drawn),
