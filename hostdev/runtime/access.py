@@ -3,9 +3,9 @@
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 
@@ -102,8 +102,8 @@ class LeftGradients:
         tables: The runtime's tables.
     """
 
-    def __init__(self, tables: Sequence[Table]) -> None:
-        self._tables = tables
+    def __init__(self, tables: Iterable[Table]) -> None:
+        self._tables = WeakSet(tables)  # weak, since they hold this object
         self._step = 0  # the number of the step in its loop, from 1; 0 if nothing was left
 
     def note(self, step: int) -> None:

@@ -46,7 +46,7 @@ class Loops:
     ) -> None:
         self._tables: Mapping[str, Table] = {table.name: table for group in groups for table in group.tables}
         self._pipeline, self._settings, self._access, self._loaders = pipeline, settings, access, loaders
-        self.left = LeftGradients(list(self._tables.values()))
+        self.left = LeftGradients(self._tables.values())
         self.dense = DenseLayers(self._tables, pipeline, settings)
         self.iterators = Iterators()
         self.cursor: Any = None  # the program's position after the last batch that is done, or a checkpoint's
