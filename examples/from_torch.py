@@ -93,9 +93,7 @@ def train_plain(first: int, last: int, checkpoint=None):
 def train_on_hostdev(first: int, last: int, checkpoint):
     """Train on hostdev from a checkpoint of plain torch; return the new one, and the last loss."""
     runtime, top, dense = to_hostdev(checkpoint)
-    for (_, _, label), rows in runtime.train(
-        batches(first, last), ids=lambda b: {"user": b[0], "film": b[1]}, read_ahead=True
-    ):
+    for (_, _, label), rows in runtime.train(batches(first, last), ids=lambda b: {"user": b[0], "film": b[1]}):
         logits = top(torch.cat([rows["user"], rows["film"]], 1)).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
         dense.zero_grad()

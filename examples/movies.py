@@ -66,7 +66,6 @@ def main(steps: int = 600) -> list[float]:
     for batch, rows in runtime.train(
         batches(steps),
         ids=lambda b: {"user": b.user, "film": b.film, "genres": hostdev.Bag(b.genres, offsets=b.offsets)},
-        read_ahead=True,
     ):
         logits = model(rows["user"], rows["film"], rows["genres"])
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.label)

@@ -33,7 +33,7 @@ def main(steps):
         done = extra["done"]
         print(f"resumes after step {done}")
     ids = lambda batch: {"user": batch["user"], "film": batch["film"]}  # noqa: E731
-    for batch, rows in runtime.train(batches(done, steps), ids=ids, read_ahead=True):
+    for batch, rows in runtime.train(batches(done, steps), ids=ids):
         logits = model(torch.cat([rows["user"], rows["film"]], 1)).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["label"])
         adam.zero_grad()

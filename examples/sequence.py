@@ -92,7 +92,7 @@ def train_hostdev(data: films.Films, epochs: int, **options) -> float:
     torch.manual_seed(0)
     model = Attention(data.film.shape[1] - 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _, rows in runtime.train(batches(data, epochs), read_ahead=True):
+    for _, rows in runtime.train(batches(data, epochs)):
         hidden = model(rows["history"])
         loss = loss_of(hidden, rows["following"], rows["negative"])
         optimizer.zero_grad()

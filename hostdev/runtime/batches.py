@@ -81,6 +81,7 @@ class Loop(Generic[Item]):
         self._runtime, self._reader, self._batches = runtime, reader, batches
         if read_ahead is None and not background and not self._may_read_ahead():
             read_ahead = 0
+        self._is_known = read_ahead != 0
         number = None if read_ahead is None or read_ahead is True else read_ahead // reader.together  # of requests
         self._how: dict[str, Any] = {"background": background, "read_ahead": number}
         # If several ranks have the same samples, only one of them looks up the rows.
@@ -196,6 +197,8 @@ class Loop(Generic[Item]):
         runtime, together = self._runtime, self._reader.together
         keep = partial(runtime.loops.iterators.get, train=self._is_training)
         self._reading = reading = Reading(self._batches, keep)
+        if reading.kept is not None:
+            reading.kept.may_read_ahead = self._is_known
         if not self._how["background"]:
             ahead = together > 1 or (reads_ahead(runtime.pipeline) and self._how["read_ahead"] != 0)
             streams = make_streams(runtime.device, runtime.ranks, self._find_place(reading), together)
@@ -206,6 +209,8 @@ class Loop(Generic[Item]):
         """Return whether the loader and the program's functions are known to have no generators; warn if not."""
         if not reads_ahead(self._runtime.pipeline):
             return True
+        if (kept := self._runtime.loops.iterators.find(self._batches)) is not None:  # of an earlier loop
+            return kept.may_read_ahead
         unknown = find_unknown(self._batches, self._reader.program)
         if unknown is None:
             return True

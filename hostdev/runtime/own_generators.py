@@ -4,10 +4,13 @@ The global generators use separate random streams while a batch is read (see `ra
 program, such as `numpy.random.default_rng(0)`, has no such streams: if the loader, `ids` or `send` draws from it, the
 order of the draws, and the state that a loop leaves, depend on how far ahead the loop reads. Therefore a loop reads
 ahead only if all of them are known to have no generator: containers of batches, torch's loaders, functions that use
-only data and other such functions, and what the program declares with `own_generators = False` or `read_ahead`.
+only data and other such functions, generators of such functions that have not begun, and what the program declares with
+`own_generators = False` or `read_ahead`. Generators that a function creates itself are no problem: a left loop keeps
+the batches of an iterator that it has read ahead.
 """
 
 import functools
+import inspect
 import operator
 import pathlib
 import random
@@ -100,7 +103,7 @@ def _is_of(thing: Any, libraries: Sequence[str]) -> bool:
 
 def _find(thing: Any, seen: set[int]) -> Any:
     """Return `thing`, or an object that it uses, unless all of these are known to have no generator."""
-    if isinstance(thing, (*_DATA, *_CODE, *_TORCH)) or _is_declared(thing) or id(thing) in seen:
+    if isinstance(thing, (*_DATA, *_CODE, *_TORCH, *_ITERATORS)) or _is_declared(thing) or id(thing) in seen:
         return None
     if isinstance(thing, _GENERATORS):
         return None if is_global(thing) or isinstance(thing, random.SystemRandom) else thing  # the latter has no state
@@ -125,6 +128,10 @@ def _list_used(thing: Any) -> list[Any] | None:
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, types.MethodType):  # the function of a compiled method, as those of NumPy, has no globals
         return [thing.__self__, *([thing.__func__] if isinstance(thing.__func__, types.FunctionType) else [])]
+    if isinstance(thing, types.GeneratorType):
+        if inspect.getgeneratorstate(thing) != inspect.GEN_CREATED:  # it may hold anything by now
+            return None
+        return [*inspect.getgeneratorlocals(thing).values(), *_list_globals(thing.gi_code, thing.gi_frame.f_globals)]
     if not isinstance(thing, types.FunctionType):
         return [thing.__self__] if hasattr(thing, "__self__") else None  # a compiled function's module or object
     own = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
@@ -133,8 +140,13 @@ def _list_used(thing: Any) -> list[Any] | None:
             own.append(cell.cell_contents)
     if thing.__module__.partition(".")[0] in (*sys.stdlib_module_names, *_LIBRARIES, "torch"):
         return own
-    names = {name for code in _list_codes(thing.__code__) for name in code.co_names}
-    return own + [thing.__globals__[name] for name in names if name in thing.__globals__]
+    return own + _list_globals(thing.__code__, thing.__globals__)
+
+
+def _list_globals(code: types.CodeType, globals_: dict[str, Any]) -> list[Any]:
+    """Return the globals that a function's code names."""
+    names = {name for inner in _list_codes(code) for name in inner.co_names}
+    return [globals_[name] for name in names if name in globals_]
 
 
 def _list_codes(code: types.CodeType) -> list[types.CodeType]:

@@ -22,6 +22,7 @@ class ReadAhead:
         self.source = source
         self.streams: RandomStreams | None = None  # random streams of the last loop over the iterator
         self.states: list[Any] = []  # the `reading.LoaderStates` of the kept batches
+        self.may_read_ahead = True  # whether the iterator is known to have no generators
         self._kept: deque[Any] = deque()
         self._readers = 0
         self._reading = threading.Lock()  # an earlier reader may still run the loader's code
@@ -71,13 +72,17 @@ class Iterators:
     def get(self, source: Iterator[Any], *, train: bool) -> ReadAhead:
         """Return an iterator's record, which has the batches that an earlier loop has read but not used."""
         self._held = [one for one in self._held if one.is_held or one is self._last]
-        found = next((one for one in self._held if one.source is source), None)
+        found = self.find(source)
         if found is None:
             found = ReadAhead(source)
             self._held.append(found)
         if train:
             self._last = found
         return found
+
+    def find(self, source: Any) -> ReadAhead | None:
+        """Return an iterator's record, if an earlier loop has read it."""
+        return next((one for one in self._held if one.source is source), None)
 
     def remove(self, ahead: ReadAhead) -> None:
         """Forget an iterator that is at its end."""

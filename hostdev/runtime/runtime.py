@@ -253,8 +253,8 @@ class Runtime(Logged, FrameworkLoaders):
             read_ahead: Maximum number of batches to read ahead of the body, or True for `depth` steps, plus the window
                 of a cache that looks ahead; a step has `accumulate` or `micro_batches` batches. 0 reads a step's
                 batches when the loop goes on to that step. None means True if the loader, `ids` and `send` are known to
-                have no random generators of their own: lists, torch's loaders, functions of data, and objects that
-                declare `own_generators = False`; else 0, with a warning.
+                have no random generators of their own: lists, torch's loaders, functions and generators of data, and
+                objects that declare `own_generators = False`; else 0, with a warning.
             background: Read batches in another thread. The loader, `ids` and `send` must then not draw from random
                 number generators, write to memory that they have returned, or share objects with the body.
 
