@@ -244,7 +244,7 @@ ROOMS_OF_NAMES = ["distributed", "errors", "ops", "parallel", "tracking"]
 def test_every_public_name_and_option_is_in_the_reference(monkeypatch):
     """The pages' marks are filled in from the sources; `make docs` fails if a name has no documentation."""
     import hostdev
-    from hostdev.commands import COMMANDS
+    from hostdev import commands
 
     monkeypatch.setenv("COLUMNS", "100")
     site = load_site()
@@ -255,7 +255,7 @@ def test_every_public_name_and_option_is_in_the_reference(monkeypatch):
     assert sorted(room.__name__ for room in rooms) == [f"hostdev.{name}" for name in ROOMS_OF_NAMES]
     names += [f"{room.__name__}.{name}" for room in rooms for name in room.__all__]
     assert [name for name in names if f"\n::: {name}\n" not in f"{shown}\n"] == []
-    assert all(f"## hostdev {name}\n" in shown for name in COMMANDS)
+    assert all(f"## hostdev {name}\n" in shown for name in commands.names())
     assert [option for option in options() if not re.search(rf"{option}\b", shown)] == []
 
 

@@ -11,6 +11,7 @@ from hostdev.core.errors import UserError
 from hostdev.ext.neighbours import INDEXES, METRICS
 
 PROG = "hostdev.checkpoint"
+HELP = "describe, check, compare, merge and export checkpoints"
 FORMATS = ("parquet", "npy", "safetensors", "faiss", "onnx")
 DTYPES = ("float32", "bfloat16", "bf16")  # bf16, the former name, is kept for one release
 

@@ -8,8 +8,10 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import best, folder
-from hostdev.commands import checkpoint, predict, preprocess, train
+from hostdev.commands import checkpoint, train
 from hostdev.core import cli
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.predict import cli as predict
 from tests.data import movies
 
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from hostdev.checkpoint import compact, folder, manifest
 from hostdev.checkpoint.layers import Layers
-from hostdev.commands import checkpoint, preprocess, train
+from hostdev.commands import checkpoint, train
 from hostdev.core import cli
+from hostdev.data.preprocess import cli as preprocess
 
 OWN = ["--model", "tests.own_models:ThreeTables"]
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.commands import checkpoint, neighbours, preprocess, train
+from hostdev.commands import checkpoint, train
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.shards import ShardReader
+from hostdev.ext.neighbours import cli as neighbours
 from hostdev.ext.predict import onnx_export
 from tests.conftest import ROOT
 from tests.data import movies

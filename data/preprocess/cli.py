@@ -10,6 +10,7 @@ from hostdev.data.preprocess import flags
 from hostdev.data.preprocess.options import Options, add_options, add_seed
 
 PROG = "hostdev.data.preprocess"
+HELP = "turn tables or Criteo text into a data set; check or describe one"
 _RESULT, _SOURCE = cli.checked(result_path), cli.checked(source_path)
 
 

@@ -12,6 +12,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import parse_bytes
 
 PROG = "hostdev.serving"
+HELP = "answer requests for predictions over HTTP"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LEAST_REQUEST_BYTES, _MOST_REQUEST_BYTES = 1 << 10, 1 << 30
 _MOST_WORKERS, _MOST_WAIT_MS = 256, 10_000

@@ -10,6 +10,7 @@ from hostdev.core.addresses import address_of, require_input, result_path, shown
 from hostdev.core.errors import UserError
 
 PROG = "hostdev.predict"
+HELP = "write probabilities for the rows of a file"
 
 
 def parser(prog: str = PROG) -> cli.Parser:

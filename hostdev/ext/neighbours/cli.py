@@ -8,6 +8,7 @@ from hostdev.core.errors import UserError
 from hostdev.ext.neighbours import METRICS
 
 PROG = "hostdev.neighbours"
+HELP = "print the nearest rows of an embedding table"
 _KEYS = -(1 << 63), (1 << 63) - 1
 
 
