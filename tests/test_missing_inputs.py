@@ -2,9 +2,10 @@
 
 import pytest
 
-from hostdev.commands import checkpoint, quickstart, train
+from hostdev.commands import quickstart, train
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.advice import cli as advise
+from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.launch import cli as launch
 from hostdev.ext.neighbours import cli as neighbours
 from hostdev.ext.predict import cli as predict

@@ -28,6 +28,7 @@ ROOMS = [
     ("ext.neighbours",),
     ("ext.serving",),
     ("ext.predict",),
+    ("ext.checkpoints",),
     ("ext.streams",),
     ("train",),
     ("ext.report",),

@@ -16,7 +16,7 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.deliver import deliver
+from hostdev.ext.checkpoints.deliver import deliver
 from tests.conftest import environment
 from tests.distributed.processes import wait_until
 from tests.ports import free_port

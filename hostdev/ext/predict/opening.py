@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hostdev.checkpoint import best
 from hostdev.checkpoint.files import check_file
 from hostdev.checkpoint.folder import Chain, Found, is_checkpoint, newest
 from hostdev.checkpoint.layers import Layers
@@ -17,6 +16,7 @@ from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.encoding import Encoding
+from hostdev.ext.checkpoints import best
 from hostdev.ext.predict import WHICH
 from hostdev.models import registry
 

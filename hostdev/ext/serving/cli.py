@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.addresses import require_input
 from hostdev.core.errors import UserError
 from hostdev.core.memory import parse_bytes
+from hostdev.ext.predict import options
 
 PROG = "hostdev.serving"
 HELP = "answer requests for predictions over HTTP"
