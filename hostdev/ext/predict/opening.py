@@ -145,7 +145,7 @@ def choose_model(settings: dict[str, Any], model: "str | type[Any] | None", path
     """Return the model's name or class; raise UserError for a custom class that `model` does not name."""
     if model is not None:
         return model
-    if settings["model"] not in registry.NAMES:
+    if settings["model"] not in registry.names():
         shown = str(settings["model"])[:100]
         raise UserError(
             f"{path} has the custom model class {shown!r}, and predicting imports its module; if you trust it, name it "
