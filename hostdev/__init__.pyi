@@ -3,6 +3,7 @@ from . import distributed as distributed
 from . import errors as errors
 from . import ops as ops
 from . import parallel as parallel
+from . import testing as testing
 from . import tracking as tracking
 from .cache.cache import EmbeddingCache as EmbeddingCache
 from .checkpoint.saved import open as open
@@ -31,8 +32,11 @@ from .core.optimizers import LazyAdam as LazyAdam
 from .core.optimizers import Momentum as Momentum
 from .core.optimizers import RowWiseAdagrad as RowWiseAdagrad
 from .core.optimizers import RowWiseAdam as RowWiseAdam
+from .data.preprocess.row_source import RecordBatches as RecordBatches
+from .data.preprocess.row_source import RowSource as RowSource
 from .device.table import DeviceTable as DeviceTable
 from .distributed.session import join as join
+from .ext.checkpoints.exporter import Exporter as Exporter
 from .ext.predict.predictor import Predictor as Predictor
 from .ext.tracking.callback import Callback as Callback
 from .host.table import HostTable as HostTable

@@ -23,6 +23,7 @@ PLACES = {"hostdev": "hostdev", "models": "hostdev.models", "data": "hostdev.dat
 # The engine imports no extension: tests/house.json bounds how many such imports are left.
 ROOMS = [
     ("commands", "__main__", "frameworks", "ext"),
+    ("ext.testing",),
     ("ext.verify", "ext.advice", "ext.warm_up"),
     ("ext.launch",),
     ("ext.neighbours",),
@@ -239,7 +240,7 @@ def test_cells_of_tables_have_their_columns_names():
     assert found.endswith('<tr><td data-label="a b">1</td><td data-label="c">2</td></tr></table><td>')
 
 
-ROOMS_OF_NAMES = ["distributed", "errors", "ops", "parallel", "tracking"]
+ROOMS_OF_NAMES = ["distributed", "errors", "ops", "parallel", "testing", "tracking"]
 
 
 def test_every_public_name_and_option_is_in_the_reference(monkeypatch):
