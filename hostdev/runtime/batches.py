@@ -74,14 +74,14 @@ class Loop(Generic[Item]):
         features: Sequence[str] | None = None,
         flags: Flags | None = None,
     ) -> None:
-        self._ended = True  # if an error leaves the loop unfinished here, it needs no end
+        self._ended = True  # until the end of this method: a warning may be an error
         self._by_step, self.name = by_step, name or self.name
         self._number = 0  # the number of the last batch, or step, that was requested
         self._reading: Reading | None = None  # None before the first batch and after the last
         self._runtime, self._reader, self._batches = runtime, reader, batches
+        self._may_read: bool | None = None if read_ahead == 0 else True  # None: nothing is known of the loader
         if read_ahead is None and not background and not self._may_read_ahead():
-            read_ahead = 0
-        self._is_known = read_ahead != 0
+            self._may_read, read_ahead = False, 0
         number = None if read_ahead is None or read_ahead is True else read_ahead // reader.together  # of requests
         self._how: dict[str, Any] = {"background": background, "read_ahead": number}
         # If several ranks have the same samples, only one of them looks up the rows.
@@ -197,8 +197,8 @@ class Loop(Generic[Item]):
         runtime, together = self._runtime, self._reader.together
         keep = partial(runtime.loops.iterators.get, train=self._is_training)
         self._reading = reading = Reading(self._batches, keep)
-        if reading.kept is not None:
-            reading.kept.may_read_ahead = self._is_known
+        if reading.kept is not None and self._may_read is not None:
+            reading.kept.may_read_ahead = self._may_read
         if not self._how["background"]:
             ahead = together > 1 or (reads_ahead(runtime.pipeline) and self._how["read_ahead"] != 0)
             streams = make_streams(runtime.device, runtime.ranks, self._find_place(reading), together)
@@ -209,8 +209,9 @@ class Loop(Generic[Item]):
         """Return whether the loader and the program's functions are known to have no generators; warn if not."""
         if not reads_ahead(self._runtime.pipeline):
             return True
-        if (kept := self._runtime.loops.iterators.find(self._batches)) is not None:  # of an earlier loop
-            return kept.may_read_ahead
+        kept = self._runtime.loops.iterators.find(self._batches)  # of an earlier loop
+        if kept is not None and kept.may_read_ahead is not None:
+            return bool(kept.may_read_ahead)
         unknown = find_unknown(self._batches, self._reader.program)
         if unknown is None:
             return True
@@ -248,7 +249,6 @@ class Loop(Generic[Item]):
                 if asks:
                     self._begin_next()
                     self._end_batch()
-                if asks:
                     self._take_or_stop()
                 self._given += 1
                 item: Item = self._make_step() if self._by_step else self._next_batch()

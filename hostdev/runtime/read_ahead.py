@@ -22,7 +22,7 @@ class ReadAhead:
         self.source = source
         self.streams: RandomStreams | None = None  # random streams of the last loop over the iterator
         self.states: list[Any] = []  # the `reading.LoaderStates` of the kept batches
-        self.may_read_ahead = True  # whether the iterator is known to have no generators
+        self.may_read_ahead: bool | None = None  # whether it is known to have no generators; None: no loop has asked
         self._kept: deque[Any] = deque()
         self._readers = 0
         self._reading = threading.Lock()  # an earlier reader may still run the loader's code
