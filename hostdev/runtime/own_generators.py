@@ -131,6 +131,7 @@ def _list_used(thing: Any) -> list[Any] | None:
     if isinstance(thing, types.GeneratorType):
         if inspect.getgeneratorstate(thing) != inspect.GEN_CREATED:  # it may hold anything by now
             return None
+        assert thing.gi_frame is not None
         return [*inspect.getgeneratorlocals(thing).values(), *_list_globals(thing.gi_code, thing.gi_frame.f_globals)]
     if not isinstance(thing, types.FunctionType):
         return [thing.__self__] if hasattr(thing, "__self__") else None  # a compiled function's module or object

@@ -149,6 +149,8 @@ def test_a_loader_whose_length_is_wrong(device):
     """Too short a length loses no batch, and a loader that fails at its end is heard."""
 
     class Wrong:
+        own_generators = False
+
         def __init__(self, length, error=None):
             self.length, self.error = length, error
 
@@ -172,6 +174,8 @@ def test_a_loader_whose_length_is_wrong(device):
         assert case.runtime.loops.predicting == 0
 
     class Stream(IterableDataset):
+        own_generators = False
+
         def __len__(self):
             raise NotImplementedError
 
