@@ -107,7 +107,7 @@ def _find(thing: Any, seen: set[int]) -> Any:
         return None
     if isinstance(thing, _GENERATORS):
         return None if is_global(thing) or isinstance(thing, random.SystemRandom) else thing  # the latter has no state
-    if _is_of(thing, _LIBRARIES):
+    if _is_of(thing, _LIBRARIES) or type(thing) is object:
         return None
     seen.add(id(thing))
     used = _list_used(thing)
