@@ -226,12 +226,6 @@ def load_site(name="site"):
     return site
 
 
-def test_the_chart_shows_the_table_of_figures():
-    drawn = load_site("chart").draw()
-    assert (ROOT / "docs/figures.svg").read_text() == drawn
-    assert drawn.count('fill="#3f51b5"') == 13
-
-
 def test_cells_of_tables_have_their_columns_names():
     page = "<table><thead><tr><th>a <b>b</b></th><th>c</th></tr></thead><tr><td>1</td><td>2</td></tr></table><td>"
     found = load_site().on_page_content(page)
