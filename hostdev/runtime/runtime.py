@@ -392,7 +392,7 @@ class Runtime(Logged, FrameworkLoaders):
         keep: int = 3,
         wait: bool = True,
     ) -> "AsyncWriter":
-        """Save a checkpoint of all tables, with optimizer state and steps, to a folder (docs/checkpoints.md).
+        """Save a checkpoint of all tables, with optimizer state and steps (docs/internals/checkpoint-format.md).
 
         Within a loop, the checkpoint includes the body's batch if the dense optimizer has stepped with it; the loop
         keeps its prefetched batches. It also has the `cursor`. The checkpoint is full or, in a folder that has

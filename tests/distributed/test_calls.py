@@ -10,7 +10,7 @@ from hostdev.distributed.calls import LEFT, Calls, find_mismatch, format_calls, 
 from tests.distributed.mismatched import AT
 
 SOON = 40.0  # seconds on a busy machine, of which most are the start; the timeout is 60
-ADVICE = ": all ranks must make the same calls in the same order (docs/parallel.md)"
+ADVICE = ": all ranks must make the same calls in the same order (docs/guides/networks-in-parts.md)"
 NEXT = f"step {AT + 1} of runtime.train()"
 
 

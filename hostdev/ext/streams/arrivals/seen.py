@@ -1,4 +1,4 @@
-"""Which files have been taken: as little as it takes to notice late and repeated ones, however long a run lasts."""
+"""The files taken so far, stored in bounded memory, so that late and repeated files are noticed."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
