@@ -48,12 +48,11 @@ class Options(NamedTuple):
 
 def make_options(arguments: argparse.Namespace) -> Options:
     """Return the parsed options; raise UserError if the format does not support the dtype."""
-    dtype = "bfloat16" if arguments.dtype == "bf16" else arguments.dtype  # the alias is accepted for one release
-    if dtype == "bfloat16" and arguments.format != "safetensors":
+    if arguments.dtype == "bfloat16" and arguments.format != "safetensors":
         raise UserError(
             f"--dtype {arguments.dtype}: {arguments.format} has no bfloat16; use --format safetensors, or omit --dtype"
         )
-    return Options(arguments.out, arguments.format, arguments.slots, dtype)
+    return Options(arguments.out, arguments.format, arguments.slots, arguments.dtype)
 
 
 def export(chain: Chain, options: Options) -> Iterator[str]:

@@ -12,7 +12,7 @@ from hostdev.ext.neighbours import INDEXES, METRICS
 
 PROG = "hostdev.checkpoint"
 FORMATS = ("parquet", "npy", "safetensors", "faiss", "onnx")
-DTYPES = ("float32", "bfloat16", "bf16")  # bf16, the former name, is kept for one release
+DTYPES = ("float32", "bfloat16")
 
 
 def parser(prog: str = PROG) -> cli.Parser:
