@@ -225,6 +225,23 @@ def load_site(name="site"):
     return site
 
 
+def test_the_documents_name_files_that_exist():
+    pages = [*(ROOT / "docs/internals").glob("*.md"), *(ROOT / f"docs/{name}.md" for name in ("dataflow", "doors"))]
+    named = {
+        (page, file) for page in [*pages, ROOT / "docs/tree.md", ROOT / "CONTRIBUTING.md"] for file in files_in(page)
+    }
+    gone = {
+        f"{page.name}: {file}"
+        for page, file in named
+        if not any((ROOT / top / file).exists() for top in ("", "hostdev"))
+    }
+    assert not gone
+
+
+def files_in(page):
+    return re.findall(r"(?:\w+/)+[a-z0-9_]+\.py\b", page.read_text())
+
+
 def test_the_picture_of_a_batch_is_drawn_by_its_script():
     picture = load_site("batch")
     assert picture.PICTURE.read_text() == picture.draw(), "run python docs/batch.py"
