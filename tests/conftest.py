@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +18,7 @@ from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.models.wide_deep.network import WideDeep
+from tests import durations, forks
 from tests.data import movies
 
 TORCH_THREADS = torch.get_num_threads()
@@ -28,6 +28,20 @@ ROOT = Path(__file__).resolve().parent.parent
 # A shell without job control makes its background jobs ignore Ctrl-C, and their children, the tests' processes, too.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    durations.configure(config)
+
+
+def pytest_unconfigure():
+    forks.stop()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Tell a worker of pytest-xdist the file of this run."""
+    node.workerinput[durations.VARIABLE] = node.config.durations_file
 
 
 @pytest.hookimpl(trylast=True)
@@ -51,7 +65,9 @@ def _restore_threads():
 @pytest.fixture(autouse=True)
 def _no_pictures(request, monkeypatch):
     """A picture takes a good part of a small training's time; tests that look at it are marked `draws`."""
-    if request.node.get_closest_marker("draws") is None:
+    draws = request.node.get_closest_marker("draws") is not None
+    monkeypatch.setattr(forks, "pictures", draws)
+    if not draws:
         monkeypatch.setattr("hostdev.train.curve.draw", lambda path, *of_run: path.write_bytes(b""))
 
 
@@ -131,7 +147,7 @@ def command(tmp_path):
     """Run `python -m MODULE ARGUMENTS` in an empty folder, with an empty cache folder."""
 
     def run(module, *arguments, cwd=tmp_path, **options):
-        return subprocess.run(
+        return forks.run(
             [sys.executable, "-m", module, *map(str, arguments)],
             cwd=cwd,
             env=environment(tmp_path),

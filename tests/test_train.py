@@ -21,6 +21,7 @@ from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
 from hostdev.train import config, room
 from hostdev.train.config import TrainConfig
+from tests import forks
 from tests.conftest import environment
 from tests.test_shards import rewrite
 
@@ -447,7 +448,7 @@ def test_a_signal_ends_the_run_with_complete_logs(tmp_path, command, number, bat
         "run",
         *(["--cache-rows", "10%"] if batch_size == 100 else []),
     ]
-    process = subprocess.Popen(
+    process = forks.Popen(
         [sys.executable, "-m", "hostdev.train", *options],
         cwd=tmp_path,
         env=environment(tmp_path),
