@@ -18,7 +18,7 @@ from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.models.wide_deep.network import WideDeep
-from tests import durations, forks
+from tests import drawn, durations, forks
 from tests.data import movies
 
 TORCH_THREADS = torch.get_num_threads()
@@ -32,6 +32,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 def pytest_configure(config):
     durations.configure(config)
+
+
+def pytest_report_header():
+    return f"{drawn.VARIABLE}={drawn.seed()}"
 
 
 def pytest_unconfigure():
@@ -104,6 +108,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker("device")
         if "tests.standin.plugin" in sys.modules and item.get_closest_marker("slow_on_standin"):
             item.add_marker("slow")
+    drawn.mark(items)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ memory, `/proc/PID/cmdline` or the environment of a process's first moment.
 
 - Libraries read some variables once: each set of their values has servers of its own.
 - The ranks of a training come from two servers in turn, whose hashes of strings differ as those of real processes do.
+- The ranks that `--spawn` of a forked process starts are forked, too.
 - A server runs no kernel: a process forked after one has no threads for the next. Threads of OpenBLAS and Arrow are
   there from the import on, and these libraries start them again in a fork.
 """
@@ -19,10 +20,12 @@ import importlib
 import importlib.machinery
 import inspect
 import io
+import itertools
 import json
 import os
 import random
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -38,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
     *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "numba", "numpy", "pyarrow.compute"),
     *("pyarrow.csv", "pyarrow.dataset", "tqdm", "psutil", "hostdev", "hostdev.ops", "hostdev.train.command"),
-    *("hostdev.train.processes", "hostdev.train.curve", "hostdev.data.preprocess.build"),
+    *("hostdev.distributed.start", "hostdev.train.processes", "hostdev.train.curve", "hostdev.data.preprocess.build"),
 )
 # Variables that libraries read when they are imported, by how their names begin.
 READ_ONCE = (
@@ -52,6 +55,7 @@ _PARAMETERS = tuple(inspect.signature(subprocess.Popen._execute_child).parameter
 _servers: dict[tuple, "list[_Server]"] = {}
 _uses: Counter[tuple] = Counter()
 _lock = threading.Lock()
+_of_ranks = None  # in a forked process: where to ask for the ranks that it starts
 pictures = False  # whether a training draws its curve, as conftest.py decides for each test
 
 
@@ -61,13 +65,17 @@ class Popen(subprocess.Popen):
     def _execute_child(self, *given):
         how = dict(zip(_PARAMETERS, given, strict=True))
         request = _request(how)
-        server = request and _server_for(request["env"])
-        if not server:
+        with _lock:
+            address = request and (next(_of_ranks) if _of_ranks else _address_of_server(request["env"]))
+            if address:
+                if "--spawn" in request["argv"]:
+                    of_rank = {**request["env"], "RANK": ""}
+                    request["ranks"] = [address for _ in range(3) if (address := _address_of_server(of_rank))][-2:]
+                self.pid = _fork_from(address, request, _standard_files(how))
+        if not address:
             super()._execute_child(*given)
             return
         pipes = [how[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
-        with _lock:
-            self.pid = server.fork(request, _standard_files(how))
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
@@ -102,7 +110,14 @@ def _request(how):
     command = how["args"]
     program = None if isinstance(command, str | bytes | os.PathLike) else list(map(os.fsdecode, command))
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in (how["env"] or os.environ).items()}
-    usual = {"executable": (None,), "preexec_fn": (None,), "close_fds": (True,), "shell": (False,), "gid": (None,)}
+    ends = _of_ranks and how["preexec_fn"] is sys.modules["hostdev.distributed.start"].die_with_parent
+    usual = {
+        "executable": (None,),
+        "preexec_fn": (how["preexec_fn"] if ends else None,),
+        "close_fds": (True,),
+        "shell": (False,),
+        "gid": (None,),
+    }
     usual |= {"gids": (None,), "uid": (None,), "umask": (-1,), "restore_signals": (True,), "process_group": (-1, None)}
     other = [name for name, values in usual.items() if name in how and how[name] not in values]
     if os.environ.get("HOSTDEV_TESTS_EXEC") or sys.platform != "linux" or other or not program or len(program) < 2:
@@ -121,7 +136,7 @@ def _request(how):
     session = how["start_new_session"]
     return {
         **{"argv": program, "env": env, "folder": folder},
-        **{"session": session, "passed": passed, "pictures": pictures},
+        **{"session": session, "passed": passed, "pictures": pictures, "dies": ends, "ranks": []},
     }
 
 
@@ -130,63 +145,66 @@ def _standard_files(how):
     return [number if file == -1 else file for number, file in enumerate(files)] + list(map(int, how["pass_fds"]))
 
 
-def _server_for(env):
-    """Return a server whose libraries have read the same variables."""
+def _address_of_server(env):
+    """Return where to ask a server whose libraries have read the same variables, or None."""
     paths = env.get("PYTHONPATH", "").split(os.pathsep)
     if {*paths, "", str(ROOT)} != {"", str(ROOT)}:
         return None
     read = {name: value for name, value in env.items() if name.startswith(READ_ONCE) and name != "PYTHONPATH"}
     is_rank = not RANK_VARIABLES.isdisjoint(env)
-    with _lock:
-        key = is_rank, *sorted(read.items())
-        _uses[key] += 1
-        servers = _servers.setdefault(key, [])
-        if len(servers) < 1 + is_rank:
-            if _uses[key] == 1 or sum(map(len, _servers.values())) == _MOST_SERVERS:
-                return None  # a server costs as much as a process
-            quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL"} if is_rank else {}
-            servers.append(_Server({**quiet, **env, "PYTHONPATH": str(ROOT)}))
-        else:
-            servers.append(servers.pop(0))
-        return servers[-1]
+    key = is_rank, *sorted(read.items())
+    _uses[key] += 1
+    servers = _servers.setdefault(key, [])
+    if len(servers) < 1 + is_rank:
+        if _uses[key] == 1 or sum(map(len, _servers.values())) == _MOST_SERVERS:
+            return None  # a server costs as much as a process
+        quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL"} if is_rank else {}
+        servers.append(_Server({**quiet, **env, "PYTHONPATH": str(ROOT)}))
+    else:
+        servers.append(servers.pop(0))
+    return servers[-1].address
 
 
 class _Server:
-    """The other end of a server: this process asks it for children."""
+    """A server, which ends when the socket to it is closed."""
 
     def __init__(self, env):
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = f"from tests import forks; forks.serve({other.fileno()})"
-        with other:
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.address = f"\0hostdev-forks-{os.getpid()}-{other.fileno()}-{time.monotonic_ns()}"
+        listening.bind(self.address)
+        listening.listen(64)
+        code = f"from tests import forks; forks.serve({other.fileno()}, {listening.fileno()})"
+        with other, listening:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 cwd=ROOT,
                 env={name: value for name, value in env.items() if name not in RANK_VARIABLES},
-                pass_fds=[other.fileno()],
+                pass_fds=[other.fileno(), listening.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-
-    def fork(self, request, files):
-        """Return the id of a new child of this process."""
-        prctl = ctypes.CDLL(None).prctl
-        prctl(_SUBREAPER, 1, 0, 0, 0)  # the child's own parent ends, and this process gets it
-        try:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], files)
-            child = self._socket.recv(32)
-            if not child:
-                raise RuntimeError(f"the server of forks has ended with code {self._process.wait()}")
-        finally:
-            prctl(_SUBREAPER, 0, 0, 0, 0)
-        return int(child)
 
     def stop(self):
         self._socket.close()
         self._process.wait()
 
 
-def serve(descriptor):
+def _fork_from(address, request, files):
+    """Return the id of a new child of this process."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_SUBREAPER, 1, 0, 0, 0)  # the child's own parent ends, and this process gets it
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.connect(address)
+            socket.send_fds(server, [json.dumps(request).encode()], files)
+            return int(server.recv(32) or f"the server {address} has ended")
+    finally:
+        prctl(_SUBREAPER, 0, 0, 0, 0)
+
+
+def serve(descriptor, listening_descriptor):
     """Fork a process for each request until the other end is closed; returns in the processes when they are done."""
-    control = socket.socket(fileno=descriptor)
+    other, listening = socket.socket(fileno=descriptor), socket.socket(fileno=listening_descriptor)
     for module in IMPORTED:
         importlib.import_module(module)
     target = sys.modules["numba.core.registry"].cpu_target
@@ -196,32 +214,43 @@ def serve(descriptor):
     gc.freeze()
     assert not sys.modules["numba.np.ufunc.parallel"]._is_initialized, "a kernel has run"
     while True:
-        message, files, _, _ = socket.recv_fds(control, 1 << 20, 64)
-        if not message:
+        if other in select.select([other, listening], [], [])[0]:
             os._exit(0)
-        read, write = os.pipe()
-        between = _fork()
-        if between:
-            os.close(write)
-            child = os.read(read, 32)
-            os.close(read)
-            os.waitpid(between, 0)  # now the child is the other end's
-            control.send(child)
-            for file in files:
-                os.close(file)
+        asking, _ = listening.accept()
+        message, files, _, _ = socket.recv_fds(asking, 1 << 20, 64)
+        if _fork_for(asking, files):
             continue
-        between = os.getpid()
-        child = _fork()
-        if child:
-            os.write(write, str(child).encode())
-            os._exit(0)
-        os.close(read)
-        os.close(write)
-        control.close()
-        while os.getppid() == between:
-            time.sleep(0.0002)
+        other.close()
+        listening.close()
         _become(json.loads(message), files)
         return
+
+
+def _fork_for(asking, files):
+    """Fork a child of the process that asks. Return True here, and False in the child."""
+    read, write = os.pipe()
+    between = _fork()
+    if between:
+        os.close(write)
+        child = os.read(read, 32)
+        os.close(read)
+        os.waitpid(between, 0)  # now it is
+        asking.send(child)
+        asking.close()
+        for file in files:
+            os.close(file)
+        return True
+    between = os.getpid()
+    child = _fork()
+    if child:
+        os.write(write, str(child).encode())
+        os._exit(0)
+    for file in (read, write):
+        os.close(file)
+    asking.close()
+    while os.getppid() == between:
+        time.sleep(0.0002)
+    return False
 
 
 def _fork():
@@ -232,6 +261,13 @@ def _fork():
 
 def _become(request, files):
     """Make this process what Python would be for the request, and run the program."""
+    global _of_ranks
+    start = sys.modules["hostdev.distributed.start"]
+    if request["dies"]:
+        start.die_with_parent()
+    if request["ranks"]:
+        _of_ranks = itertools.cycle(request["ranks"])
+        start.subprocess = sys.modules[__name__]
     if request["session"]:
         os.setsid()
     for number, file in zip((0, 1, 2, *request["passed"]), _above(files, request["passed"]), strict=True):
