@@ -110,14 +110,8 @@ def _request(how):
     command = how["args"]
     program = None if isinstance(command, str | bytes | os.PathLike) else list(map(os.fsdecode, command))
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in (how["env"] or os.environ).items()}
-    ends = _of_ranks and how["preexec_fn"] is sys.modules["hostdev.distributed.start"].die_with_parent
-    usual = {
-        "executable": (None,),
-        "preexec_fn": (how["preexec_fn"] if ends else None,),
-        "close_fds": (True,),
-        "shell": (False,),
-        "gid": (None,),
-    }
+    end = how["preexec_fn"] if _of_ranks and how["preexec_fn"] is _start().die_with_parent else None
+    usual = {"executable": (None,), "preexec_fn": (end,), "close_fds": (True,), "shell": (False,), "gid": (None,)}
     usual |= {"gids": (None,), "uid": (None,), "umask": (-1,), "restore_signals": (True,), "process_group": (-1, None)}
     other = [name for name, values in usual.items() if name in how and how[name] not in values]
     if os.environ.get("HOSTDEV_TESTS_EXEC") or sys.platform != "linux" or other or not program or len(program) < 2:
@@ -136,8 +130,12 @@ def _request(how):
     session = how["start_new_session"]
     return {
         **{"argv": program, "env": env, "folder": folder},
-        **{"session": session, "passed": passed, "pictures": pictures, "dies": ends, "ranks": []},
+        **{"session": session, "passed": passed, "pictures": pictures, "dies": end is not None, "ranks": []},
     }
+
+
+def _start():
+    return sys.modules["hostdev.distributed.start"]
 
 
 def _standard_files(how):
@@ -262,12 +260,11 @@ def _fork():
 def _become(request, files):
     """Make this process what Python would be for the request, and run the program."""
     global _of_ranks
-    start = sys.modules["hostdev.distributed.start"]
     if request["dies"]:
-        start.die_with_parent()
+        _start().die_with_parent()
     if request["ranks"]:
         _of_ranks = itertools.cycle(request["ranks"])
-        start.subprocess = sys.modules[__name__]
+        _start().subprocess = sys.modules[__name__]
     if request["session"]:
         os.setsid()
     for number, file in zip((0, 1, 2, *request["passed"]), _above(files, request["passed"]), strict=True):
