@@ -108,6 +108,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker("device")
         if "tests.standin.plugin" in sys.modules and item.get_closest_marker("slow_on_standin"):
             item.add_marker("slow")
+    if "tests.standin.plugin" in sys.modules:
+        drawn.mark_on_standin(items)
     drawn.mark(items)
 
 
