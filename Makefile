@@ -48,9 +48,11 @@ test-processes: $(VENV)/.ready
 
 # On a simulated accelerator, in a process of its own: it is registered with torch for the whole process.
 ON_DEVICE = $(PYTEST) -p tests.standin.plugin
+# The files with a function that takes `device`; tests/device/test_faults.py checks that these are all.
+DEVICE_TESTS := $(shell grep -rlE 'def [a-z_0-9]+\([^)]*\bdevice\b' tests --include='test_*.py')
 
 test-device: $(VENV)/.ready
-	$(ON_DEVICE) -m "device and not slow"
+	$(ON_DEVICE) -m "device and not slow" $(DEVICE_TESTS)
 
 # Another Python than this one, for the fast tests: its name, its path, or "none".
 OTHER_PYTHON ?= python3.13
@@ -62,10 +64,10 @@ test-slow: $(VENV)/.ready
 	$(BIN)/python tests/smoke_wheel.py --alone
 	$(PYTEST) -m slow
 	$(PYTEST) -m "not slow" $(FAST:%=--ignore=%)
-	$(ON_DEVICE) -m "device and slow"
-	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule eager
-	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule random
-	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule delayed
+	$(ON_DEVICE) -m "device and slow" $(DEVICE_TESTS)
+	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule eager $(DEVICE_TESTS)
+	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule random $(DEVICE_TESTS)
+	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule delayed $(DEVICE_TESTS)
 	$(BIN)/python tests/versions.py --lowest $(FAST)
 	$(BIN)/python tests/versions.py --python $(OTHER_PYTHON) $(FAST)
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 
 import pytest
@@ -43,3 +44,10 @@ def test_they_are_in_the_rung(device, request):
     if request.config.option.keyword or any("::" in argument for argument in request.config.args):
         pytest.skip("a part of the rung")
     assert {test for test in listed if test.partition("::")[0] in files} <= collected
+
+
+def test_the_rung_collects_every_file_that_takes_a_device(request):
+    """As the Makefile chooses them."""
+    files = {item.path for item in request.session.items if "device" in item.fixturenames}
+    missing = [path for path in files if not re.search(r"def [a-z_0-9]+\([^)\n]*\bdevice\b", path.read_text())]
+    assert not missing
