@@ -20,7 +20,6 @@ import importlib
 import importlib.machinery
 import inspect
 import io
-import itertools
 import json
 import os
 import random
@@ -48,6 +47,7 @@ READ_ONCE = (
     *("PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMBA_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_"),
     *("ATEN_", "DNNL_", "ONEDNN_", "LD_", "MALLOC_", "GLIBC_", "THP_", "LANG", "LC_", "TZ", "ARROW_", "HOSTDEV_TESTS_"),
 )
+EXEC = "HOSTDEV_TESTS_EXEC"
 RANK_VARIABLES = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_TABLE_FILE"}  # torch's store is quiet with them
 _MOST_SERVERS = 6
 _SUBREAPER = 36  # prctl's PR_SET_CHILD_SUBREAPER
@@ -55,7 +55,8 @@ _PARAMETERS = tuple(inspect.signature(subprocess.Popen._execute_child).parameter
 _servers: dict[tuple, "list[_Server]"] = {}
 _uses: Counter[tuple] = Counter()
 _lock = threading.Lock()
-_of_ranks = None  # in a forked process: where to ask for the ranks that it starts
+_kept = []  # sockets whose closing ends a server
+_own = None  # in a forked process with `--spawn`: where to ask for the ranks that it starts
 pictures = False  # whether a training draws its curve, as conftest.py decides for each test
 
 
@@ -66,11 +67,8 @@ class Popen(subprocess.Popen):
         how = dict(zip(_PARAMETERS, given, strict=True))
         request = _request(how)
         with _lock:
-            address = request and (next(_of_ranks) if _of_ranks else _address_of_server(request["env"]))
+            address = request and (_own or _address_of_server(request["env"], "--spawn" in request["argv"]))
             if address:
-                if "--spawn" in request["argv"]:
-                    of_rank = {**request["env"], "RANK": ""}
-                    request["ranks"] = [address for _ in range(3) if (address := _address_of_server(of_rank))][-2:]
                 self.pid = _fork_from(address, request, _standard_files(how))
         if not address:
             super()._execute_child(*given)
@@ -110,11 +108,11 @@ def _request(how):
     command = how["args"]
     program = None if isinstance(command, str | bytes | os.PathLike) else list(map(os.fsdecode, command))
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in (how["env"] or os.environ).items()}
-    end = how["preexec_fn"] if _of_ranks and how["preexec_fn"] is _start().die_with_parent else None
+    end = how["preexec_fn"] if _own and how["preexec_fn"] is _start().die_with_parent else None
     usual = {"executable": (None,), "preexec_fn": (end,), "close_fds": (True,), "shell": (False,), "gid": (None,)}
     usual |= {"gids": (None,), "uid": (None,), "umask": (-1,), "restore_signals": (True,), "process_group": (-1, None)}
     other = [name for name, values in usual.items() if name in how and how[name] not in values]
-    if os.environ.get("HOSTDEV_TESTS_EXEC") or sys.platform != "linux" or other or not program or len(program) < 2:
+    if os.environ.get(EXEC) or env.get(EXEC) or sys.platform != "linux" or other or not program or len(program) < 2:
         return None
     if program[0] != sys.executable or (program[1].startswith("-") and program[1] not in ("-c", "-m")):
         return None
@@ -127,10 +125,10 @@ def _request(how):
         return None
     folder = os.path.join(os.getcwd(), os.fsdecode(how["cwd"] or ""))  # noqa: PTH109, PTH118
     passed = list(map(int, how["pass_fds"]))
-    session = how["start_new_session"]
     return {
-        **{"argv": program, "env": env, "folder": folder},
-        **{"session": session, "passed": passed, "pictures": pictures, "dies": end is not None, "ranks": []},
+        **{"argv": program, "env": env, "folder": folder, "passed": passed, "pictures": pictures},
+        **{"session": how["start_new_session"], "dies": end is not None},
+        "spawns": not _own and "--spawn" in program,
     }
 
 
@@ -143,13 +141,13 @@ def _standard_files(how):
     return [number if file == -1 else file for number, file in enumerate(files)] + list(map(int, how["pass_fds"]))
 
 
-def _address_of_server(env):
+def _address_of_server(env, spawns):
     """Return where to ask a server whose libraries have read the same variables, or None."""
     paths = env.get("PYTHONPATH", "").split(os.pathsep)
     if {*paths, "", str(ROOT)} != {"", str(ROOT)}:
         return None
     read = {name: value for name, value in env.items() if name.startswith(READ_ONCE) and name != "PYTHONPATH"}
-    is_rank = not RANK_VARIABLES.isdisjoint(env)
+    is_rank = spawns or not RANK_VARIABLES.isdisjoint(env)
     key = is_rank, *sorted(read.items())
     _uses[key] += 1
     servers = _servers.setdefault(key, [])
@@ -168,10 +166,7 @@ class _Server:
 
     def __init__(self, env):
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.address = f"\0hostdev-forks-{os.getpid()}-{other.fileno()}-{time.monotonic_ns()}"
-        listening.bind(self.address)
-        listening.listen(64)
+        listening, self.address = _listen(other)
         code = f"from tests import forks; forks.serve({other.fileno()}, {listening.fileno()})"
         with other, listening:
             self._process = subprocess.Popen(
@@ -201,7 +196,7 @@ def _fork_from(address, request, files):
 
 
 def serve(descriptor, listening_descriptor):
-    """Fork a process for each request until the other end is closed; returns in the processes when they are done."""
+    """Fork a process for each request until the other end is closed."""
     other, listening = socket.socket(fileno=descriptor), socket.socket(fileno=listening_descriptor)
     for module in IMPORTED:
         importlib.import_module(module)
@@ -211,6 +206,11 @@ def serve(descriptor, listening_descriptor):
     gc.collect()
     gc.freeze()
     assert not sys.modules["numba.np.ufunc.parallel"]._is_initialized, "a kernel has run"
+    _become(*_asked(other, listening))
+
+
+def _asked(other, listening):
+    """Fork for each request; return it, and its files, in the fork."""
     while True:
         if other in select.select([other, listening], [], [])[0]:
             os._exit(0)
@@ -220,8 +220,7 @@ def serve(descriptor, listening_descriptor):
             continue
         other.close()
         listening.close()
-        _become(json.loads(message), files)
-        return
+        return json.loads(message), files
 
 
 def _fork_for(asking, files):
@@ -259,12 +258,10 @@ def _fork():
 
 def _become(request, files):
     """Make this process what Python would be for the request, and run the program."""
-    global _of_ranks
     if request["dies"]:
         _start().die_with_parent()
-    if request["ranks"]:
-        _of_ranks = itertools.cycle(request["ranks"])
-        _start().subprocess = sys.modules[__name__]
+    if request["spawns"]:
+        _fork_a_server(files)
     if request["session"]:
         os.setsid()
     for number, file in zip((0, 1, 2, *request["passed"]), _above(files, request["passed"]), strict=True):
@@ -291,6 +288,40 @@ def _become(request, files):
     else:
         code = 0
     _end(code)
+
+
+def _fork_a_server(files):
+    """Fork a server for the ranks that this process starts: they are to be its children."""
+    global _own
+    other, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening, address = _listen(other)
+    if os.fork():
+        other.close()
+        listening.close()
+        ours.set_inheritable(False)
+        _kept.append(ours)
+        _own = address
+        _start().subprocess = sys.modules[__name__]
+        return
+    _start().die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ours.close()
+    for file in files:
+        os.close(file)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    os.close(nothing)
+    _become(*_asked(other, listening))
+
+
+def _listen(other):
+    """Return a listening socket and its address, which no other has."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    address = f"\0hostdev-forks-{os.getpid()}-{other.fileno()}-{time.monotonic_ns()}"
+    listening.bind(address)
+    listening.listen(64)
+    return listening, address
 
 
 def _end(code):
