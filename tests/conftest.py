@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 from importlib import import_module
@@ -13,6 +14,7 @@ import torch
 
 from hostdev.commands import preprocess
 from hostdev.core import cli
+from hostdev.core.locks import await_lock, unlock
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
@@ -113,6 +115,23 @@ def pytest_collection_modifyitems(items):
     drawn.mark(items)
 
 
+def made_once(factory, name, make):
+    """Return a folder that is filled by `make(folder)`, once for all workers of this run, which must not change it."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / f"once-{name}"
+    with (root / f"once-{name}.lock").open("w") as file:
+        await_lock(file)
+        if not (folder / ".made").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # it failed
+            folder.mkdir()
+            make(folder)
+            (folder / ".made").touch()
+        unlock(file)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def criteo_sample():
     """The file of real Criteo rows. Their terms do not allow us to ship it."""
@@ -125,20 +144,24 @@ def criteo_sample():
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory):
     """A synthetic data set of 4,000 rows in several shards. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("small") / "data"
-    build(Synthetic(4000, 1), folder, Options(threshold=2, rows_per_shard=1500))
-    return folder
+
+    def make(folder):
+        build(Synthetic(4000, 1), folder / "data", Options(threshold=2, rows_per_shard=1500))
+
+    return made_once(tmp_path_factory, "small", make) / "data"
 
 
 @pytest.fixture(scope="session")
 def films(tmp_path_factory):
     """A data set of films: columns, bags, and a history that shares the items' ids. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("films")
-    made = movies.make(rows=3000, users=80, items=60).write_csv(folder / "films.csv")
-    table = ["table", made, "--out", folder / "data", "--label", "liked", "--numeric", "age"]
-    flags = ["--categorical", "user,item", "--bag", "genres=|", "--bag", "history= ", "--share", "history=item"]
-    preprocess.main(list(map(str, [*table, *flags])))
-    return folder / "data"
+
+    def make(folder):
+        made = movies.make(rows=3000, users=80, items=60).write_csv(folder / "films.csv")
+        table = ["table", made, "--out", folder / "data", "--label", "liked", "--numeric", "age"]
+        flags = ["--categorical", "user,item", "--bag", "genres=|", "--bag", "history= ", "--share", "history=item"]
+        preprocess.main(list(map(str, [*table, *flags])))
+
+    return made_once(tmp_path_factory, "films", make) / "data"
 
 
 @pytest.fixture

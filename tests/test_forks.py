@@ -131,6 +131,7 @@ def test_python_itself_starts_where_a_fork_would_differ(tmp_path):
         ([sys.executable, "-c", code], {"env": {**env, "OMP_NUM_THREADS": "7"}}),
         ([sys.executable, "-c", code], {"env": {**env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}}),
         ([sys.executable, "-c", code], {"env": env, "preexec_fn": os.getpid}),
+        ([sys.executable, "-c", code], {"env": {**env, forks.EXEC: "1"}}),
     ):
         assert forks.run(command, capture_output=True, text=True, **how).stdout == "False\n"
     assert forks.run([sys.executable, "-c", code], capture_output=True, text=True, env=env).stdout == "True\n"
@@ -142,3 +143,19 @@ def test_the_ranks_of_a_training_have_other_hashes(tmp_path):
     said = [forks.run([sys.executable, "-c", code], capture_output=True, text=True, env=env).stdout for _ in range(5)]
     assert [line.split()[0] for line in said[-2:]] == ["True", "True"]
     assert said[-1] != said[-2]
+
+
+STARTING = """
+import os, sys
+from hostdev.distributed.start import start_processes, wait_for
+code = "import os, sys; sys.exit(5 if os.getppid() == int(sys.argv[1]) and 'RANK' in os.environ else 6)"
+started = start_processes(2, [sys.executable, "-c", code, str(os.getpid())])
+assert wait_for(started) == 5
+sys.exit([process.returncode for process in started] != [5, 5])
+"""
+
+
+def test_ranks_that_a_process_starts_are_its_children():
+    for _ in range(2):  # at first, Python itself starts
+        done = forks.run([sys.executable, "-c", STARTING, "--spawn"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")

@@ -7,7 +7,10 @@ import pytest
 
 from hostdev.commands import preprocess, train
 from hostdev.core import cli
+from tests.conftest import made_once
 from tests.serving.helpers import Served
+
+DEEPFM, WIDE_DEEP = ("--model", "deepfm"), ("--model", "wide_deep")
 
 
 def run(module, *arguments):
@@ -22,12 +25,16 @@ def trained(data, folder, *options):
 
 @pytest.fixture(scope="session")
 def film_run(films, tmp_path_factory):
-    return trained(films, tmp_path_factory.mktemp("film") / "run", "--model", "deepfm")
+    folder = made_once(tmp_path_factory, "served-film", lambda folder: trained(films, folder / "run", *DEEPFM))
+    return folder / "run/checkpoints"
 
 
 @pytest.fixture(scope="session")
 def criteo_run(small_data, tmp_path_factory):
-    return trained(small_data, tmp_path_factory.mktemp("criteo") / "run", "--model", "wide_deep")
+    folder = made_once(
+        tmp_path_factory, "served-criteo", lambda folder: trained(small_data, folder / "run", *WIDE_DEEP)
+    )
+    return folder / "run/checkpoints"
 
 
 @pytest.fixture(scope="session")
