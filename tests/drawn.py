@@ -1,6 +1,7 @@
 """Draw which values of a parameter a quick rung tries, by the test's name and the commit; `make test-slow` tries all.
 
-A value with the mark `drawn` is one of those to draw from: a third of a function's cases, rounded, and at least one.
+A value with the mark `drawn` is one of those to draw from: a third of a function's cases, or with `drawn(n)` one of n;
+rounded, and at least one.
 Values without it are always tried: the simplest and the strongest. HOSTDEV_DRAW=TEXT stands for the commit.
 
 On the simulated accelerator all cases are to draw from, except those in tests/device, of random models, and of the
@@ -51,6 +52,7 @@ def mark(items):
             functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
         cases.sort(key=lambda item: hashlib.sha256(f"{seed()} {item.nodeid}".encode()).digest())
-        for item in cases[max(1, round(len(cases) / 3)) :]:
+        (share,) = cases[0].get_closest_marker("drawn").args or (3,)
+        for item in cases[max(1, round(len(cases) / share)) :]:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.not_drawn)
