@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hostdev.commands import preprocess
 from hostdev.core import cli
 from hostdev.core.locks import await_lock, unlock
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
