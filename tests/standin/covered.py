@@ -1,6 +1,6 @@
 """python -m tests.standin.covered [TESTS]: which tests of the simulated accelerator notice that a wait is left out.
 
-Writes tests/standin/covered.json: for each fault of faults.py, two tests, quick ones first; prints it if some have fewer.
+Writes tests/standin/covered.json: for each fault of faults.py, two tests, quick ones first; prints it if one has fewer.
 One process collects the tests. A fork of it tells which tests come to which wait. Then a fork for each fault leaves the
 wait out of the function that has it, and runs those tests until two have failed. Conftest.py keeps the tests of this
 table in the quick rung; tests/device/test_faults.py checks that no wait is missing.
