@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import deliver, folder
+from hostdev.checkpoint import deliver, finding, folder
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import Content
 from hostdev.commands import checkpoint
 from hostdev.core.addresses import checkpoint_path
-from hostdev.core.errors import UserError
-from hostdev.ext.stores.store import Store, StoreError
+from hostdev.core.errors import StoreError, UserError
+from hostdev.core.stores import Store
 from hostdev.kernels import disk_records
 
 ADDRESS = "memory://served/model"
@@ -72,7 +72,7 @@ def names(place):
 
 
 def send(source, place, keep=2):
-    chain = folder.newest(source).chain
+    chain = finding.newest(source).chain
     return deliver.deliver(chain, checkpoint_path(place), keep)
 
 
@@ -147,7 +147,7 @@ def test_readers_find_whole_checkpoints_only(tmp_path, target, monkeypatch):
         break
     assert number > 1
     np.testing.assert_array_equal(rows_of(target), after)
-    verify(folder.newest(checkpoint_path(target)).chain)
+    verify(finding.newest(checkpoint_path(target)).chain)
     if "://" not in target:
         assert not list(checkpoint_path(target).glob(".partial*"))
 
@@ -213,7 +213,7 @@ def test_damage_in_the_target_does_not_spread(tmp_path, target, capfd):
     manager.close()
     error = capfd.readouterr().err
     assert error.count("is damaged; it is replaced from") == 1 and "vocabulary.arrow" in error
-    found = folder.candidates(checkpoint_path(target), everything=True)
+    found = finding.candidates(checkpoint_path(target), everything=True)
     assert len(found) == 3
     for each in found:
         verify(folder.read_chain(each), segments=True)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from hostdev.checkpoint.folder import newest
+from hostdev.checkpoint.finding import newest
 from hostdev.commands import checkpoint, predict, train
 from hostdev.core import cli
 from tests.distributed import own_loop, saved_loop
