@@ -211,14 +211,13 @@ class Store:
                 start += len(expected)
         return True
 
-    def put(self, path: Path, name: str, stop: threading.Event | None = None) -> About:
+    def put(self, path: Path, name: str) -> About:
         """Copy a file of this machine to the store; return the facts about the copy.
 
         The copy appears when it is complete, and replaces what is there. On a file system (hdfs://), it may be seen
         before.
 
         Raises:
-            StoppedError: `stop` was set meanwhile.
             StoreError: The store has no such bucket, or cannot be written for too long.
             OSError: The path cannot be read.
         """
@@ -231,7 +230,7 @@ class Store:
                 raise ConnectionError(f"{about.size:,} of {size:,} bytes were written")
             return about
 
-        return self._repeat(name, put, stop)
+        return self._repeat(name, put)
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file, which replaces what is there."""

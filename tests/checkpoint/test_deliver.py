@@ -131,11 +131,11 @@ def test_readers_find_whole_checkpoints_only(tmp_path, target, monkeypatch):
     """A delivery that ends at any file, as if killed, and is repeated."""
     source = tmp_path / "run"
     before, after, _ = save_two(source, target)
-    work = deliver._copy_file, Store.put, Store.write, folder.commit
+    work = deliver._link_or_copy, Store.put, Store.write, folder.commit
     for number in range(20):
         limit = Limit(number)
         with monkeypatch.context() as patch:
-            patch.setattr(deliver, "_copy_file", limit(work[0]))
+            patch.setattr(deliver, "_link_or_copy", limit(work[0]))
             patch.setattr(Store, "put", limit(work[1]))
             patch.setattr(Store, "write", limit(work[2]))
             patch.setattr(folder, "commit", limit(work[3]))

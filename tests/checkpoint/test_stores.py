@@ -86,10 +86,10 @@ def test_what_is_saved_is_loaded_elsewhere(monkeypatch, tmp_path):
 def test_saving_does_not_wait_for_the_store(monkeypatch):
     held, real = threading.Event(), stores.Store.put
 
-    def put(self, path, name, stop=None):
+    def put(self, path, name):
         if name != ".writer":
             held.wait(60)
-        real(self, path, name, stop)
+        real(self, path, name)
 
     monkeypatch.setattr(stores.Store, "put", put)
     with make() as runtime:
@@ -109,9 +109,9 @@ def test_a_checkpoint_is_complete_for_readers(monkeypatch):
     """Whatever request was the last one, the newest checkpoint in the store can be loaded."""
     order, real = [], stores.Store.put
 
-    def put(self, path, name, stop=None):
+    def put(self, path, name):
         order.append(name)
-        real(self, path, name, stop)
+        real(self, path, name)
 
     monkeypatch.setattr(stores.Store, "put", put)
     with make() as runtime:
@@ -123,10 +123,10 @@ def test_a_checkpoint_is_complete_for_readers(monkeypatch):
 def test_an_upload_that_fails_is_told_and_tried_again(monkeypatch, tmp_path):
     real = stores.Store.put
 
-    def put(self, path, name, stop=None):
+    def put(self, path, name):
         if name != ".writer":
             raise StoreError("the store is full")
-        real(self, path, name, stop)
+        real(self, path, name)
 
     monkeypatch.setattr(stores.Store, "put", put)
     with make() as runtime:
@@ -239,9 +239,9 @@ def test_copies_follow_the_store(monkeypatch, tmp_path):
 def test_tables_on_disk_upload_each_segment_once(monkeypatch, tmp_path, by_key):
     puts, real = [], stores.Store.put
 
-    def put(self, path, name, stop=None):
+    def put(self, path, name):
         puts.append((name, path.stat().st_size))
-        real(self, path, name, stop)
+        real(self, path, name)
 
     monkeypatch.setattr(stores.Store, "put", put)
 
@@ -281,10 +281,10 @@ def test_tables_on_disk_upload_each_segment_once(monkeypatch, tmp_path, by_key):
 def test_the_summary_tells_uploads_that_failed(monkeypatch, trained, small_data):
     real = stores.Store.put
 
-    def put(self, path, name, stop=None):
+    def put(self, path, name):
         if not name.startswith((".writer", "step-0000000003")):
             raise StoreError("the store is full")
-        return real(self, path, name, stop)
+        return real(self, path, name)
 
     monkeypatch.setattr(stores.Store, "put", put)
     options = ["--max-steps", 6, "--checkpoint-every", 3, "--checkpoint-dir", ADDRESS]

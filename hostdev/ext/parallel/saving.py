@@ -100,7 +100,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
             f"version {VERSION}; load the folder with the version of hostdev that wrote it"
         )
     try:
-        tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}
+        tensors = json_files.parse(dict[str, list[Part]], manifest["tensors"], "tensors")
         files = {part.file for key, parts in tensors.items() if wants(key) for part in parts}
         for name in files:
             inside(folder, name)
