@@ -12,7 +12,7 @@ import pytest
 
 from hostdev.core import kept_files, patience, stores
 from hostdev.core.addresses import address_of, data_path, is_remote, without_secrets
-from hostdev.core.errors import StoppedError, StoreError, UserError
+from hostdev.core.errors import ChangedError, StoppedError, StoreError, UserError
 from hostdev.core.kept_files import KeptFiles
 from hostdev.core.stores import Store
 
@@ -232,6 +232,30 @@ def test_a_wrong_file_is_refused_and_not_kept(files):
     with pytest.raises(StoreError, match="memory://set/9 has a wrong checksum"):
         kept.get(Store("memory://set"), "9", "0" * 64)
     assert [path for path in kept.folder.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_a_copy_that_is_gone_or_damaged_is_fetched_again(files, monkeypatch):
+    kept, opened, expected, fetched = KeptFiles(), Store("memory://set"), sums(files)["9"], []
+    monkeypatch.setattr(Store, "fetch", lambda *a, fetch=Store.fetch: fetched.append(a[1]) or fetch(*a))
+
+    def use_after(*errors):
+        turns = iter(errors)
+
+        def use(path):
+            if (error := next(turns, None)) is None:
+                return path.read_bytes()
+            if isinstance(error, FileNotFoundError):
+                path.unlink()  # as another process that makes room
+            raise error
+
+        return kept.use(opened, "9", expected, use)
+
+    assert use_after(FileNotFoundError(), ChangedError("damaged"), FileNotFoundError()) == files.cat_file("/set/9")
+    assert fetched == ["9"] * 4
+    with pytest.raises(ChangedError, match="damaged"):
+        use_after(*[ChangedError("damaged")] * 3)
+    with pytest.raises(UserError, match="has no room for the files that are in use; set HOSTDEV_STORE_CACHE_SIZE"):
+        use_after(*itertools.repeat(FileNotFoundError(), 20))
 
 
 @pytest.mark.parametrize("sha256", ["", "../../x", "/x", "0" * 63, "G" * 64])
