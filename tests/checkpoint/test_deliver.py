@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import deliver, finding, folder
+from hostdev.checkpoint import finding, folder
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import Content
-from hostdev.commands import checkpoint
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import StoreError, UserError
 from hostdev.core.stores import Store
+from hostdev.ext.checkpoints import cli as checkpoint
+from hostdev.ext.checkpoints import deliver
 from hostdev.kernels import disk_records
 
 ADDRESS = "memory://served/model"
