@@ -58,7 +58,7 @@ class StoreBackend(Protocol):
     """The interface of a kind of store: one attempt at each operation, in a folder of the store.
 
     File names are relative to the folder, such as "a/b"; `name` is "" for the folder itself. Any thread may call the
-    methods; a fork of the process makes a backend of its own.
+    methods; a fork of the process makes a backend of its own. `hostdev.testing.check_store` checks a backend.
 
     Args:
         address: The folder's address, without a slash at the end.
@@ -85,7 +85,7 @@ class StoreBackend(Protocol):
         """Copy a file within the store."""
 
     def remove(self, name: str) -> None:
-        """Remove a file; raise FileNotFoundError if there is no such file."""
+        """Remove a file; for a missing one, FileNotFoundError may be raised."""
 
     @staticmethod
     def is_transient(error: Exception) -> bool:

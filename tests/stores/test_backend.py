@@ -1,6 +1,7 @@
 """A store of a stranger's package, which registers a class for a URL scheme of its own."""
 
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
@@ -8,8 +9,11 @@ from hostdev.core import patience, registry
 from hostdev.core.addresses import result_path
 from hostdev.core.errors import StoreError, UserError
 from hostdev.core.kept_files import KeptFiles
-from hostdev.core.stores import Store
+from hostdev.core.stores import About, Store
 from hostdev.core.sync import sending
+from hostdev.ext.testing import check_store
+
+ROOT = Path(__file__).parents[2]
 
 SOURCE = """
 from hostdev.core.stores import About, StoreBackend
@@ -87,6 +91,33 @@ def test_a_store_of_a_package(shelf, tmp_path):
     store.remove("z")
     assert store.read_if_there("z") is None and store.about("z") is None
     assert KeptFiles().get(store, "x/y", sha256(b"content").hexdigest()).read_bytes() == b"content"
+
+
+@pytest.mark.parametrize("address", ["shelf://checked/x", "memory://checked/x"])
+def test_it_passes_the_check(shelf, address):
+    check_store(address)
+    check_store(address)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("about", "size is"),
+        ("read", "is not what was put"),
+        ("list", "must be empty"),
+        ("copy", "other bytes"),
+        ("remove", "must be None"),
+        ("is_transient", "is_transient"),
+        ("describe", "must contain"),
+    ],
+)
+def test_the_check_notices_what_is_wrong(shelf, monkeypatch, method, message):
+    wrong = {"about": About(1, ""), "read": b"other", "list": {"x": About(1, "")}, "is_transient": True, "describe": ""}
+    monkeypatch.setattr(shelf.Shelf, method, lambda *_: wrong.get(method))
+    if method == "copy":
+        monkeypatch.setattr(shelf.Shelf, method, lambda self, source, name: self.put(ROOT / "pyproject.toml", name))
+    with pytest.raises(AssertionError, match=message):
+        check_store("shelf://checked/x")
 
 
 def test_its_errors_are_those_of_every_store(shelf, tmp_path):
