@@ -9,6 +9,7 @@ from typing import Any
 
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError, naming
+from hostdev.core.outputs import write_json
 from hostdev.core.printable import printable
 from hostdev.core.progress import bar, note
 from hostdev.core.run_files import NEEDED
@@ -35,7 +36,6 @@ from hostdev.train.interrupt import GracefulStop
 from hostdev.train.network import Result
 from hostdev.train.processes import ProcessSession
 from hostdev.train.run import Run
-from hostdev.train.rundir import write_json
 from hostdev.train.schedule import ENDLESS, Schedule
 
 
