@@ -23,12 +23,11 @@ from hostdev.device import backend
 from hostdev.ext.advice.cache.auto import choose_cache
 from hostdev.kernels.numa import in_words
 from hostdev.train import checkpointing, report, starting
-from hostdev.train.build import require_layout
+from hostdev.train.build import choose_layout, require_layout
 from hostdev.train.callbacks import CallbackError, make_run_callbacks
 from hostdev.train.config import TrainConfig
 from hostdev.train.ending import Ending
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
-from hostdev.train.layouts import laid_out
 from hostdev.train.lean import without_compiler
 from hostdev.train.processes import ProcessSession, join_processes, resolve_batch
 from hostdev.train.run import Run
@@ -78,7 +77,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
     found = manifest.read(data)
     with _report_memory():
         if session is not None and settings.parallel == "auto":
-            settings, why = laid_out(settings, data, found, session.ranks)
+            settings, why = choose_layout(settings, data, found, session.ranks)
             print("\n".join(why), flush=True)
         settings, why = choose_cache(settings, data, found, session.ranks if session is not None else None)
     for line in why:

@@ -14,6 +14,7 @@ from hostdev.checkpoint.loading import load_tables, require_tables, values_of
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.tree import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
+from hostdev.core import registry
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
@@ -22,11 +23,11 @@ from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
+from hostdev.distributed.averages import require_own_averages
+from hostdev.distributed.dense_state import DenseState
+from hostdev.distributed.mesh import Layout
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
-from hostdev.ext.parallel.averages import require_own_averages
-from hostdev.ext.parallel.layout import Layout
-from hostdev.ext.parallel.state import DenseState
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.models.losses import TargetLoss
@@ -39,9 +40,8 @@ from hostdev.train.evaluation import Evaluation, evaluation_of
 from hostdev.train.frozen import NOTHING_FROZEN, freeze_columns
 from hostdev.train.key_options import agree_on_capacity
 from hostdev.train.micro_batches import MicroBatches
-from hostdev.train.network import DEEP, Result, Setup, Table, WholeNetwork
+from hostdev.train.network import DEEP, Network, Result, Setup, Table, WholeNetwork
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
-from hostdev.train.staged_network import StagedNetwork
 from hostdev.train.target_scores import TargetScores
 from hostdev.train.together import Together
 
@@ -137,14 +137,14 @@ class Trainer:
         still = NOTHING_FROZEN if schema is None or not frozen else freeze_columns(model, schema, frozen)
         self._loss = TargetLoss() if schema is None else TargetLoss(schema.labels, schema.targets)
         setup = Setup(
-            model, self.runtime, self._micro_batches, ranks, l2, precision, rate, self.tables, log, self._loss, still
+            model, self.runtime, self._micro_batches, world, l2, precision, rate, self.tables, log, self._loss, still
         )
         reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # neither function draws random numbers
         if layout is None:
-            self._network: WholeNetwork | StagedNetwork = WholeNetwork(setup, reading)
+            self._network: Network = WholeNetwork(setup, reading)
         else:
             assert sample is not None
-            self._network = StagedNetwork(setup, reading, layout, sample)
+            self._network = registry.find("network", "parts")(setup, reading, layout, sample)
         self.adam, self.cut = self._network.adam, self._network.description
 
     @property

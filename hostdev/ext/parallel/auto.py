@@ -9,14 +9,14 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.core.pieces import Piece
 from hostdev.device.backend import free_bytes
-from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.mesh import Layout, Mesh
 from hostdev.distributed.world import World
 from hostdev.ext.parallel.costs import Machine, Profile, measure_machine, measure_profile, take_slowest
-from hostdev.ext.parallel.layout import Inputs, Layout
+from hostdev.ext.parallel.layout import Inputs
 from hostdev.ext.parallel.pieces import get_pieces
 from hostdev.ext.parallel.plan import cuttable, divides, get_shared_layers, get_slice_dim, matched, pairable
 from hostdev.ext.parallel.search import Candidate, Layers, SearchOptions, candidates
-from hostdev.ext.parallel.trial import can_be_copied, time_steps
+from hostdev.ext.parallel.trial import Builder, can_be_copied, time_steps
 
 _SHOWN = 8  # maximum number of candidates in the table
 _FINALISTS = 4  # maximum number of candidates whose steps are timed
@@ -111,6 +111,7 @@ def choose(
     device: torch.device,
     autocast: torch.dtype | None = None,
     looked_up: bool = False,
+    build: Builder,
 ) -> LayoutChoice:
     """Measure costs for a few seconds, and return the fastest layout. All ranks must call this function.
 
@@ -126,6 +127,7 @@ def choose(
         autocast: Dtype of autocast, or None.
         looked_up: Whether the network's inputs are rows of tables, which one rank looks up and sends to the ranks with
             the other slices.
+        build: Builds a network in a layout whose steps are timed; see `trial.Builder`.
 
     Raises:
         UserError: No layout is possible, or `given` does not fit the network.
@@ -177,6 +179,7 @@ def choose(
             micro_batches=micro_batches,
             device=device,
             autocast=autocast,
+            build=build,
         )
         carried = micro_batches * machine.exchange(profile.inputs) if looked_up else 0.0
         taken = [

@@ -2,20 +2,21 @@
 
 import copy
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hostdev.core.errors import UserError
-from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.mesh import Layout, Mesh
 from hostdev.distributed.world import World
 from hostdev.ext.parallel.costs import filled, now
-from hostdev.ext.parallel.layout import Inputs, Layout
+from hostdev.ext.parallel.layout import Inputs
 from hostdev.ext.parallel.plan import get_slice_dim
 
 _SECONDS = 6.0  # for all trials together
+Builder = Callable[..., Any]  # has the arguments of `hostdev.parallel.Network`, and returns one
 _ROUNDS = 3, 25  # minimum and maximum number of measured steps of a layout
 
 
@@ -41,6 +42,7 @@ def time_steps(
     micro_batches: int,
     device: torch.device,
     autocast: torch.dtype | None,
+    build: Builder,
 ) -> list[float | None]:
     """Return each layout's seconds per step with Adam, or None for a layout that does not fit the network.
 
@@ -53,7 +55,9 @@ def time_steps(
         torch.manual_seed(1)  # the same values on all ranks
         values = filled(inputs(samples), device)
         try:
-            trials = [_make_trial(network, inputs, ranks, *each, micro_batches, device, autocast) for each in layouts]
+            trials = [
+                _make_trial(network, inputs, ranks, *each, micro_batches, device, autocast, build) for each in layouts
+            ]
             there = [one for one in trials if one is not None]
             for one in there:
                 one.step(samples, values)
@@ -93,13 +97,12 @@ def _make_trial(
     micro_batches: int,
     device: torch.device,
     autocast: torch.dtype | None,
+    build: Builder,
 ) -> _Trial | None:
     """Return a trial, or None if the layout does not fit the network. All ranks get the same result."""
-    from hostdev.ext.parallel.network import Network  # here to avoid a circular import
-
     ranks.mesh = mesh
     try:
-        made = Network(
+        trial_network = build(
             copy.deepcopy(network),
             inputs(1),
             ranks=ranks,
@@ -112,7 +115,7 @@ def _make_trial(
         )
     except UserError:
         return None
-    return _Trial(made, ranks, mesh, device)
+    return _Trial(trial_network, ranks, mesh, device)
 
 
 def _slice_inputs(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:

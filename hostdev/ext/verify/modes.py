@@ -23,12 +23,11 @@ from hostdev.data.preprocess.options import ids_in_words
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.dense_state import DenseState
+from hostdev.distributed.mesh import STRATEGIES, Layout, Mesh
 from hostdev.distributed.process_group import Ranks
-from hostdev.ext.parallel.layout import Layout, resolve_layout
+from hostdev.ext.parallel.layout import resolve_layout
 from hostdev.ext.parallel.plan import divides, pairable
-from hostdev.ext.parallel.plan_text import STRATEGIES
-from hostdev.ext.parallel.state import DenseState
 from hostdev.host.key_table import KeyTable
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
@@ -40,7 +39,7 @@ from hostdev.runtime.spec import CacheSpec
 from hostdev.train import config
 from hostdev.train.build import device_of, groups_of, ids_of, model_of, seed_torch, vector_tables
 from hostdev.train.config import TrainConfig
-from hostdev.train.staged import inputs_like
+from hostdev.train.network import inputs_like
 from hostdev.train.trainer import Trainer
 
 DEPTHS = (1, 2, 4)

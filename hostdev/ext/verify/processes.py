@@ -22,11 +22,10 @@ from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
-from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.mesh import Layout, Mesh
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.session import join
 from hostdev.distributed.start import start_processes, wait_for
-from hostdev.ext.parallel.layout import Layout
 from hostdev.ext.verify.modes import Mode, Record, compare, get_batch_size, read_batches, train
 from hostdev.train.build import device_of
 from hostdev.train.config import TrainConfig, to_flags
