@@ -14,7 +14,7 @@ class CheckpointedState:
     """
 
     def __init__(self, runtime: Any) -> None:
-        self.tables, self.pipeline, self.ranks = runtime.tables, runtime.pipeline, runtime.ranks
+        self.tables, self.pipeline, self.world = runtime.tables, runtime.pipeline, runtime.world
         self._settings, self._loops = runtime.settings, runtime.loops
         self.learning_rates = self._settings.learning_rates
         self.go_on_at = self._loops.iterators.continue_at

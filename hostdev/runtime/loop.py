@@ -21,7 +21,7 @@ from hostdev.runtime.loaders import PredictLoader
 from hostdev.runtime.pending import Pending, gradients_left
 from hostdev.runtime.random_streams import Place
 from hostdev.runtime.reading import Reading
-from hostdev.runtime.reduction import Reduction
+from hostdev.runtime.reduction import RankReduction, Reduction
 from hostdev.runtime.replay import Replay
 from hostdev.runtime.requests import Reader
 from hostdev.runtime.row_parameter import RowParameter
@@ -60,7 +60,7 @@ class TrainLoop(Loop[Item]):
         super().__init__(runtime, batches, reader, flags=self._flags, **reading)
         self._reduce_early = reduce_early
         self._micro_batches = micro_batches  # per step; 0: batches are not micro-batches
-        self.watcher = TrainWatcher(self._batch, runtime.settings, self._flags, runtime.ranks, runtime.loops.dense)
+        self.watcher = TrainWatcher(self._batch, runtime.settings, self._flags, runtime.world, runtime.loops.dense)
         self._of_pass = ExitStack()
         self._position = 0  # the position of the body's batch in the loop, from 1
         self._dense = DenseExchange(
@@ -195,17 +195,11 @@ class TrainLoop(Loop[Item]):
     def _take(self, flight: StepBatch) -> None:
         super()._take(flight)
         runtime, batch = self._runtime, self._batch
-        if self._micro_batches > 1 or runtime.ranks is not None:
-            batch.reduction = Reduction(
-                list(batch.all_leaves),
-                self._micro_batches,
-                self._flags,
-                runtime.ranks,
-                self._dense,
-                flight,
-                batch.losses,
-                runtime.step_channel,
-            )
+        if runtime.world.size > 1:
+            how = self._flags, runtime.world, self._dense, flight, batch.losses, runtime.step_channel
+            batch.reduction = RankReduction(list(batch.all_leaves), self._micro_batches, *how)
+        elif self._micro_batches > 1:
+            batch.reduction = Reduction(list(batch.all_leaves), self._micro_batches)
         self.watcher.begin_batch()
         self._clipped = False
 

@@ -39,20 +39,21 @@ def make_train_loop(
         raise ValueError(f"accumulate must be a number of batches, 1 or more, not {accumulate}")
     require_read_ahead(**reading)
     tables = runtime.bindings, runtime.group_specs
-    if micro_batches is None and runtime.ranks is None:
+    by_rank = runtime.world.micro_batches
+    if micro_batches is None and by_rank is None:
         if options.reduce_early:
             raise ValueError("reduce_early requires micro_batches=N")
         return TrainLoop(runtime, batches, Reader(*tables, ids, send, accumulate, cursor=cursor), **reading)
     if micro_batches is None and accumulate != 1:
         raise ValueError(f"with other ranks, give micro_batches={accumulate} instead of accumulate={accumulate}")
-    micro_batches = 1 if micro_batches is None else micro_batches
+    micro_batches = by_rank if micro_batches is None else micro_batches
     if micro_batches < 1 or accumulate != 1:
         raise ValueError(
             f"micro_batches must be a number of batches, 1 or more, not {micro_batches}"
             if micro_batches < 1
             else "micro_batches and accumulate both set the number of batches per step; give only one of them"
         )
-    if options.by_step and runtime.ranks is None:
+    if options.by_step and by_rank is None:
         raise ValueError("by_step requires other ranks, but this process is alone")
     reader = Reader(*tables, ids, send, micro_batches, whole=True, asks=runtime.world.leads, cursor=cursor)
     how = {"reduce_early": options.reduce_early, "by_step": options.by_step}

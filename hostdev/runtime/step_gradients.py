@@ -32,7 +32,7 @@ def make_gradients(batch: BodyBatch, watcher: TrainWatcher, flags: Flags, stagin
         return Gradients(nothing)
     watcher.steps.count_step()
     assert batch.flight is not None
-    if batch.reduction is not None and batch.reduction.has_ranks:
+    if batch.reduction is not None and batch.reduction.parts:
         guarded = guarded or (flags.stop, _make_outcome(batch, batch.flight, flags, staging))
         reduction, parts = batch.reduction, iter(batch.reduction.parts)
         chunks = [[next(parts) for _ in group] for group in batch.leaves]

@@ -213,10 +213,10 @@ def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -
 
 def make_cache_specs(
     settings: TrainConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
-) -> dict[str, CacheSpec] | None:
-    """Return each group's cache for `Runtime`, by the group's first table; None if the settings have no cache."""
+) -> dict[str, CacheSpec]:
+    """Return each group's cache for `Runtime`, by the group's first table; empty if the settings have no cache."""
     if settings.cache_policy is None:
-        return None
+        return {}
     assert settings.cache_rows is not None
     groups = groups_of(model)
     counts: list[Any] = [None] * len(groups)

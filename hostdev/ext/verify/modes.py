@@ -25,7 +25,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.distributed.dense_state import DenseState
 from hostdev.distributed.mesh import STRATEGIES, Layout, Mesh
-from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.parallel.layout import resolve_layout
 from hostdev.ext.parallel.plan import divides, pairable
 from hostdev.host.key_table import KeyTable
@@ -146,12 +146,12 @@ def train(
     schema: Schema,
     faulty_group: int | None,
     micro_batches: int = 1,
-    ranks: Ranks | None = None,
+    world: World = ALONE_WORLD,
     layout: Layout | None = None,
 ) -> Record:
     """Train on batches and record every step.
 
-    With `ranks`, `batches` are this rank's parts of the batches, and only the rows of this rank are recorded.
+    With several ranks, `batches` are this rank's parts of the batches, and only the rows of this rank are recorded.
 
     Args:
         faulty_group: Number of the group whose reads do not wait for updates by earlier batches (the injected fault),
@@ -192,7 +192,7 @@ def train(
         cache=caches(mode, model, batches),
         hooks=hooks,
         micro_batches=micro_batches,
-        ranks=ranks,
+        world=world,
         layout=layout,
         sample=batches[0],
         schema=schema,
@@ -204,7 +204,7 @@ def train(
         if isinstance(table, KeyTable):
             local_ids.append(table.index.keys)
         else:
-            local_ids.append(None if ranks is None else table.ids(0, table.rows))  # type: ignore[union-attr]
+            local_ids.append(table.ids(0, table.rows) if world.size > 1 else None)  # type: ignore[union-attr]
     with bar(len(batches), str(mode), "step") as progress:
         for number, result in enumerate(trainer.train(batches)):
             record.losses.append(tuple(result.value))
