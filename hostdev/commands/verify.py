@@ -88,7 +88,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     layout = parse_layout(arguments.schedule, arguments.stage_cut, arguments.plan)
     settings.require_data()
     with cli.importing(prog):
-        from hostdev.ext.verify.modes import verify
+        from hostdev.ext.verify.comparison import verify
     different = verify(
         settings,
         arguments.steps,

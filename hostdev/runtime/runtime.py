@@ -169,9 +169,7 @@ class Runtime(Logged, FrameworkLoaders):
         return [group.cache for group in groups if group.is_cached]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return bytes sent in training: "rows" (ids, rows and gradients), "least" (a lower bound on "rows"), "dense",
-        "network" (to other hosts); empty without other ranks.
-        """
+        """Return bytes sent in training: "rows", "least" (minimum for "rows"), "dense", "network" (to other hosts)."""
         dense, sent = self.dense_channel, {}
         for exchange in self.pipeline.exchanges:
             network = exchange.network_bytes + dense.network_bytes

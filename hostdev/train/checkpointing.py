@@ -156,8 +156,7 @@ def get_folder(settings: TrainConfig, run_dir: Path) -> Path:
 def find(settings: TrainConfig, data: Manifest, world: World) -> tuple[Start | None, str]:
     """Return the checkpoint to resume from, or None for a new run, and a message about the choice.
 
-    Rank 0 chooses for all ranks, which cannot choose another one while they load rows: so it verifies the rows, too.
-    A single process verifies them in `begin`.
+    Rank 0 chooses for all ranks, and verifies rows, too; a single process verifies them in `begin`.
 
     Raises:
         UserError: The checkpoint is missing or damaged, it is from another model or other data, or there is no
@@ -165,18 +164,15 @@ def find(settings: TrainConfig, data: Manifest, world: World) -> tuple[Start | N
     """
     is_verified = world.size > 1
 
-    def pack(choice: tuple[Start | None, str]) -> list[Any]:
-        start, line = choice
-        return [None if start is None else str(start.path.resolve()), line]
-
     def unpack(packed: list[Any]) -> tuple[Start | None, str]:
-        path, line = packed
-        if path is None:
-            return None, line
-        chain = read_chain(Path(path))
-        return Start(chain, values_of(chain)["more"], is_verified), line
+        chain = read_chain(Path(packed[0])) if packed[0] else None
+        return chain and Start(chain, values_of(chain)["more"], is_verified), packed[1]
 
-    return world.find_together(lambda: _find(settings, data, is_verified=is_verified), pack, unpack)
+    return world.find_together(
+        lambda: _find(settings, data, is_verified=is_verified),
+        lambda choice: [choice[0] and str(choice[0].path.resolve()), choice[1]],
+        unpack,
+    )
 
 
 def _find(settings: TrainConfig, data: Manifest, *, is_verified: bool) -> tuple[Start | None, str]:
