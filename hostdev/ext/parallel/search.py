@@ -1,4 +1,4 @@
-"""Layout search: enumerates layouts and sorts them by a cost model. `trial` then times the best.
+"""Layout search: enumerates layouts and sorts them by a cost model. `auto` then times the best.
 
 A step of M micro-batches on a mesh of D x T x P ranks (axes data, model, pipe) takes
 
