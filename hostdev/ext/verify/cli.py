@@ -12,6 +12,7 @@ from hostdev.distributed.mesh import SCHEDULES, Mesh, parse_layout, parse_mesh
 from hostdev.train import config
 
 PROG = "hostdev.verify"
+HELP = "show on your data that every mode gives the same bits"
 EXIT_DIFFERENT = 1
 OPTIONS = (
     "data",
