@@ -55,7 +55,7 @@ class World:
 
     rank, size = 0, 1
     mesh, mesh_is_given = Mesh(), False
-    have_parted = is_stuck = failed = False
+    have_parted = is_stuck = False
     micro_batches: int | None = None
     label: int | None = None
     control: Any = LocalChannel()  # Any: `Channel` imports torch, and this module must not

@@ -166,7 +166,7 @@ def find(settings: TrainConfig, data: Manifest, world: World) -> tuple[Start | N
 
     def unpack(packed: list[Any]) -> tuple[Start | None, str]:
         chain = read_chain(Path(packed[0])) if packed[0] else None
-        return chain and Start(chain, values_of(chain)["more"], is_verified), packed[1]
+        return None if chain is None else Start(chain, values_of(chain)["more"], is_verified), packed[1]
 
     return world.find_together(
         lambda: _find(settings, data, is_verified=is_verified),
