@@ -23,7 +23,7 @@ from hostdev.data.manifest_values import BY_COLUMN, check_scaling
 from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.dense import Scaling
-from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, Earlier
+from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, NO_EARLIER, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, Outcome
@@ -54,8 +54,8 @@ def build(
             more than 1% of the lines are malformed; or a split that must have rows is empty.
         TransientError: The vocabulary, or one shard per thread, does not fit into memory; or a read fails.
     """
-    if earlier is not None:
-        earlier.require(source, options.dense, options.hash_buckets)
+    earlier = earlier or NO_EARLIER
+    earlier.require(source, options.dense, options.hash_buckets)
     with claim(out) as work:
         manifest = _Build(source, work, options, threads or host_threads(), earlier).run()
         work.finish()
@@ -65,7 +65,7 @@ def build(
 class _Build:
     """The state of one build."""
 
-    def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier | None) -> None:
+    def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier) -> None:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
         # By id space, the share of training occurrences that have an id of `earlier`.
@@ -83,8 +83,8 @@ class _Build:
     def run(self) -> Manifest:
         stamp = self._source.stamp()
         recipe = None if stamp is None else [stamp, self._source.options(), self._options.as_json()]
-        if recipe is not None and self._earlier is not None:
-            recipe.append(self._earlier.as_json())
+        if recipe is not None:
+            recipe += self._earlier.recipe()
         entries = self._work.begin(json.loads(json.dumps(recipe)))
         id_type = (
             "int32" if self._hashed is None else self._hashed.schema.id_type
@@ -98,7 +98,7 @@ class _Build:
             seed=self._options.seed,
             hashed=self._hashed,
             shards=shards_held,
-            survey=None if self._earlier is None else self._earlier.survey(),
+            survey=self._earlier.survey(),
         )
         entries = entries[: _count_sound(entries, self._layout, self._options.dense, len(self._splits))]
         pieces = [entry for entry in entries if "piece" in entry]
@@ -150,17 +150,12 @@ class _Build:
                 self._known_shares, self._padded = found.get(KNOWN_SHARES), found[PADDED]
                 return schemas.from_json(found["schema"]), scalings.fixed(*of, found["scaling"], signed=signed)
         earlier, checksums = self._earlier, []
-        scaling = scalings.make(*of, signed=signed)
-        if earlier is not None:
-            scaling = earlier.scaling(self._layout, signed=signed)
+        scaling = earlier.scaling(self._options.dense, self._layout, signed=signed)
         vocabulary: Vocabulary | None = None
         if self._hashed is None:
             threshold = self._options.threshold
             assert threshold is not None
-            if earlier is None:
-                vocabulary = Vocabulary(threshold, self._layout, self._source.format_keys)
-            else:
-                vocabulary = earlier.vocabulary(threshold, self._source)
+            vocabulary = earlier.vocabulary(threshold, self._source)
         second_pass.learn(self._paths, self._facts, self._layout, scaling, vocabulary, workers)
         if vocabulary is None:
             assert self._hashed is not None
@@ -173,8 +168,8 @@ class _Build:
         self._padded = {} if vocabulary is None else vocabulary.fillers()
         found = {"schema": schema.as_json(), "scaling": scaling.statistics(), "checksums": checksums}
         found[PADDED] = self._padded
-        if vocabulary is not None and earlier is not None:
-            found[KNOWN_SHARES] = self._known_shares = vocabulary.known_shares()
+        if vocabulary is not None:
+            found[KNOWN_SHARES] = self._known_shares = earlier.known_shares(vocabulary.known_uses())
         self._work.note(learned=found)
         return schema, scalings.fixed(*of, scaling.statistics(), signed=signed)
 

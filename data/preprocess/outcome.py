@@ -9,7 +9,7 @@ from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError
 from hostdev.data.advice import PADDED
 from hostdev.data.manifest import REJECTED_FILE, Manifest
-from hostdev.data.preprocess.earlier_vocabulary import EARLIER, KNOWN_SHARES, Earlier
+from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, Earlier
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.pieces import Facts, Piece
 from hostdev.data.preprocess.raw import Layout, Source
@@ -44,7 +44,7 @@ class Outcome:
     """
 
     def __init__(
-        self, source: Source, options: Options, earlier: Earlier | None, splits: Sequence[str], facts: Sequence[Facts]
+        self, source: Source, options: Options, earlier: Earlier, splits: Sequence[str], facts: Sequence[Facts]
     ) -> None:
         self._source, self._options, self._earlier, self._splits = source, options, earlier, splits
         self._facts = facts
@@ -62,7 +62,7 @@ class Outcome:
         options = self._source.options()
         for k, name in enumerate(self._layout.labels):
             rule = options.get("positives", {}).get(name, options.get("positive"))
-            if rule is None or self._earlier is not None or name in self._layout.targets.numeric:
+            if rule is None or self._earlier.keeps or name in self._layout.targets.numeric:
                 continue
             if not any(each[k] for fact in self._facts for each in fact.labels):
                 of = f" {name!r}" if self._layout.targets.more else ""
@@ -110,7 +110,7 @@ class Outcome:
             options={
                 **self._source.options(),
                 **self._options.as_json(),
-                **({} if self._earlier is None else {EARLIER: self._earlier.as_json()}),
+                **self._earlier.options(),
             },
             statistics={
                 "rows": rows,

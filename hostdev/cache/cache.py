@@ -120,6 +120,10 @@ class EmbeddingCache:
         """Number of batches announced in addition to the one that is planned; 0 for a policy without lookahead."""
         return self.planner.window
 
+    def describe(self) -> str:
+        """Return what must be equal on all ranks, as text."""
+        return f"a cache that looks {self.window} batches ahead"
+
     def announce(self, ids: Ids, inverse: Positions) -> None:
         """Announce the next batch by the two results of `unique` for its ids, which must be in 0..rows - 1."""
         if not self._recording and self.planner.policy == POLICIES[LOOKAHEAD]:  # needs only the sum of uses
@@ -334,6 +338,40 @@ class EmbeddingCache:
         """Return the host nanoseconds that the cache has saved, not counting its planning."""
         spent = sum(op.times.durations().total for op in (self.counting, self.announcing, self.planning))
         return _saved(self.planner.statistics, host) - spent
+
+
+class NoCache(EmbeddingCache):
+    """The cache of tables without one: it has no slots, and its methods do nothing."""
+
+    def __init__(self) -> None:
+        self.tables, self.slots = [], []
+
+    @property
+    def window(self) -> int:
+        """Number of batches announced ahead: none."""
+        return 0
+
+    def describe(self) -> str:
+        """Return what must be equal on all ranks, as text."""
+        return "no cache"
+
+    def stepped(self, plan: Plan, table: int, bring_back: Callable[[], None]) -> None:
+        """See `EmbeddingCache.stepped`."""
+
+    def left(self, plan: Plan, table: int) -> None:
+        """See `EmbeddingCache.left`."""
+
+    def write_back(self) -> None:
+        """See `EmbeddingCache.write_back`."""
+
+    def write_back_rows(self) -> None:
+        """See `EmbeddingCache.write_back_rows`."""
+
+    def refresh(self, changed: CachedTable | None = None, rows: Ids | None = None) -> None:
+        """See `EmbeddingCache.refresh`."""
+
+
+NO_CACHE = NoCache()
 
 
 def _us(nanoseconds: float) -> float:

@@ -53,10 +53,11 @@ def find_forwarded(written: ConcatenatedIds, conflicting: RowSubset, earlier: Fo
     source, chosen = join(written.ids, conflicting.ids)
     assert conflicting.positions is not None
     place = np.full(len(written.ids), -1, np.int32)
+    starts = np.searchsorted(source, written.starts).tolist()
+    held_starts = [0] * len(starts)
     if earlier is not None:
         place[earlier.target] = np.arange(len(earlier.target), dtype=np.int32)
-    starts = np.searchsorted(source, written.starts).tolist()
-    held_starts = [0] * len(starts) if earlier is None else earlier.starts
+        held_starts = earlier.starts
     return Forwarded(source, conflicting.positions[chosen], place[source], starts, written.starts, held_starts)
 
 

@@ -29,7 +29,7 @@ from hostdev.core.outputs import replacing
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.cluster.placed import placed
 from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
+from hostdev.data.preprocess.earlier_vocabulary import NO_EARLIER, Earlier, read_earlier
 from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.raw import Source
@@ -173,10 +173,10 @@ class Work:
         return None if buckets is None else HashBuckets(buckets, self.source.layout)
 
     @property
-    def earlier(self) -> Earlier | None:
-        """The earlier data set; raises TransientError if it is not the client's."""
+    def earlier(self) -> Earlier:
+        """The earlier data set, or `NO_EARLIER`; raises TransientError if it is not the client's."""
         if self.job.earlier is None:
-            return None
+            return NO_EARLIER
         with self._lock:
             if self._earlier is None:
                 folder, frozen, identity = self.job.earlier
@@ -191,7 +191,6 @@ class Work:
     @cached_property
     def stored(self) -> StoredVocabulary:
         """The vocabulary of the earlier data set, whose checksum is compared once."""
-        assert self.earlier is not None
         return self.earlier.open()
 
     def path(self, name: str) -> Path:

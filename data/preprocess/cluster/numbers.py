@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.data import ragged
-from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess.cluster.first import Result, piece_name
 from hostdev.data.preprocess.cluster.job import Work
 from hostdev.data.preprocess.dense import BLOCK, ByMaximum, Numbers, Scaling, Standard, moments
@@ -36,7 +35,7 @@ def has_groups(scaling: Scaling) -> bool:
 def make_scaling(work: Work) -> Scaling:
     """Return the scaling before any row is seen."""
     layout = work.source.layout
-    return scalings.make(work.options.dense, layout.dense, layout.scaling, signed=work.source.signed)
+    return work.earlier.scaling(work.options.dense, layout, signed=work.source.signed)
 
 
 def _parts(scaling: Scaling, columns: int) -> Sequence[tuple[npt.NDArray[np.int64], Scaling]]:
@@ -102,9 +101,9 @@ def _add(rows: Numbers, parts: Any, standard: list[int], found: Any, dense: Any)
 def scale(work: Work, groups: int, index: list[str]) -> Result:
     """Return the statistics of the scaling; `groups` is the number of files of `find_moments`, 0 for none."""
     layout = work.source.layout
-    if work.earlier is not None:
-        return {"scaling": work.earlier.scaling(layout, signed=work.source.signed).statistics(), "files": {}}
     scaling = make_scaling(work)
+    if work.earlier.keeps:
+        return {"scaling": scaling.statistics(), "files": {}}
     if layout.dense and not groups:
         _observe(work, scaling, index)
     parts = _parts(scaling, len(layout.dense))

@@ -19,7 +19,7 @@ from hostdev.data.preprocess.cluster.job import FOLDERS, Job, Reference, describ
 from hostdev.data.preprocess.cluster.job import Work as JobWork
 from hostdev.data.preprocess.cluster.learning import Learning
 from hostdev.data.preprocess.cluster.runner import Runner, Task
-from hostdev.data.preprocess.earlier_vocabulary import Earlier
+from hostdev.data.preprocess.earlier_vocabulary import NO_EARLIER, Earlier
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, Outcome
 from hostdev.data.preprocess.pieces import Facts
@@ -51,8 +51,8 @@ def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier
             "--scheduler: standard input, pipes and queries can be read only on this machine; give files that all "
             "workers see, or leave out --scheduler"
         )
-    if earlier is not None:
-        earlier.require(source, options.dense, options.hash_buckets)
+    earlier = earlier or NO_EARLIER
+    earlier.require(source, options.dense, options.hash_buckets)
     with connect(scheduler) as connection, claim(out) as work:
         manifest = _Preparation(source, work, options, earlier, connection).run()
         work.finish()
@@ -62,9 +62,7 @@ def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier
 class _Preparation:
     """The state of one preparation."""
 
-    def __init__(
-        self, source: Source, work: Work, options: Options, earlier: Earlier | None, connection: Connection
-    ) -> None:
+    def __init__(self, source: Source, work: Work, options: Options, earlier: Earlier, connection: Connection) -> None:
         self._source, self._work, self._options, self._earlier = source, work, options, earlier
         self._connection = connection
         has_validation = source.has_validation or options.validation_fraction is not None
@@ -72,8 +70,7 @@ class _Preparation:
 
     def run(self) -> Manifest:
         recipe = ["cluster", _FORMAT, self._source.stamp(), self._source.options(), self._options.as_json()]
-        if self._earlier is not None:
-            recipe.append(self._earlier.as_json())
+        recipe += self._earlier.recipe()
         recipe = json.loads(json.dumps(recipe))
         entries = self._work.begin(recipe)
         self._make_job(sha256(json.dumps(recipe).encode()).hexdigest()[:12])
@@ -109,14 +106,13 @@ class _Preparation:
             (folder / "shards" / split).mkdir(exist_ok=True)
         how = describe(self._source)
         assert how is not None
-        earlier = self._earlier
         job = Job(
             str(folder),
             how,
             stamps(self._source),
             self._options,
             len(self._splits),
-            None if earlier is None else (os.path.abspath(earlier.folder), earlier.frozen, earlier.identity),  # noqa: PTH100
+            self._earlier.reference,
         )
         self._reference: Reference = write_job(job, folder / "job.pickle")
         self._job = JobWork(job)

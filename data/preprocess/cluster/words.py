@@ -191,7 +191,7 @@ def count(work: Work, part: Part, index: list[str]) -> Result:
 
 def _threshold(work: Work, space: int) -> int | None:
     earlier, layout = work.earlier, work.source.layout
-    if earlier is not None and earlier.frozen:
+    if earlier.frozen:
         return None
     assert work.options.threshold is not None
     return layout.thresholds.get(layout.spaces[space], work.options.threshold)
@@ -199,8 +199,6 @@ def _threshold(work: Work, space: int) -> int | None:
 
 def _earlier(work: Work, part: Part) -> Iterator[tuple[Any, Ids]]:
     """Yield a range's values of the earlier data set, with their indices in the order of its ids."""
-    if work.earlier is None:
-        return
     space, number, ranges = part
     start = 0
     for keys in work.earlier.keys(work.stored, space):

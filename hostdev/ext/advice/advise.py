@@ -1,11 +1,13 @@
 """python -m hostdev.advise: recommend a cache size for the user's data by simulating every policy."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hostdev.cache.options import POLICIES
@@ -22,6 +24,8 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.bus import Bus, measure
 from hostdev.distributed.rank_environment import find_rank_environment
+from hostdev.distributed.session import join
+from hostdev.distributed.start import start_processes, wait_for
 from hostdev.ext.advice.admission import advise_admission
 from hostdev.ext.advice.cache.curves import Curves, Group, Point, flags, gains, recommend, simulate
 from hostdev.ext.advice.disk import advise_disk
@@ -30,7 +34,7 @@ from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import config
-from hostdev.train.build import groups_of, ids_of, model_of
+from hostdev.train.build import choose_layout, groups_of, ids_of, model_of, require_layout
 from hostdev.train.config import TrainConfig
 from hostdev.train.report import kind
 
@@ -219,12 +223,25 @@ def advise_mesh(settings: TrainConfig, processes: int) -> None:
 
     Start the processes, unless a launcher has started this process as one of several.
     """
-    from hostdev.train.layouts import advise_alone, advise_together
-
-    settings = replace(settings, data=settings.data or lookalike.ensure()[0])
+    data = settings.data or lookalike.ensure()[0]
+    settings = replace(settings, data=data)
     if find_rank_environment().alone:
-        raise SystemExit(advise_alone(settings, processes))
-    advise_together(settings)
+        require_layout(settings, data)
+        command = [sys.executable, "-m", "hostdev.advise", *sys.argv[1:]]
+        raise SystemExit(wait_for(start_processes(processes, command)))
+    with join() as ranks:
+        assert ranks is not None
+        torch.set_num_threads(settings.torch_threads or 1)
+        found = manifest.read(data)
+        settings = replace(settings, batch_size=settings.resolved().batch_size)
+        assert settings.batch_size is not None
+        ShardReader(data, found, "train").require(settings.batch_size)
+        _, lines = choose_layout(settings, data, found, ranks)
+        device = backend.select(settings.device)
+        if ranks.rank == 0:
+            parts = f"batches of {settings.batch_size:,} in {settings.micro_batches} micro-batches"
+            where = f"{ranks.size} processes of one thread on {backend.describe(device)}"
+            print(f"model    {settings.model}: {parts}, {where}", *lines, sep="\n")
 
 
 def get_max_dim(group: Group) -> int:
