@@ -30,14 +30,14 @@ from .core.optimizers import RowWiseAdagrad as RowWiseAdagrad
 from .core.optimizers import RowWiseAdam as RowWiseAdam
 from .device.table import DeviceTable as DeviceTable
 from .distributed.session import join as join
-from .host.table import HostTable as HostTable
 from .ext.predict.predictor import Predictor as Predictor
+from .ext.tracking.callback import Callback as Callback
+from .host.table import HostTable as HostTable
 from .runtime.ema import EMA as EMA
 from .runtime.runtime import Runtime as Runtime
 from .runtime.spec import Bag as Bag
 from .runtime.spec import CacheSpec as CacheSpec
 from .runtime.spec import Feature as Feature
 from .runtime.spec import TableSpec as TableSpec
-from .ext.tracking.callback import Callback as Callback
 
 __version__: str

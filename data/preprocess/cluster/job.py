@@ -26,7 +26,6 @@ from hostdev.core.addresses import address_of, is_remote, source_path
 from hostdev.core.checksums import Crc32, checksum
 from hostdev.core.errors import TransientError
 from hostdev.data.preprocess import places
-from hostdev.data.preprocess.cluster.placed import placed
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
 from hostdev.data.preprocess.inputs import open_input
@@ -39,6 +38,28 @@ from hostdev.data.preprocess.table import Table
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.kernels.jit import take_turns
 from hostdev.kernels.pool import set_host_threads
+
+_Base: Any = type(Path())
+
+
+class PlacedPath(_Base):  # type: ignore[misc]
+    """A path whose text is the user's, perhaps relative to a folder of the client's; files are opened at `place`.
+
+    Messages and rejected lines thus name the same file on all machines.
+    """
+
+    place: str | None = None
+
+    def __fspath__(self) -> str:
+        return str(self) if self.place is None else self.place
+
+
+def placed(shown: str, place: str) -> Path:
+    """Return a path with this text that opens the file at `place`."""
+    path = PlacedPath(shown)
+    path.place = place
+    return path
+
 
 FOLDERS = ("rows", "pieces", "spread", "words", "shards", "attempts")
 
