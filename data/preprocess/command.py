@@ -23,7 +23,7 @@ from hostdev.data.preprocess.flags import THRESHOLD, parse_scheduler
 from hostdev.data.preprocess.options import FLAGS, Options, ids_in_words, parse_options
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.data.preprocess.table import Table, open_table
+from hostdev.data.preprocess.table import TableSource, open_table
 from hostdev.data.preprocess.table_flags import text_options
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.kernels.pool import host_threads
@@ -133,7 +133,7 @@ def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -
             raise UserError(
                 f"threshold of feature {next(iter(how.thresholds))!r} has no effect with --hash-buckets; leave it out"
             )
-        return Table(arguments.files if arguments.command == "table" else [_open_query(arguments)], how), options
+        return TableSource(arguments.files if arguments.command == "table" else [_open_query(arguments)], how), options
     options = parse_options(arguments, **earlier_flags.defaults(earlier))
     if arguments.command == "criteo":
         return CriteoText(arguments.files), options

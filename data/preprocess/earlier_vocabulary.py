@@ -19,7 +19,7 @@ from hostdev.data.preprocess import criteo, scaling
 from hostdev.data.preprocess.dense import Numbers, Scaling
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.pieces import Survey
-from hostdev.data.preprocess.raw import Layout, Source
+from hostdev.data.preprocess.raw import Source, SourceLayout
 from hostdev.data.preprocess.stored import DamagedError
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
@@ -91,7 +91,7 @@ class Earlier:
         if buckets is not None and HashBuckets(buckets, theirs).schema != mine:
             raise UserError(f"{self.folder}: the ids do not match {buckets:,} hash buckets; preprocess it again")
 
-    def scaling(self, layout: Layout, *, signed: bool) -> Scaling:
+    def scaling(self, layout: SourceLayout, *, signed: bool) -> Scaling:
         """Return the fixed scaling of the earlier data set."""
         mode = self.found.options["dense"]
         own = scaling.own(self.found.options)

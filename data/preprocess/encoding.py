@@ -24,11 +24,11 @@ from hostdev.data.preprocess import criteo, scaling
 from hostdev.data.preprocess.bag_weights import WeightedValues, can_be_weights, read_weighted, require_weighted
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.forms import Written
-from hostdev.data.preprocess.known import Vocabulary, written_by_space
+from hostdev.data.preprocess.known import ValueIds, written_by_space
 from hostdev.data.preprocess.labels import Labels
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.plain_rows import PlainColumn, PlainRows
-from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.reading import all_readings, own_settings
 from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
 from hostdev.data.preprocess.vectors import (
@@ -83,7 +83,7 @@ class Encoding:
         self._type = np.dtype(data.id_type)
 
     @cached_property
-    def _known(self) -> Vocabulary | HashBuckets:
+    def _known(self) -> ValueIds | HashBuckets:
         """The mapping from values to ids, loaded on first use because loading takes time."""
         buckets = self._data.options.get("hash_buckets")
         if buckets is not None:
@@ -91,10 +91,11 @@ class Encoding:
             ids, bags = (tuple(column for column in columns if column.kind == kind) for kind in ("id", "bag"))
             hashed = criteo.LAYOUT.hashed if self.is_criteo else None
             return HashBuckets(
-                buckets, Layout(self.schema.label, self.schema.dense, ids, bags, hashed, targets=self.schema.targets)
+                buckets,
+                SourceLayout(self.schema.label, self.schema.dense, ids, bags, hashed, targets=self.schema.targets),
             )
         assert self._path is not None
-        return Vocabulary(self._path, self._data)
+        return ValueIds(self._path, self._data)
 
     @cached_property
     def _written(self) -> dict[str, Written]:

@@ -88,7 +88,7 @@ class Stream:
             size -= len(piece)
 
 
-class Input:
+class InputFile:
     """A plain or compressed file, or a file in a tar or zip archive.
 
     `wanted` is called with the name of each file in an archive, without folders, to select one; None requires that
@@ -234,7 +234,7 @@ class ReadOnce:
         """Do nothing, as the content is read only once."""
 
 
-AnyInput = Input | ReadOnce
+AnyInput = InputFile | ReadOnce
 
 
 def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyInput:
@@ -243,7 +243,7 @@ def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyIn
         if sys.stdin is None:  # the shell closed it with <&-
             raise UserError("standard input is closed; redirect it, as with < FILE, or name a file")
         return ReadOnce(path, sys.stdin.buffer)
-    return ReadOnce(path, path.open("rb")) if path.is_fifo() else Input(path, wanted)
+    return ReadOnce(path, path.open("rb")) if path.is_fifo() else InputFile(path, wanted)
 
 
 def unreadable(name: str, what: str, error: Exception) -> HostdevError:

@@ -21,7 +21,7 @@ from hostdev.kernels.strings import TextMap
 Ids = npt.NDArray[np.int64]
 
 
-class Vocabulary:
+class ValueIds:
     """Map from values to ids.
 
     Attributes:

@@ -10,7 +10,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive, WrongValueError
-from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.targets import Targets
 
 Values = npt.NDArray[np.float32]
@@ -36,7 +36,7 @@ class Labels:
         targets: Targets,
         rule: str | None,
         rules: Mapping[str, str],
-        readings: Mapping[str, Reading],
+        readings: Mapping[str, ReadSettings],
         *,
         tells: bool = False,
     ) -> None:

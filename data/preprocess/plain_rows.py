@@ -15,8 +15,8 @@ from hostdev.data import ragged
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.dense import LARGEST
 from hostdev.data.preprocess.forms import Written
-from hostdev.data.preprocess.known import Vocabulary
-from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.known import ValueIds
+from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.kernels.strings import hash_texts
 
@@ -46,10 +46,10 @@ class PlainColumn(NamedTuple):
     space: str
     oov: int
     written: Written
-    reading: Reading
+    reading: ReadSettings
 
 
-class Found(NamedTuple):
+class EncodedValues(NamedTuple):
     """What was read.
 
     Attributes:
@@ -82,7 +82,7 @@ class PlainRows:
         numbers: Sequence[str],
         columns: Sequence[PlainColumn],
         bags: Sequence[PlainColumn],
-        known: Vocabulary | HashBuckets,
+        known: ValueIds | HashBuckets,
         *,
         is_criteo: bool,
     ) -> None:
@@ -90,7 +90,7 @@ class PlainRows:
         self._known, self._is_criteo = known, is_criteo
         self.names = list(dict.fromkeys([*numbers, *(column.source for column in self._columns)]))
 
-    def read(self, rows: Mapping[str, Sequence[Any]], n: int) -> Found | None:
+    def read(self, rows: Mapping[str, Sequence[Any]], n: int) -> EncodedValues | None:
         """Return what n rows have, or None if only `Encoding.encode` can read them."""
         numbers = self._read_numbers(list(chain.from_iterable([rows[name] for name in self._numbers])), n)
         if numbers is None:
@@ -118,7 +118,7 @@ class PlainRows:
             column.name: column.reading.known(part, of_each, np.ones(len(part), np.bool_))
             for column, part, of_each in zip(self._bags, parts, lengths, strict=True)
         }
-        return Found(numbers, ids[:single].reshape(len(self._single), n).T, bags)
+        return EncodedValues(numbers, ids[:single].reshape(len(self._single), n).T, bags)
 
     def _read_numbers(self, values: list[Any], n: int) -> npt.NDArray[np.float64] | None:
         kinds = set(map(type, values))
@@ -175,7 +175,7 @@ def _parts(values: Ids, texts: Sequence[Sequence[str]]) -> Iterator[Ids]:
         start += len(some)
 
 
-def _split(reading: Reading, rows: Sequence[Any]) -> tuple[list[Any], Lengths] | None:
+def _split(reading: ReadSettings, rows: Sequence[Any]) -> tuple[list[Any], Lengths] | None:
     """Return the values of bags that are not missing, one row after the other, and their number in each row."""
     kinds = set(map(type, rows)) - {_NONE}
     if kinds == {str} and reading.separator is not None:

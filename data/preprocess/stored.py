@@ -36,7 +36,7 @@ class DamagedError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(Piece):
+class StoredRows(Piece):
     """Consecutive rows of a shard, as views of the mapped file."""
 
     start: int  # number of rows of the shard before this part
@@ -67,7 +67,7 @@ def get_size(path: Path) -> int:
         return 0
 
 
-def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = False) -> Iterator[Part]:
+def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = False) -> Iterator[StoredRows]:
     """Iterate over a shard's rows, in parts of bounded size.
 
     Args:
@@ -91,7 +91,7 @@ def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = Fal
                 raise DamagedError(path, f"bag {name!r} has rows with more ids than weights, or fewer")
         for begin in range(0, batch.num_rows, MOST_ROWS):
             piece = batch.slice(begin, MOST_ROWS)
-            yield Part(**vars(piece_of(piece, found)), start=start + begin)
+            yield StoredRows(**vars(piece_of(piece, found)), start=start + begin)
         start += batch.num_rows
 
 
@@ -151,7 +151,7 @@ class Wrong:
         return f"{counted(self.count, self.kind)} {self.what}, the first in {self.first}"
 
 
-def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
+def wrong_values(part: StoredRows, schema: Schema) -> list[Wrong]:
     """Find ids outside their column's range, invalid labels and weights, and numbers that are not finite."""
     found = []
     spaces = {space.name: space for space in schema.spaces}

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from hostdev.core.errors import TransientError
 from hostdev.core.memory import available_bytes, format_bytes
-from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.values import FormatKeys, Ids, make_values
 from hostdev.data.schema import Schema, Space
 from hostdev.kernels.columns import hash_keys, hash_rows
@@ -43,7 +43,7 @@ class Vocabulary:
     """
 
     def __init__(
-        self, threshold: int | None, layout: Layout, format_keys: FormatKeys | None, earlier: Schema | None = None
+        self, threshold: int | None, layout: SourceLayout, format_keys: FormatKeys | None, earlier: Schema | None = None
     ) -> None:
         self._threshold, self._layout, self._earlier = threshold, layout, earlier
         self._values: list[Any] = [make_values(format_keys) for _ in layout.spaces]
@@ -182,7 +182,7 @@ class WrittenValues(NamedTuple):
     texts: Any
 
 
-def write_values(path: Path, layout: Layout, fixed: Sequence[int], values: "Iterator[WrittenValues]") -> None:
+def write_values(path: Path, layout: SourceLayout, fixed: Sequence[int], values: "Iterator[WrittenValues]") -> None:
     """Write a vocabulary's file: `fixed` has the occurrences of the fixed ids; `values` follow in the order of ids.
 
     The file does not depend on how the values are divided.
@@ -247,7 +247,7 @@ class HashBuckets:
     The hash does not depend on the seed, so that equal values have equal ids in separately built data sets.
     """
 
-    def __init__(self, buckets: int, layout: Layout) -> None:
+    def __init__(self, buckets: int, layout: SourceLayout) -> None:
         self._buckets = np.uint64(buckets)
         dense, first = len(layout.dense), len(layout.dense) + len(layout.spaces)
         spaces = tuple(Space(name, dense + i, first, buckets) for i, name in enumerate(layout.spaces))

@@ -37,7 +37,7 @@ IDS, DENSE = "ids.parquet", "dense.pt"
 KEY, UNKNOWN = "key", "out_of_vocabulary"
 
 
-class Options(NamedTuple):
+class ExportOptions(NamedTuple):
     """The options of `checkpoint export`. `slots` adds optimizer state, steps, settings and `extra` to the export."""
 
     out: Path
@@ -46,17 +46,17 @@ class Options(NamedTuple):
     dtype: str
 
 
-def make_options(arguments: argparse.Namespace) -> Options:
+def make_options(arguments: argparse.Namespace) -> ExportOptions:
     """Return the parsed options; raise UserError if the format does not support the dtype."""
     dtype = "bfloat16" if arguments.dtype == "bf16" else arguments.dtype  # the alias is accepted for one release
     if dtype == "bfloat16" and arguments.format != "safetensors":
         raise UserError(
             f"--dtype {arguments.dtype}: {arguments.format} has no bfloat16; use --format safetensors, or omit --dtype"
         )
-    return Options(arguments.out, arguments.format, arguments.slots, dtype)
+    return ExportOptions(arguments.out, arguments.format, arguments.slots, dtype)
 
 
-def export(chain: Chain, options: Options) -> Iterator[str]:
+def export(chain: Chain, options: ExportOptions) -> Iterator[str]:
     """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file and omitted part.
 
     Raises:
@@ -77,7 +77,7 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
     yield from _describe_left_out(layers, options)
 
 
-def _write(out: Path, layers: Layers, options: Options) -> None:
+def _write(out: Path, layers: Layers, options: ExportOptions) -> None:
     total = sum(table.rows for table in layers.manifest.tables)
     with bar(total, "exporting", "row", unit_scale=True) as progress:
         for table in layers.manifest.tables:
@@ -91,7 +91,7 @@ def _write(out: Path, layers: Layers, options: Options) -> None:
         write_state(out, layers)
 
 
-def _describe_left_out(layers: Layers, options: Options) -> Iterator[str]:
+def _describe_left_out(layers: Layers, options: ExportOptions) -> Iterator[str]:
     """Yield a line for each part of the checkpoint that was not exported."""
     newest = layers.manifest
     slots = {table.name: [*table.slots, *table.row_slots] for table in newest.tables}
@@ -107,11 +107,11 @@ def _describe_left_out(layers: Layers, options: Options) -> Iterator[str]:
         yield "not exported: the low 16 bits of each value, which is rounded to bfloat16"
 
 
-def _columns(table: Table, options: Options) -> list[str]:
+def _columns(table: Table, options: ExportOptions) -> list[str]:
     return [WEIGHTS, *(table.slots if options.slots else ()), *(table.row_slots if options.slots else ())]
 
 
-def _write_table(out: Path, layers: Layers, table: Table, options: Options, progress: Progress) -> None:
+def _write_table(out: Path, layers: Layers, table: Table, options: ExportOptions, progress: Progress) -> None:
     columns = _columns(table, options)
     name = quote(table.name, safe=" ")  # a name may contain a slash
     if options.format == "parquet":

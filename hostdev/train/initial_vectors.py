@@ -19,7 +19,7 @@ from hostdev.data.preprocess.files import TableFile, chunks, find_format
 from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.opening import open_file
-from hostdev.data.preprocess.reading import Reading, own_settings
+from hostdev.data.preprocess.reading import ReadSettings, own_settings
 from hostdev.data.preprocess.vectors import WrongNumberError, require_numbers
 from hostdev.data.schema import Schema
 from hostdev.models.model import Model
@@ -50,7 +50,7 @@ def set_initial_vectors(model: Model, settings: TrainConfig, schema: Schema) -> 
             )
         if (owner := by_name[name].space) != name:
             raise UserError(f"--initial-vectors {name}: {name!r} shares the ids of {owner!r}; name {owner!r} instead")
-        if own_settings(found.options).get(name, Reading()).buckets is not None:
+        if own_settings(found.options).get(name, ReadSettings()).buckets is not None:
             raise UserError(
                 f"--initial-vectors {name}: the values of {name!r} are hashed into buckets, which have no vectors of "
                 "their own; preprocess the data without buckets"
@@ -162,14 +162,14 @@ def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[I
     return ids, vectors
 
 
-def _vector_columns(file: TableFile, others: Sequence[str], dim: int) -> tuple[list[str], dict[str, Reading]]:
+def _vector_columns(file: TableFile, others: Sequence[str], dim: int) -> tuple[list[str], dict[str, ReadSettings]]:
     """Return names of the D numbers of a vector, and how they are read from the file's columns."""
     if len(others) == 1 and arrow.classify_type(file.get_type(others[0])) in ("list", "text") and dim > 1:
         names = [f"{others[0]}[{i}]" for i in range(dim)]
-        return names, {one: Reading(column=others[0], length=dim, element=i) for i, one in enumerate(names)}
+        return names, {one: ReadSettings(column=others[0], length=dim, element=i) for i, one in enumerate(names)}
     if len(others) != dim:
         raise UserError(
             f"{file.input.name} has {counted(len(others), 'column')} beside the values, but the tables have {dim} "
             "columns; give one column of vectors, or one column for each number, and --emb-dim"
         )
-    return list(others), {one: Reading() for one in others}
+    return list(others), {one: ReadSettings() for one in others}

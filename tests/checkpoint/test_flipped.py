@@ -171,7 +171,7 @@ def try_merge(how, disk, random, tmp_path, monkeypatch):
             compact.compact(found.chain, 1)
             step = found.chain[-1].manifest.step
         else:
-            options = export.Options(tmp_path / "out", "npy", True, "float32")
+            options = export.ExportOptions(tmp_path / "out", "npy", True, "float32")
             list(export.export(folder.newest(tmp_path / "run").chain, options))
     except HostdevError:
         assert not (tmp_path / "out").exists(), where

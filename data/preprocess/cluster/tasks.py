@@ -13,13 +13,13 @@ from hostdev.data import schema as schemas
 from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess.cluster import first, numbers, words
 from hostdev.data.preprocess.cluster.first import Result, piece_name
-from hostdev.data.preprocess.cluster.job import Files, Reference, Work, name_worker, open_job, worker_name
-from hostdev.data.preprocess.second_pass import Range
+from hostdev.data.preprocess.cluster.job import Files, Reference, WorkerJob, name_worker, open_job, worker_name
+from hostdev.data.preprocess.second_pass import RowRange
 from hostdev.data.preprocess.shards import ShardOptions, make_shard
 
 
 @lru_cache(2)
-def _options(work: Work, name: str, crc: str) -> ShardOptions:
+def _options(work: WorkerJob, name: str, crc: str) -> ShardOptions:
     learned, layout = work.read_json(name, crc), work.source.layout
     of = work.options.dense, layout.dense, layout.scaling
     scaling = scalings.fixed(*of, learned["scaling"], signed=work.source.signed)
@@ -27,10 +27,12 @@ def _options(work: Work, name: str, crc: str) -> ShardOptions:
     return ShardOptions(schema, layout, scaling, hashed=work.hashed is not None, dense=work.options.dense)
 
 
-def shard(work: Work, name: str, split: int, ranges: list[list[int]], index: list[str], learned: list[str]) -> Result:
+def shard(
+    work: WorkerJob, name: str, split: int, ranges: list[list[int]], index: list[str], learned: list[str]
+) -> Result:
     """Write a shard; return its entry, as `shards.make_shard` does."""
     content = work.read_json(*index)
-    chosen = [Range(*one) for one in ranges]
+    chosen = [RowRange(*one) for one in ranges]
     paths = {one.piece: work.path(piece_name(content["names"][one.piece])) for one in chosen}
     counts = {one.piece: content["rows"][one.piece] for one in chosen}
     how = _options(work, *learned)
@@ -44,7 +46,7 @@ def shard(work: Work, name: str, split: int, ranges: list[list[int]], index: lis
     return {"shard": made, "files": {file: work.write(file, write)}}
 
 
-def verify(work: Work, files: Files) -> Result:
+def verify(work: WorkerJob, files: Files) -> Result:
     """Return whether files have these checksums."""
     return {"intact": work.are_intact(files), "files": {}}
 

@@ -30,7 +30,7 @@ BOUND = 1e-5  # of the difference to exact scores, for rows of length 1
 _CHECKED, _NEAREST = 16, 10  # rows whose neighbours are compared, and how many each
 
 
-class Options(NamedTuple):
+class FaissOptions(NamedTuple):
     """The options of an export to FAISS; None for all tables of vectors, or for all columns."""
 
     table: str | None
@@ -42,7 +42,7 @@ class Options(NamedTuple):
 def run(arguments: argparse.Namespace) -> int:
     """Write the indexes according to the parsed flags of `checkpoint export`."""
     faiss = _import()
-    options = Options(arguments.table, arguments.column, arguments.index, arguments.metric)
+    options = FaissOptions(arguments.table, arguments.column, arguments.index, arguments.metric)
     write_export(arguments.path, arguments.out, arguments.prog, partial(_write, faiss, options))
     return 0
 
@@ -57,7 +57,7 @@ def _import() -> Any:
     return faiss
 
 
-def _write(faiss: Any, options: Options, chain: Chain, out: Path) -> list[str]:
+def _write(faiss: Any, options: FaissOptions, chain: Chain, out: Path) -> list[str]:
     """Write an index and a file of names for each choice of rows, and the list of them; return lines to print."""
     source = open_source(chain[-1].path)
     chosen = choose_rows(source, options)
@@ -81,7 +81,7 @@ def _write(faiss: Any, options: Options, chain: Chain, out: Path) -> list[str]:
     return lines
 
 
-def choose_rows(source: Source, options: Options) -> list[Rows]:
+def choose_rows(source: Source, options: FaissOptions) -> list[Rows]:
     """Return the rows of each index: one for each id space with names, otherwise one for the whole table.
 
     Raises:
@@ -105,7 +105,9 @@ def choose_rows(source: Source, options: Options) -> list[Rows]:
     return [rows for rows in found if len(rows)]
 
 
-def _write_index(faiss: Any, options: Options, rows: Rows, out: Path, progress: Any) -> tuple[dict[str, Any], float]:
+def _write_index(
+    faiss: Any, options: FaissOptions, rows: Rows, out: Path, progress: Any
+) -> tuple[dict[str, Any], float]:
     """Write the index and the names of some rows, and check the index; return its entry in the list, and its recall."""
     need = len(rows) * (4 * rows.dim + (0 if options.kind == "flat" else 8 * LINKS + 16))
     if need > available_bytes():
@@ -123,7 +125,7 @@ def _write_index(faiss: Any, options: Options, rows: Rows, out: Path, progress: 
     return entry | {"kind": options.kind, "metric": options.metric, "not_finite": left_out}, recall
 
 
-def _make(faiss: Any, options: Options, rows: Rows) -> Any:
+def _make(faiss: Any, options: FaissOptions, rows: Rows) -> Any:
     """Return an empty index with memory for all rows: it would grow by copies of all that it has."""
     metric = faiss.METRIC_L2 if options.metric == "l2" else faiss.METRIC_INNER_PRODUCT
     if options.kind == "flat":
@@ -147,7 +149,7 @@ def as_vectors(weights: Weights, metric: str) -> Weights:
     return (wide / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
 
-def _fill(faiss: Any, options: Options, rows: Rows, path: Path, names: Path, progress: Any) -> int:
+def _fill(faiss: Any, options: FaissOptions, rows: Rows, path: Path, names: Path, progress: Any) -> int:
     """Write the index and the names, block by block; return how many rows were left out as they are not finite."""
     index, left_out = _make(faiss, options, rows), 0
     key = "key" if rows.is_by_key else "id"
@@ -170,7 +172,7 @@ def _fill(faiss: Any, options: Options, rows: Rows, path: Path, names: Path, pro
     return left_out
 
 
-def _check(faiss: Any, options: Options, rows: Rows, path: Path, names: Path) -> float:
+def _check(faiss: Any, options: FaissOptions, rows: Rows, path: Path, names: Path) -> float:
     """Compare searches in the written index with exact ones for some rows; return the share of rows that it found.
 
     Raises:

@@ -17,7 +17,7 @@ from hostdev.core.errors import HostdevError, TransientError, UserError, in_word
 from hostdev.core.progress import counted
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.inputs import is_empty
-from hostdev.data.preprocess.raw import BEGINNING, WrongRowError
+from hostdev.data.preprocess.raw import BEGINNING, InvalidRowError
 from hostdev.data.preprocess.rejected import Rejected
 from hostdev.data.preprocess.row_counts import MAX_REJECTED
 from hostdev.data.rows import Piece
@@ -206,7 +206,7 @@ def _convert(
                 raise _StoppedError
             try:
                 rows = source.parse(block, hashed=True)
-            except WrongRowError as error:
+            except InvalidRowError as error:
                 raise UserError(f"{error.file}, row {lines + error.row}, {error.reason}") from None
             before, lines = lines, lines + len(rows) + len(rows.rejected)
             if lines <= part.after:
