@@ -240,9 +240,9 @@ def test_passes_are_as_many_as_the_plans_memory_asks_for(small_data, monkeypatch
 
 
 def test_a_plan_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr(cache_advice, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("hostdev.core.memory.available_bytes", lambda: 1 << 20)
     group = Group(("t",), 10_000_000, ((8, SGD()),), unique=100_000)
-    with pytest.raises(UserError, match=r"needs [\d.]+ MiB for a cache's plan, but 1.0 MiB of host memory are free"):
+    with pytest.raises(UserError, match=r"a cache's plan needs [\d.]+ MiB, but 1.0 MiB of host memory are free"):
         cache_advice._passes([group], [[100_000]], 1000, 16, 0)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hostdev.core import memory
 from hostdev.core.errors import TransientError
-from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.values import FormatKeys, Ids, make_values
 from hostdev.data.schema import Schema, Space
@@ -232,13 +232,12 @@ def require_memory(values: float, text_bytes: float | None) -> None:
     texts = text_bytes or 0.0
     written = _WRITTEN_ROW * min(values, _WRITTEN_AT_ONCE) + 2 * min(texts, _WRITTEN_BYTES)
     needed = int(_MARGIN * (values * (each + _ID_BYTES) + 1.25 * texts) + written)
-    free = available_bytes()
-    if needed > free:
-        raise TransientError(
-            f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them needs "
-            f"{format_bytes(needed)}, but {format_bytes(free)} of memory are free; hash them with "
-            f"--hash-buckets N, which needs no vocabulary"
-        )
+    memory.require_memory(
+        needed,
+        f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them",
+        "hash them with --hash-buckets N, which needs no vocabulary",
+        TransientError,
+    )
 
 
 class HashBuckets:

@@ -19,7 +19,7 @@ from hostdev.cache.planning import LOOKAHEAD
 from hostdev.cache.prices import Costs
 from hostdev.cache.slots import CachedTable, DeviceSlots
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, format_bytes, row_bytes
+from hostdev.core.memory import format_bytes, require_memory, row_bytes
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.device.backend import get_cache_room, is_accelerator, require
 from hostdev.kernels.unique import count_occurrences
@@ -82,12 +82,7 @@ class EmbeddingCache:
         capacity = rows_of(capacity_rows, self.rows)
         self.device = require(device)
         _require(capacity, self.tables, self.device)
-        needed, free = planner_bytes(self.rows, capacity), available_bytes()
-        if needed > free:
-            raise UserError(
-                f"the cache's plan needs {format_bytes(needed)} of host memory, but {format_bytes(free)} are free; use "
-                "a smaller cache"
-            )
+        require_memory(planner_bytes(self.rows, capacity), "the cache's plan", "use a smaller cache")
         self._row_bytes = row_bytes((table.dim, table.optimizer) for table in self.tables)
         self._costs = Costs.of(*self._row_bytes)
         self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, costs=self._costs)

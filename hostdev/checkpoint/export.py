@@ -31,7 +31,7 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError, naming
 from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
-from hostdev.core.progress import Progress, bar
+from hostdev.core.progress import ProgressBar, bar
 
 IDS, DENSE = "ids.parquet", "dense.pt"
 KEY, UNKNOWN = "key", "out_of_vocabulary"
@@ -111,7 +111,7 @@ def _columns(table: Table, options: ExportOptions) -> list[str]:
     return [WEIGHTS, *(table.slots if options.slots else ()), *(table.row_slots if options.slots else ())]
 
 
-def _write_table(out: Path, layers: Layers, table: Table, options: ExportOptions, progress: Progress) -> None:
+def _write_table(out: Path, layers: Layers, table: Table, options: ExportOptions, progress: ProgressBar) -> None:
     columns = _columns(table, options)
     name = quote(table.name, safe=" ")  # a name may contain a slash
     if options.format == "parquet":
@@ -135,7 +135,7 @@ class _Tensor(NamedTuple):
     is_int: bool = False
 
 
-def _tensors(layers: Layers, table: Table, columns: list[str], progress: Progress) -> list[_Tensor]:
+def _tensors(layers: Layers, table: Table, columns: list[str], progress: ProgressBar) -> list[_Tensor]:
     """Return a table's columns and, for a table by key, its keys and its out-of-vocabulary rows."""
     keys = table.keys
     unknown = 0 if keys is None else len(keys.unknown)
@@ -168,7 +168,7 @@ def _tensors(layers: Layers, table: Table, columns: list[str], progress: Progres
     return [of_keys, *found, *rest]
 
 
-def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
+def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: ProgressBar) -> None:
     """Write a table to a Parquet file with the columns `id`, `weights` and, if chosen, the optimizer state.
 
     `weights` and the optimizer state have a list of D numbers per row; `id` and per-row state have one number. If the

@@ -77,9 +77,9 @@ def table_of(path):
 
 
 def test_what_writing_a_vocabulary_needs_is_announced(monkeypatch):
-    monkeypatch.setattr(vocabulary, "available_bytes", lambda: 449 << 20)
+    monkeypatch.setattr("hostdev.core.memory.available_bytes", lambda: 449 << 20)
     vocabulary.require_memory(2**20, 100 << 20)
-    monkeypatch.setattr(vocabulary, "available_bytes", lambda: 448 << 20)
+    monkeypatch.setattr("hostdev.core.memory.available_bytes", lambda: 448 << 20)
     with pytest.raises(TransientError, match=r"1,048,576 distinct values, and a vocabulary of them needs 448.4 MiB"):
         vocabulary.require_memory(2**20, 100 << 20)
 

@@ -196,9 +196,9 @@ class Unreadable:
 def no_memory(monkeypatch):
     """Let the memory be taken by others once some pieces are there."""
     free = itertools.chain([1 << 40] * 3, itertools.repeat(100))
-    monkeypatch.setattr(vocabulary, "available_bytes", lambda: next(free))
+    monkeypatch.setattr("hostdev.core.memory.available_bytes", lambda: next(free))
     monkeypatch.setattr(first_pass, "_CHECKED_AT_ONCE", 1)
-    return "but 100 bytes of memory are free; hash them"
+    return "but 100 bytes of host memory are free; hash them"
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe not text", b"[1, null]"])  # the last of another version

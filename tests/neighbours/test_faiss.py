@@ -137,9 +137,9 @@ def test_errors(run, in_process, arguments, message):
 def test_one_column_of_numbers_and_no_memory(run, saved, in_process, monkeypatch):
     code, _, error = in_process(checkpoint, "export", saved, "--format", "faiss", "--out", "out", "--column", "c")
     assert code == 2 and "was written by Runtime.save, which records no columns" in error
-    monkeypatch.setattr(faiss_export, "available_bytes", lambda: 1000)
+    monkeypatch.setattr("hostdev.core.memory.available_bytes", lambda: 1000)
     code, _, error = in_process(checkpoint, "export", run, "--format", "faiss", "--out", "out")
-    assert code == 2 and "an index of 80 rows takes 1.2 KiB of memory, but only 1000 bytes are free" in error
+    assert code == 2 and "an index of 80 rows needs 1.2 KiB, but 1000 bytes of host memory are free" in error
     monkeypatch.setitem(sys.modules, "faiss", None)
     code, _, error = in_process(checkpoint, "export", run, "--format", "faiss", "--out", "out")
     assert code == 2

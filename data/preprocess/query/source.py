@@ -1,7 +1,6 @@
 """Rows selected by a query, as a table without a file."""
 
 import copy
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import pyarrow.compute as pc
 from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar, note
+from hostdev.core.workers import Worker
 from hostdev.data.preprocess.files import Chunk, UnparsedRows, split_batch
 from hostdev.data.preprocess.query import NAME, allowed, plan, readers, settle
 from hostdev.data.preprocess.query.engine import Engine
@@ -201,23 +201,20 @@ def _with_one_zero(batch: pa.RecordBatch) -> pa.RecordBatch:
 @contextmanager
 def _shown(engine: Engine) -> Iterator[None]:
     """Show a query's progress until its first row."""
-    done = threading.Event()
+    shown = 0
 
-    def look() -> None:
-        shown = 0
-        while not done.wait(_POLLED):
-            found = int(engine.progress())
-            progress.update(max(0, found - shown))
-            shown = max(shown, found)
+    def show() -> None:
+        nonlocal shown
+        percent = int(engine.progress())
+        progress.update(max(0, percent - shown))
+        shown = max(shown, percent)
 
     with bar(100, "query", "%") as progress:
-        looking = threading.Thread(target=look, daemon=True)
-        looking.start()
+        worker = Worker("hostdev-progress", show, seconds=_POLLED).start()
         try:
             yield
         finally:
-            done.set()
-            looking.join()
+            worker.stop()
 
 
 @dataclass(frozen=True)

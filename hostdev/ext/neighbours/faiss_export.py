@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.new_export import write_export
 from hostdev.core.errors import HostdevError, UserError
-from hostdev.core.memory import available_bytes, format_bytes
+from hostdev.core.memory import require_memory
 from hostdev.core.printable import printable
 from hostdev.core.progress import bar, counted
 from hostdev.ext.neighbours.rows import Rows, Weights
@@ -110,11 +110,7 @@ def _write_index(
 ) -> tuple[dict[str, Any], float]:
     """Write the index and the names of some rows, and check the index; return its entry in the list, and its recall."""
     need = len(rows) * (4 * rows.dim + (0 if options.kind == "flat" else 8 * LINKS + 16))
-    if need > available_bytes():
-        raise UserError(
-            f"an index of {len(rows):,} rows takes {format_bytes(need)} of memory, but only "
-            f"{format_bytes(available_bytes())} are free; choose a --column, or --index flat"
-        )
+    require_memory(need, f"an index of {len(rows):,} rows", "choose a --column, or --index flat")
     name = quote(f"{rows.table}.{rows.space}" if rows.has_names else rows.table, safe=" ")
     if (out / f"{name}.faiss").exists():  # names with dots may have been joined to the same name
         name = f"{name}-{zlib.crc32(repr((rows.table, rows.space)).encode(errors='surrogatepass')):08x}"

@@ -1,7 +1,6 @@
 """`Gatherer`: gathers requests into batches, and computes them in one thread."""
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError, in_words
+from hostdev.core.workers import Worker
 from hostdev.ext.serving.columns import Columns
 from hostdev.ext.serving.limits import values_of
 from hostdev.ext.serving.model import ServedModel
@@ -92,15 +92,14 @@ class Gatherer:
         self._observer, self._note = observer, note
         self._queue: deque[_Ticket] = deque()
         self._rows = self._values = 0  # that wait
-        self._is_busy = self._is_closing = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="hostdev-serving", daemon=True)
-        self._thread.start()
+        self._is_busy = False
+        self._worker = Worker("hostdev-serving", self._work, drains=True)
+        self._changed = self._worker.changed
 
     @property
     def is_closing(self) -> bool:
         """Whether new requests are refused."""
-        return self._is_closing
+        return self._worker.closing.is_set()
 
     async def predict(
         self,
@@ -140,8 +139,9 @@ class Gatherer:
 
     def _enter(self, ticket: _Ticket) -> bool:
         """Add a request to the queue; return whether it is computed without waiting for others."""
+        self._worker.check()
         with self._changed:
-            if self._is_closing:
+            if self.is_closing:
                 raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is ending", closes=True)
             if self._queue and self._rows + ticket.rows > self._most_waiting:
                 raise RefusedError(
@@ -157,18 +157,14 @@ class Gatherer:
             self._rows += ticket.rows
             self._values += ticket.values
             self._observer.waiting(self._rows)
-            self._changed.notify()
+            self._worker.ask()
         return is_next
 
     def close(self, seconds: float) -> bool:
         """Refuse new requests, compute those that wait, and end the thread; return whether it ended in time."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._worker.stop(seconds)
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         while tickets := self._take():
             start = time.perf_counter()
             rows = sum(ticket.rows for ticket in tickets)
@@ -182,12 +178,10 @@ class Gatherer:
             _deliver(results)
 
     def _take(self) -> list[_Ticket]:
-        """Wait for a batch; return its requests, or none if the server ends and nothing waits."""
+        """Wait until a batch begins; return its requests, or none if nothing waits."""
         with self._changed:
             while True:
-                while not self._queue and not self._is_closing:
-                    self._changed.wait()
-                while self._queue and self._rows < self._most_rows and not self._is_closing:
+                while self._queue and self._rows < self._most_rows and not self.is_closing:
                     left = self._queue[0].arrived + self._wait - time.monotonic()
                     if left <= 0:
                         break
@@ -203,8 +197,8 @@ class Gatherer:
                         rows += ticket.rows
                         values += ticket.values
                 self._observer.waiting(self._rows)
-                if found or (self._is_closing and not self._queue):
-                    self._is_busy = True
+                if found or not self._queue:
+                    self._is_busy = bool(found)
                     return found
 
     def _fits(self, ticket: _Ticket, rows: int, values: int) -> bool:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import wait
 from datetime import datetime
 from hashlib import md5, sha256
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from hostdev.core.addresses import without_secrets
 from hostdev.core.checksums import is_whole_json
 from hostdev.core.errors import UserError, in_words, raise_if_transient, write_stderr
+from hostdev.core.workers import run_in_thread
 
 PATIENCE = 300.0  # seconds; HOSTDEV_STORE_PATIENCE has others
 _PIECE = 1 << 23  # bytes of a request
@@ -373,25 +375,11 @@ class _Patience:
 
 def _ask(work: Callable[[], T], stop: threading.Event | None) -> T:
     """Return what `work` returns in a thread of its own, which is left alone when `stop` is set: it may hang."""
-    found: list[T] = []
-    failed: list[BaseException] = []
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except BaseException as error:
-            failed.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=run, name="hostdev-store", daemon=True).start()
-    while not done.wait(_POLL):
+    asked = run_in_thread("hostdev-store", work)
+    while not wait([asked], _POLL).done:
         if stop is not None and stop.is_set():
             raise StoppedError
-    if failed:
-        raise failed[0]
-    return found[0]
+    return asked.result()
 
 
 def _get_patience() -> float:

@@ -32,7 +32,7 @@ from hostdev.ext.advice.cache.curves import (
     make_curves,
     measure_groups,
     recommend,
-    require_memory,
+    require_plan,
 )
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_occurrences, unique
@@ -158,7 +158,7 @@ def _simulate(
     if not sizes or not policies:
         return {}
     steps = len(batches[0])
-    require_memory(
+    require_plan(
         max(
             planner_bytes(group.rows, size, max(len(ids) for ids, _ in sampled), window, batches=steps)
             for group, size, sampled in zip(groups, sizes[-1], batches, strict=True)

@@ -14,8 +14,7 @@ from hostdev.cache.plan import Statistics
 from hostdev.cache.planner import planner_bytes
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import OPTIMUM, Simulated, Simulation, add_up
-from hostdev.core.errors import UserError
-from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
+from hostdev.core.memory import TableShape, available_bytes, require_memory, row_bytes
 from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
@@ -319,7 +318,7 @@ def _passes(
             passes.append([])
             left = room
         if needed > left:
-            require_memory(needed)
+            require_plan(needed)
         passes[-1].append((policy, number, one))
         left -= needed
     return passes
@@ -331,14 +330,9 @@ def _optima(group: Group, sizes: Sequence[int], steps: int, window: int) -> Simu
     return Simulation(group.rows, sizes, steps, None, window, group.costs, policies=(), others=others)
 
 
-def require_memory(needed: int) -> None:
+def require_plan(needed: int) -> None:
     """Raise UserError unless plans of this many bytes fit in memory."""
-    free = available_bytes()
-    if needed > free:
-        raise UserError(
-            f"the simulation needs {format_bytes(needed)} for a cache's plan, but {format_bytes(free)} of host memory "
-            "are free; use a smaller batch size or window"
-        )
+    require_memory(needed, "the simulation of a cache's plan", "use a smaller batch size or window")
 
 
 def make_curves(

@@ -22,10 +22,9 @@ from hostdev.ext.streams.arrivals.watcher import Watcher
 from hostdev.ext.streams.following import report
 from hostdev.ext.streams.following.logs import Expected, FileLogs
 from hostdev.ext.streams.following.next_file import NextFile
-from hostdev.ext.streams.following.progress import RecentProgress, RecentQuality
+from hostdev.ext.streams.following.progress import RecentProgress, RecentQuality, WaitingLine
 from hostdev.ext.streams.following.progressive import Collector, Window
 from hostdev.ext.streams.following.state import FollowState
-from hostdev.ext.streams.following.waiting import Waiting
 from hostdev.ext.tracking.callback import EpochInfo
 from hostdev.train import checkpointing, starting
 from hostdev.train.checkpointing import Progress
@@ -70,7 +69,7 @@ class FollowRun(Run):
         super().__init__(settings, data, found, start, session, origin)
         self._saved = self.steps
         self._cutter = BatchCutter(self.batch_size)
-        self._waiting = Waiting()
+        self._waiting = WaitingLine()
         if self.keys is not None:
             self.keys.by_step = False
             if self._key_counts:
