@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import pyarrow as pa
 from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.progress import bar, counted
+from hostdev.core.workers import call_all
 from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.rows import Piece
 from hostdev.data.schema import Column, Schema
@@ -50,11 +51,9 @@ def each_shard(look: Callable[[Shard], T], folder: Path, shards: Sequence[Shard]
     """Call `look` for shards in parallel with a progress bar; yield the results in order."""
     sizes = [get_size(folder / shard.file) for shard in shards]
     threads = max(1, min(host_threads(), len(shards)))
-    with (
-        ThreadPoolExecutor(threads, "hostdev-shards") as pool,
-        bar(sum(sizes), title, "B", unit_scale=True) as progress,
-    ):
-        for size, result in zip(sizes, pool.map(look, shards), strict=True):
+    with bar(sum(sizes), title, "B", unit_scale=True) as progress:
+        results = call_all(threads, "hostdev-shards", [partial(look, shard) for shard in shards])
+        for size, result in zip(sizes, results, strict=True):
             progress.update(size)
             yield result
 
