@@ -14,11 +14,11 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Codes, WrongValueError
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.reading import ReadSettings, readable
+from hostdev.kernels.arrays import Mask
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 Get = Callable[[str], pa.Array]
-Mask = npt.NDArray[np.bool_]
 
 
 class WeightedValues(NamedTuple):

@@ -16,7 +16,7 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.manifest_values import SCALING_STATISTICS, check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
-from hostdev.data.preprocess.dense import Numbers, Scaling
+from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.pieces import Survey
 from hostdev.data.preprocess.raw import Source, SourceLayout
@@ -24,6 +24,7 @@ from hostdev.data.preprocess.stored import DamagedError
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
 from hostdev.data.schema import Schema
+from hostdev.kernels.arrays import Numbers
 from hostdev.kernels.cardinality import draw_sample, make_registers
 from hostdev.kernels.strings import hash_texts
 

@@ -40,10 +40,9 @@ from hostdev.data.preprocess.vectors import (
 )
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
+from hostdev.kernels.arrays import LongIds
 from hostdev.kernels.forms import EMPTY, TEXT
 from hostdev.kernels.strings import hash_texts
-
-Ids = npt.NDArray[np.int64]
 
 
 class WrongRowError(UserError):
@@ -179,7 +178,7 @@ class Encoding:
                 raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large")
         return self._encoded(rows, self._no_labels(len(rows)), numbers, self._weighted(rows, checked=True))
 
-    def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:
+    def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, LongIds]:
         """Encode the rows whose numbers are all valid; return them as a batch, and their indices in `rows`, int64 [m].
 
         Missing or unreadable labels are NaN. Raises the same errors as `encode`, except those about numbers.
@@ -352,7 +351,7 @@ class Encoding:
         """Return the name of the file's column that the label or a feature is read from."""
         return self._sources[name]
 
-    def find_ids(self, name: str, values: pa.Array) -> Ids:
+    def find_ids(self, name: str, values: pa.Array) -> LongIds:
         """Return the ids of values [N] of the column `name`, int64 [N]; the out-of-vocabulary id for unknown ones.
 
         Raises UserError for values that cannot be compared with those of the data set.
@@ -363,7 +362,7 @@ class Encoding:
         except (WrongTypeError, WrongValueError) as error:
             raise UserError(f"column {name!r}: {error}") from None
 
-    def _find_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    def _find_ids(self, column: Column, values: pa.Array) -> tuple[LongIds, npt.NDArray[np.bool_]]:
         """Return the ids of values [N] of any type, and a mask of missing values [N]."""
         codes, some = arrow.distinct(arrow.decoded(values))
         try:
@@ -372,7 +371,7 @@ class Encoding:
             raise WrongValueError(int(np.flatnonzero(codes == error.row)[0]), str(error)) from None
         return ids[codes], missing[codes]
 
-    def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[LongIds, npt.NDArray[np.bool_]]:
         """Return the ids of distinct values [N], and a mask of the missing values [N], which are omitted from bags."""
         known, written, reading = self._known, self._written[column.space], self._readings[column.name]
         if column.kind == "bag" or reading.missing:  # training skips a bag's missing values
@@ -430,7 +429,7 @@ def _plain(array: Any) -> pa.Array:
     return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
 
-def _criteo_keys(texts: pa.Array) -> Ids:
+def _criteo_keys(texts: pa.Array) -> LongIds:
     """Parse texts as Criteo's 32-bit values; raise UserError for an invalid one."""
     keys, wrong = criteo.hex_values(texts.cast(pa.binary()))
     if wrong.any():
@@ -448,7 +447,7 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
     return replace(part, whole=None)
 
 
-def _take_rows(batch: Batch, rows: Ids) -> Batch:
+def _take_rows(batch: Batch, rows: LongIds) -> Batch:
     """Return the selected rows of a batch."""
     offsets = {name: ragged.offsets_of(lengths) for name, (_, lengths) in batch.bags.items()}
     return replace(

@@ -18,9 +18,7 @@ from hostdev.data.preprocess.stored import DamagedError, StoredRows, each_shard,
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Space
 from hostdev.data.targets import columns_of
-
-Counts = npt.NDArray[np.int64]
-Numbers = npt.NDArray[np.float64]
+from hostdev.kernels.arrays import Counts, Numbers
 
 TOPS = (1, 10, 100, 1000)
 PLACES = 50  # number of equal, consecutive parts of a split's rows

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Container, Mapping
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.errors import UserError
@@ -12,8 +11,8 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.targets import Targets
+from hostdev.kernels.arrays import Values
 
-Values = npt.NDArray[np.float32]
 GetColumn = Callable[[str], pa.Array]  # from a column's name to the column [n]
 
 

@@ -18,10 +18,8 @@ from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.known import ValueIds
 from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.vocabulary import HashBuckets
+from hostdev.kernels.arrays import Lengths, LongIds
 from hostdev.kernels.strings import hash_texts
-
-Ids = npt.NDArray[np.int64]
-Lengths = npt.NDArray[np.int32]
 
 _PLAIN_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}", re.ASCII)
 _NONE = type(None)
@@ -59,8 +57,8 @@ class EncodedValues(NamedTuple):
     """
 
     numbers: npt.NDArray[np.float64]
-    ids: Ids
-    bags: dict[str, tuple[Ids, Lengths]]
+    ids: LongIds
+    bags: dict[str, tuple[LongIds, Lengths]]
 
 
 class PlainRows:
@@ -130,7 +128,7 @@ class PlainRows:
             return None
         return None if int in kinds and (np.abs(found) >= LARGEST).any() else found
 
-    def _find(self, texts: Sequence[Sequence[str]], n: int) -> Ids | None:
+    def _find(self, texts: Sequence[Sequence[str]], n: int) -> LongIds | None:
         """Return the ids of each column's texts, one column after the other, or None if only `encode` can find them."""
         try:
             if isinstance(self._known, HashBuckets):
@@ -148,7 +146,7 @@ class PlainRows:
                 part[is_unknown] = column.oov
         return ids
 
-    def _hash(self, known: HashBuckets, texts: Sequence[Sequence[str]], n: int) -> Ids | None:
+    def _hash(self, known: HashBuckets, texts: Sequence[Sequence[str]], n: int) -> LongIds | None:
         """Do the work of `_find` for a data set whose ids are hash buckets."""
         if self._is_criteo:
             keys = criteo.hex_keys(list(chain.from_iterable(texts)))
@@ -167,7 +165,7 @@ class PlainRows:
         return np.concatenate([known.ids_of(part, column.number) for column, part in parts])
 
 
-def _parts(values: Ids, texts: Sequence[Sequence[str]]) -> Iterator[Ids]:
+def _parts(values: LongIds, texts: Sequence[Sequence[str]]) -> Iterator[LongIds]:
     """Yield the part of `values` [N] that belongs to each column's texts, of which there are N."""
     start = 0
     for some in texts:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from hostdev.core.errors import UserError
 from hostdev.data.manifest_values import CLIP, STATISTICS_OF
 from hostdev.data.preprocess import dense
-from hostdev.data.preprocess.dense import MODES, Numbers
+from hostdev.data.preprocess.dense import MODES
+from hostdev.kernels.arrays import Numbers
 
 _DIGIT = 16  # bits of a key that each selection pass resolves
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +20,11 @@ from hostdev.data.preprocess.scaling import ByColumn
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.rows import Piece
 from hostdev.data.schema import Schema
+from hostdev.kernels.arrays import Array
 from hostdev.kernels.columns import place_column
 
 _SOME = 20  # `apart` and `squeezed` ignore columns with fewer values
 _NEARLY_ALL = 0.999  # share of a column's numbers
-
-Array = npt.NDArray[Any]
 
 
 def get_numbers(piece: PieceFile, columns: int) -> npt.NDArray[np.float64]:

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.checksums import checksum
@@ -20,10 +19,10 @@ from hostdev.data.rows import Piece
 from hostdev.data.schema import Column, Schema
 from hostdev.data.shard_files import find_uneven_weights, inside, piece_of, types
 from hostdev.data.targets import find_wrong, find_wrong_weights
+from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.pool import host_threads
 
 T = TypeVar("T")
-Ids = npt.NDArray[Any]
 
 MOST_ROWS = 1 << 16  # maximum number of rows in a part
 REMEDY = "preprocess the data again, or copy it again from an intact source"
@@ -42,7 +41,7 @@ class StoredRows(Piece):
 
     start: int  # number of rows of the shard before this part
 
-    def ids_of(self, schema: Schema, column: Column) -> Ids:
+    def ids_of(self, schema: Schema, column: Column) -> AnyIds:
         """Return a column's ids: [n], or [N] for a bag."""
         return self.bags[column.name][0] if column.kind == "bag" else self.ids[:, schema.ids.index(column.name)]
 

@@ -30,6 +30,7 @@ from hostdev.data.preprocess.serving import large_float
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vectors import WrongNumberError, read_numbers, require_numbers
 from hostdev.data.targets import columns_of
+from hostdev.kernels.arrays import Mask
 from hostdev.kernels.forms import EMPTY, FRACTION, INTEGER, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts
 
@@ -41,8 +42,6 @@ _NO_NUMBER = (
     "; a missing number is empty, NA, or a value given by --missing; if the column has other values, name the column "
     "with --categorical"
 )
-
-Mask = npt.NDArray[np.bool_]
 
 
 def value_type(found: pa.DataType) -> pa.DataType:

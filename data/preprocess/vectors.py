@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -14,9 +13,8 @@ from hostdev.core.progress import counted
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.reading import ReadSettings, readable
+from hostdev.kernels.arrays import Mask, Numbers
 
-Numbers = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 MOST = 1 << 16  # numbers in a vector
 
 

@@ -12,8 +12,9 @@ import pyarrow as pa
 from hostdev.core import memory
 from hostdev.core.errors import TransientError
 from hostdev.data.preprocess.raw import SourceLayout
-from hostdev.data.preprocess.values import FormatKeys, Ids, make_values
+from hostdev.data.preprocess.values import FormatKeys, make_values
 from hostdev.data.schema import Schema, Space
+from hostdev.kernels.arrays import LongIds
 from hostdev.kernels.columns import hash_keys, hash_rows
 from hostdev.kernels.counter import key64
 from hostdev.kernels.dictionary import BYTES_A_VALUE
@@ -47,7 +48,7 @@ class Vocabulary:
     ) -> None:
         self._threshold, self._layout, self._earlier = threshold, layout, earlier
         self._values: list[Any] = [make_values(format_keys) for _ in layout.spaces]
-        self._ids: list[Ids] = []
+        self._ids: list[LongIds] = []
         fixed, dense = len(layout.dense) + len(layout.spaces), len(layout.dense)
         empty = tuple(Space(name, dense + i, fixed, 0) for i, name in enumerate(layout.spaces))
         self._begun = empty if earlier is None else earlier.spaces
@@ -110,7 +111,7 @@ class Vocabulary:
         )
         return self.schema
 
-    def _new(self, space: int) -> Iterator[Ids]:
+    def _new(self, space: int) -> Iterator[LongIds]:
         """Yield the indices of the values that get new ids, in chunks that bound memory."""
         uses, begin = self._values[space].uses, self._begun[space].values
         if self._threshold is None:
@@ -119,7 +120,7 @@ class Vocabulary:
         for start in range(begin, len(uses), _AT_ONCE):
             yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > threshold)
 
-    def _in_order(self) -> Iterator[tuple[int, Ids]]:
+    def _in_order(self) -> Iterator[tuple[int, LongIds]]:
         """Yield the values with ids, in id order, as the number of an id space and the indices of values in it."""
         earlier = []
         for number, space in enumerate(self._begun):
@@ -134,9 +135,9 @@ class Vocabulary:
             for new in self._new(number):
                 yield number, new
 
-    def ids(self, space: int, keys: Any) -> Ids:
+    def ids(self, space: int, keys: Any) -> LongIds:
         """Return the ids of values [N] of an id space after `freeze`; thread-safe."""
-        found: Ids = self._ids[space][self._values[space].find(keys)]
+        found: LongIds = self._ids[space][self._values[space].find(keys)]
         return found
 
     def write(self, path: Path, rows: int) -> None:
@@ -159,7 +160,7 @@ class Vocabulary:
 class _Taken:
     """The texts of some values, formatted when they are needed."""
 
-    def __init__(self, values: Any, numbers: Ids) -> None:
+    def __init__(self, values: Any, numbers: LongIds) -> None:
         self._values, self._numbers = values, numbers
 
     def __getitem__(self, rows: slice) -> pa.Array:
@@ -177,8 +178,8 @@ class WrittenValues(NamedTuple):
     """
 
     oov: int
-    lengths: Ids
-    uses: Ids
+    lengths: LongIds
+    uses: LongIds
     texts: Any
 
 
@@ -191,7 +192,7 @@ def write_values(path: Path, layout: SourceLayout, fixed: Sequence[int], values:
     kinds = pa.schema(
         [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
     )
-    waiting: list[tuple[npt.NDArray[Any], pa.Array, Ids]] = [
+    waiting: list[tuple[npt.NDArray[Any], pa.Array, LongIds]] = [
         (np.arange(len(names)), pa.nulls(len(names), pa.string()), np.array(fixed, np.int64))
     ]
     with pa.OSFile(os.fsencode(path), "wb") as content, pa.ipc.new_file(content, kinds) as file:
@@ -256,7 +257,7 @@ class HashBuckets:
         self._keys = np.array([keys[column.space] for column in layout.columns], np.uint64)
 
     def encode(
-        self, keys: Ids, order: npt.NDArray[np.int64], missing: Sequence[int]
+        self, keys: LongIds, order: npt.NDArray[np.int64], missing: Sequence[int]
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
         """Return the ids of the columns with one id per row, [n, columns], and which values are missing, [columns, n].
 
@@ -268,6 +269,6 @@ class HashBuckets:
         how = self._keys[: keys.shape[1]], self._buckets, self.schema.first_value, np.array(missing, np.int64)
         return hash_rows(keys, order, *how, self.schema.id_type)
 
-    def ids_of(self, keys: Ids, column: int) -> Ids:
+    def ids_of(self, keys: LongIds, column: int) -> LongIds:
         """Return the ids of keys [N] in column number `column` of the layout."""
         return hash_keys(np.ascontiguousarray(keys), self._keys[column], self._buckets, self.schema.first_value)

@@ -13,7 +13,7 @@ import torch
 from hostdev.cache import bound
 from hostdev.cache.optimum import fits, optimal, visits
 from hostdev.cache.options import POLICIES, WINDOW, rows_of
-from hostdev.cache.plan import Ids, Plan, Positions, Statistics
+from hostdev.cache.plan import Plan, Statistics
 from hostdev.cache.planner import Planner, planner_bytes
 from hostdev.cache.planning import LOOKAHEAD
 from hostdev.cache.prices import Costs
@@ -22,6 +22,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes, require_memory, row_bytes
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.device.backend import get_cache_room, is_accelerator, require
+from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.unique import count_occurrences
 
 _MOST_RECORDED = 1 << 24  # unique ids that are kept to find the optimum
@@ -95,7 +96,7 @@ class EmbeddingCache:
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
         self._changed = False  # cached rows have changed since the last write-back
-        self._recorded: list[tuple[Ids, Positions]] = []
+        self._recorded: list[tuple[AnyIds, Positions]] = []
         self._recording = record
         self._recorded_ids = self._visits = 0
         self._at_first = Statistics()  # statistics of the recorded batches
@@ -115,7 +116,7 @@ class EmbeddingCache:
         """Number of batches announced in addition to the one that is planned; 0 for a policy without lookahead."""
         return self.planner.window
 
-    def announce(self, ids: Ids, inverse: Positions) -> None:
+    def announce(self, ids: AnyIds, inverse: Positions) -> None:
         """Announce the next batch by the two results of `unique` for its ids, which must be in 0..rows - 1."""
         if not self._recording and self.planner.policy == POLICIES[LOOKAHEAD]:  # needs only the sum of uses
             self.announcing(ids, len(inverse))
@@ -154,7 +155,7 @@ class EmbeddingCache:
         """Record that a plan's evicted rows were written to host table number `table`."""
         self._leaving.pop((id(plan), table), None)
 
-    def holds(self, rows: Ids) -> npt.NDArray[np.bool_]:
+    def holds(self, rows: AnyIds) -> npt.NDArray[np.bool_]:
         """Return which rows [N], which no unfinished batch uses, are cached or on their way to the host, bool [N]."""
         self._settle()
         held: npt.NDArray[np.bool_] = np.isin(rows, np.concatenate(self._resident))
@@ -162,7 +163,7 @@ class EmbeddingCache:
             held |= np.isin(rows, plan.evicted)
         return held
 
-    def discard(self, is_unused: Callable[[Ids], npt.NDArray[np.bool_]]) -> None:
+    def discard(self, is_unused: Callable[[AnyIds], npt.NDArray[np.bool_]]) -> None:
         """After `write_back`, free the slots of rows that the table does not use any more; then call `refresh`.
 
         Args:
@@ -223,7 +224,7 @@ class EmbeddingCache:
             table.write_now(ids, block.cpu().numpy(), row_slots.cpu().numpy())
         self._changed = False
 
-    def refresh(self, changed: CachedTable | None = None, rows: Ids | None = None) -> None:
+    def refresh(self, changed: CachedTable | None = None, rows: AnyIds | None = None) -> None:
         """Reload cached rows from host tables that were changed after `write_back`.
 
         Args:
@@ -244,7 +245,7 @@ class EmbeddingCache:
             table.read_now(ids, *values)
             slots.write(*(torch.from_numpy(array).to(self.device) for array in (part.astype(np.int64), *values)))
 
-    def _parts(self) -> Iterator[tuple[CachedTable, DeviceSlots, Ids, Positions]]:
+    def _parts(self) -> Iterator[tuple[CachedTable, DeviceSlots, AnyIds, Positions]]:
         """Yield chunks of each table's occupied slots: table, slots, row ids, slot numbers."""
         for table, slots, resident in zip(self.tables, self.slots, self._resident, strict=True):
             taken = np.flatnonzero(resident >= 0).astype(np.int32)

@@ -52,8 +52,8 @@ from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, RangeDigests
 from hostdev.core.errors import RankError, UserError, in_words
 from hostdev.core.workers import Workers, run_in_thread
+from hostdev.kernels.arrays import Rows
 
-Rows = npt.NDArray[np.float32]
 _Written = tuple[RangeFile, dict[str, Digests]]  # a file, and the digests of its ranges by column
 
 _PIECE = 1 << 22  # bytes

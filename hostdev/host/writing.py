@@ -9,8 +9,7 @@ import numpy.typing as npt
 from hostdev.core.checks import require_finite
 from hostdev.core.memory import require_memory
 from hostdev.core.writing import Copies
-
-Rows = npt.NDArray[np.float32]
+from hostdev.kernels.arrays import Rows
 
 _PART_BYTES = 1 << 24  # bytes compared or written at a time
 

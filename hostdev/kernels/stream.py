@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.arrays import Strided
+from hostdev.kernels.arrays import Rows, Strided
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import Kernel, Task, parallel_for, run_tasks
 from hostdev.kernels.segment import sum_part, sum_scalar_part
 from hostdev.kernels.unique import id_map
-
-Rows = npt.NDArray[np.float32]
 
 _PART = 32768  # occurrences
 _PIECES = 2  # tasks for the rows that one part completes

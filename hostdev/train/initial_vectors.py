@@ -6,7 +6,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.core.initializers import GivenRows
@@ -22,11 +21,10 @@ from hostdev.data.preprocess.opening import open_file
 from hostdev.data.preprocess.reading import ReadSettings, own_settings
 from hostdev.data.preprocess.vectors import WrongNumberError, require_numbers
 from hostdev.data.schema import Schema
+from hostdev.kernels.arrays import LongIds, Rows
 from hostdev.models.model import Model
 from hostdev.train.config import TrainConfig
 
-Ids = npt.NDArray[np.int64]
-Vectors = npt.NDArray[np.float32]
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -76,7 +74,7 @@ def set_initial_vectors(model: Model, settings: TrainConfig, schema: Schema) -> 
     }
 
 
-def _read_all(settings: TrainConfig, found: Manifest, dim: int) -> tuple[Ids, Vectors]:
+def _read_all(settings: TrainConfig, found: Manifest, dim: int) -> tuple[LongIds, Rows]:
     """Return the ids and vectors of all columns; values of a frozen column without a vector get zeros."""
     assert settings.data is not None and found.vocabulary is not None
     encoding = Encoding(found, settings.data / found.vocabulary)
@@ -101,7 +99,7 @@ def _read_all(settings: TrainConfig, found: Manifest, dim: int) -> tuple[Ids, Ve
     return ids[order], np.ascontiguousarray(vectors[order])
 
 
-def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[Ids, Vectors]:
+def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[LongIds, Rows]:
     """Read the vectors of a column's values.
 
     Args:
@@ -129,8 +127,8 @@ def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[I
         raise UserError(f"{path} has no column {column!r} with the values of {name!r}; it has {listed(file.names)}")
     names, readings = _vector_columns(file, [one for one in file.names if one != column], dim)
     [out_of_vocabulary] = (space.oov for space in encoding.schema.spaces if space.name == name)
-    every_id: list[Ids] = []
-    every_vector: list[Vectors] = []
+    every_id: list[LongIds] = []
+    every_vector: list[Rows] = []
     for chunk in chunks(file, file.names):
         if len(chunk.rejected):
             raise UserError(f"{path} has malformed lines; correct them")

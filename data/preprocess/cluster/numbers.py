@@ -15,10 +15,11 @@ from hostdev.data import ragged
 from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess.cluster.first import Result, piece_name
 from hostdev.data.preprocess.cluster.job import WorkerJob
-from hostdev.data.preprocess.dense import BLOCK, ByMaximum, Numbers, Scaling, Standard, moments
+from hostdev.data.preprocess.dense import BLOCK, ByMaximum, Scaling, Standard, moments
 from hostdev.data.preprocess.pieces import PieceFile, write_lists
 from hostdev.data.preprocess.scaling import ByColumn
 from hostdev.data.preprocess.second_pass import get_numbers
+from hostdev.kernels.arrays import Numbers
 
 _NAMES = ("low", "high", "count", "mean", "squares")
 

@@ -24,8 +24,9 @@ from hostdev.data.preprocess.cluster.job import WorkerJob
 from hostdev.data.preprocess.outcome import VOCABULARY_FILE
 from hostdev.data.preprocess.pieces import PieceFile, write_lists
 from hostdev.data.preprocess.stored import DamagedError
-from hostdev.data.preprocess.values import DIGITS, FormatKeys, Ids, make_values
+from hostdev.data.preprocess.values import DIGITS, FormatKeys, make_values
 from hostdev.data.preprocess.vocabulary import WrittenValues, write_values
+from hostdev.kernels.arrays import LongIds
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.strings import hash_texts
 
@@ -138,8 +139,8 @@ def count(work: WorkerJob, part: Part, index: list[str]) -> Result:
     """
     space, number, _ = part
     values = make_values(work.source.format_keys)
-    pieces: list[Ids] = [np.zeros(0, np.int64)]
-    indices: list[Ids] = [np.zeros(0, np.int64)]
+    pieces: list[LongIds] = [np.zeros(0, np.int64)]
+    indices: list[LongIds] = [np.zeros(0, np.int64)]
     for keys, places in _earlier(work, part):
         before = len(values.uses)
         values.count(keys, np.zeros(len(keys), np.int64))
@@ -197,7 +198,7 @@ def _threshold(work: WorkerJob, space: int) -> int | None:
     return layout.thresholds.get(layout.spaces[space], work.options.threshold)
 
 
-def _earlier(work: WorkerJob, part: Part) -> Iterator[tuple[Any, Ids]]:
+def _earlier(work: WorkerJob, part: Part) -> Iterator[tuple[Any, LongIds]]:
     """Yield a range's values of the earlier data set, with their indices in the order of its ids."""
     if work.earlier is None:
         return

@@ -20,9 +20,10 @@ from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.memory import require_memory
 from hostdev.core.printable import printable
 from hostdev.core.progress import bar, counted
-from hostdev.ext.neighbours.rows import Rows, Weights
+from hostdev.ext.neighbours.rows import Rows
 from hostdev.ext.neighbours.search import find_nearest, score
 from hostdev.ext.neighbours.source import Source, open_source
+from hostdev.kernels.arrays import Values
 
 LIST = "indexes.json"
 LINKS, BUILD_WIDTH, SEARCH_WIDTH = 32, 200, 64  # of HNSW: M, efConstruction, efSearch
@@ -136,7 +137,7 @@ def _make(faiss: Any, options: FaissOptions, rows: Rows) -> Any:
     return index
 
 
-def as_vectors(weights: Weights, metric: str) -> Weights:
+def as_vectors(weights: Values, metric: str) -> Values:
     """Return rows as the index has them, float32 [n, D]: of length 1 for cosines (zeros stay zeros)."""
     if metric != "cosine":
         return np.ascontiguousarray(weights)
@@ -204,6 +205,6 @@ def _check(faiss: Any, options: FaissOptions, rows: Rows, path: Path, names: Pat
     return hits / (k * len(queries))
 
 
-def _bound(metric: str, queries: Weights) -> float:
+def _bound(metric: str, queries: Values) -> float:
     """Return the largest difference allowed: BOUND, times the squared length of the longest query if above 1."""
     return BOUND if metric == "cosine" else BOUND * max(1.0, float(np.square(queries.astype(np.float64)).sum(1).max()))

@@ -15,11 +15,11 @@ from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.unlabelled import EncodedPart
 from hostdev.data.schema import Schema
+from hostdev.kernels.arrays import Mask
 from hostdev.kernels.strings import hash_texts
 from hostdev.train.ranking import rank
 
 Keys = npt.NDArray[np.uint64]
-Mask = npt.NDArray[np.bool_]
 
 
 class By(NamedTuple):

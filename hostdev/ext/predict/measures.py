@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
@@ -13,9 +12,8 @@ from hostdev.data.schema import Schema
 from hostdev.data.targets import columns_of
 from hostdev.ext.predict.groups import By, Groups
 from hostdev.ext.predict.predictor import probabilities
+from hostdev.kernels.arrays import Values
 from hostdev.train.target_scores import TargetScores
-
-Values = npt.NDArray[np.float32]
 
 
 class Measures:

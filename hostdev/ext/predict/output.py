@@ -18,8 +18,7 @@ from hostdev.data.preprocess.unlabelled import EncodedPart
 from hostdev.data.schema import Schema
 from hostdev.data.targets import columns_of
 from hostdev.ext.predict.predictor import probabilities
-
-Values = npt.NDArray[np.float32]
+from hostdev.kernels.arrays import Values
 
 
 def names_of(schema: Schema) -> list[tuple[str, str]]:

@@ -7,17 +7,14 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.workers import Worker
 from hostdev.ext.serving.columns import Columns
 from hostdev.ext.serving.limits import values_of
 from hostdev.ext.serving.model import ServedModel
 from hostdev.ext.serving.refused import RefusedError, bad
+from hostdev.kernels.arrays import Values
 
-Values = npt.NDArray[np.float32]
 _MOST_BATCH_VALUES = 1 << 20  # in the lists of several requests that are encoded together
 
 
