@@ -14,7 +14,6 @@ RowNumbers: TypeAlias = npt.NDArray[np.int32]  # [N]
 Positions: TypeAlias = npt.NDArray[np.int32]  # [N], indices of another array
 Counts: TypeAlias = npt.NDArray[np.int64]  # [N]
 Lengths: TypeAlias = npt.NDArray[np.int32]  # [N], numbers of values of each row
-Steps: TypeAlias = npt.NDArray[np.uint32]  # [N]
 Rows: TypeAlias = npt.NDArray[np.float32]  # [N, D]
 Values: TypeAlias = npt.NDArray[np.float32]  # [N], or [N, values of each]
 Numbers: TypeAlias = npt.NDArray[np.float64]

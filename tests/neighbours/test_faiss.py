@@ -179,14 +179,14 @@ def test_in_a_store(run, in_process, tmp_path, monkeypatch):
 
 
 def test_rows_that_are_not_finite(saved, in_process, monkeypatch):
-    whole = rows.Rows.lookup
+    whole = rows.NamedRows.lookup
 
     def lookup(self, ids):
         found = whole(self, ids)
         found[np.asarray(ids) == 7] = np.nan
         return found
 
-    monkeypatch.setattr(rows.Rows, "lookup", lookup)
+    monkeypatch.setattr(rows.NamedRows, "lookup", lookup)
     code, _, _ = in_process(checkpoint, "export", saved, "--format", "faiss", "--out", "out", "--table", "t")
     assert code == 0
     [entry] = json.loads(Path("out/indexes.json").read_text())

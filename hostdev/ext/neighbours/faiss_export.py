@@ -20,7 +20,7 @@ from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.memory import require_memory
 from hostdev.core.printable import printable
 from hostdev.core.progress import bar, counted
-from hostdev.ext.neighbours.rows import Rows
+from hostdev.ext.neighbours.rows import NamedRows
 from hostdev.ext.neighbours.search import find_nearest, score
 from hostdev.ext.neighbours.source import Source, open_source
 from hostdev.kernels.arrays import Values
@@ -82,7 +82,7 @@ def _write(faiss: Any, options: FaissOptions, chain: Chain, out: Path) -> list[s
     return lines
 
 
-def choose_rows(source: Source, options: FaissOptions) -> list[Rows]:
+def choose_rows(source: Source, options: FaissOptions) -> list[NamedRows]:
     """Return the rows of each index: one for each id space with names, otherwise one for the whole table.
 
     Raises:
@@ -107,7 +107,7 @@ def choose_rows(source: Source, options: FaissOptions) -> list[Rows]:
 
 
 def _write_index(
-    faiss: Any, options: FaissOptions, rows: Rows, out: Path, progress: Any
+    faiss: Any, options: FaissOptions, rows: NamedRows, out: Path, progress: Any
 ) -> tuple[dict[str, Any], float]:
     """Write the index and the names of some rows, and check the index; return its entry in the list, and its recall."""
     need = len(rows) * (4 * rows.dim + (0 if options.kind == "flat" else 8 * LINKS + 16))
@@ -122,7 +122,7 @@ def _write_index(
     return entry | {"kind": options.kind, "metric": options.metric, "not_finite": left_out}, recall
 
 
-def _make(faiss: Any, options: FaissOptions, rows: Rows) -> Any:
+def _make(faiss: Any, options: FaissOptions, rows: NamedRows) -> Any:
     """Return an empty index with memory for all rows: it would grow by copies of all that it has."""
     metric = faiss.METRIC_L2 if options.metric == "l2" else faiss.METRIC_INNER_PRODUCT
     if options.kind == "flat":
@@ -146,7 +146,7 @@ def as_vectors(weights: Values, metric: str) -> Values:
     return (wide / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
 
-def _fill(faiss: Any, options: FaissOptions, rows: Rows, path: Path, names: Path, progress: Any) -> int:
+def _fill(faiss: Any, options: FaissOptions, rows: NamedRows, path: Path, names: Path, progress: Any) -> int:
     """Write the index and the names, block by block; return how many rows were left out as they are not finite."""
     index, left_out = _make(faiss, options, rows), 0
     key = "key" if rows.is_by_key else "id"
@@ -169,7 +169,7 @@ def _fill(faiss: Any, options: FaissOptions, rows: Rows, path: Path, names: Path
     return left_out
 
 
-def _check(faiss: Any, options: FaissOptions, rows: Rows, path: Path, names: Path) -> float:
+def _check(faiss: Any, options: FaissOptions, rows: NamedRows, path: Path, names: Path) -> float:
     """Compare searches in the written index with exact ones for some rows; return the share of rows that it found.
 
     Raises:

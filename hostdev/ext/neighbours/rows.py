@@ -18,7 +18,7 @@ _BLOCK_BYTES = 4 << 20  # of weights that are read at a time
 _FEW = 20_000  # names, among which similar ones are found within a fraction of a second
 
 
-class Rows:
+class NamedRows:
     """The rows of a table in a checkpoint, without out-of-vocabulary rows and those of dense columns.
 
     Args:

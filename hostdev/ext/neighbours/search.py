@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
-from hostdev.ext.neighbours.rows import Rows
+from hostdev.ext.neighbours.rows import NamedRows
 from hostdev.kernels.arrays import LongIds
 
 Scores = npt.NDArray[np.float64]
@@ -46,7 +46,7 @@ def score(query: Scores, weights: Scores, metric: str) -> Scores:
     return cosines
 
 
-def find_nearest(rows: Rows, queries: npt.NDArray[np.float32], k: int, metric: str, without: LongIds) -> Nearest:
+def find_nearest(rows: NamedRows, queries: npt.NDArray[np.float32], k: int, metric: str, without: LongIds) -> Nearest:
     """Return the k nearest rows of each query.
 
     Args:

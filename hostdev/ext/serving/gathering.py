@@ -18,7 +18,7 @@ from hostdev.kernels.arrays import Values
 _MOST_BATCH_VALUES = 1 << 20  # in the lists of several requests that are encoded together
 
 
-class Answer(NamedTuple):
+class Predicted(NamedTuple):
     """Predictions, float32 [n, labels], and the model that made them."""
 
     values: Values
@@ -41,7 +41,7 @@ class _Ticket:
     __slots__ = ("arrived", "columns", "future", "rows", "values", "version")
 
     def __init__(
-        self, columns: Columns, rows: int, values: int, version: str | None, future: "asyncio.Future[Answer]"
+        self, columns: Columns, rows: int, values: int, version: str | None, future: "asyncio.Future[Predicted]"
     ) -> None:
         self.columns, self.rows, self.values, self.version, self.future = columns, rows, values, version, future
         self.arrived = time.monotonic()
@@ -51,7 +51,7 @@ class _Ticket:
         return self.future.cancelled()
 
 
-_Results = list[tuple[_Ticket, Answer | Exception]]
+_Results = list[tuple[_Ticket, Predicted | Exception]]
 
 
 class Gatherer:
@@ -105,7 +105,7 @@ class Gatherer:
         version: str | None,
         gone: Callable[[], "asyncio.Future[None]"],
         values: int = 0,
-    ) -> Answer:
+    ) -> Predicted:
         """Return the predictions for a request's rows.
 
         Args:
@@ -119,7 +119,7 @@ class Gatherer:
             RefusedError: The queue is full, a value is invalid, the version is another one, or the server ends.
             ClientGoneError: The client has gone; its rows are not computed unless that has begun.
         """
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Predicted] = asyncio.get_running_loop().create_future()
         ticket = _Ticket(columns, rows, values, version, future)
         is_next = self._enter(ticket)
         if is_next:
@@ -226,7 +226,7 @@ class Gatherer:
                 lambda: not all(ticket.is_cancelled for ticket in waiting),
             )
             for ticket, each in zip(waiting, found or [], strict=found is not None):
-                results.append((ticket, bad(str(each)) if isinstance(each, UserError) else Answer(each, model)))
+                results.append((ticket, bad(str(each)) if isinstance(each, UserError) else Predicted(each, model)))
         return results
 
     def _failures(self, tickets: list[_Ticket], error: Exception) -> "_Results":

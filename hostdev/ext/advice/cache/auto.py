@@ -23,9 +23,9 @@ from hostdev.device.bus import measure
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
 from hostdev.ext.advice.cache.curves import (
+    CachePoint,
     Curves,
-    Group,
-    Point,
+    TableGroup,
     choose_sizes,
     format_size,
     gains,
@@ -82,7 +82,7 @@ def choose_cache(
     return replace(settings, cache_rows=rows, cache_policy=policy, cache_window=window).resolved(), [line]
 
 
-def _sample(model: Model, groups: Sequence[Group], reader: ShardReader, settings: TrainConfig) -> list[Sampled]:
+def _sample(model: Model, groups: Sequence[TableGroup], reader: ShardReader, settings: TrainConfig) -> list[Sampled]:
     """Return, for each group, the unique ids of the first training batches and how often they occur."""
     assert settings.batch_size is not None
     sampled: list[Sampled] = [[] for _ in groups]
@@ -104,7 +104,7 @@ def _room(
     found: Manifest,
     reader: ShardReader,
     device: torch.device,
-    groups: Sequence[Group],
+    groups: Sequence[TableGroup],
     batches: Sequence[Sampled],
     ranks: Ranks | None,
 ) -> int:
@@ -137,7 +137,7 @@ def _room(
 
 def _simulate(
     settings: TrainConfig,
-    groups: list[Group],
+    groups: list[TableGroup],
     batches: Sequence[Sampled],
     counts: Sequence[Any],
     room: int,
@@ -178,14 +178,14 @@ def _simulate(
     return make_curves(groups, [list(mine) for mine in zip(*sizes, strict=True)], ended, measure(device))
 
 
-def _size(point: Point, ranks: Ranks | None) -> str:
+def _size(point: CachePoint, ranks: Ranks | None) -> str:
     """Return a value for --cache-rows: a number of rows, or a share if the rows are divided among several processes."""
     if ranks is None:
         return format_size(point)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
 
 
-def _line(chosen: tuple[str, Point] | None, room: int, device: torch.device, batches: int) -> str:
+def _line(chosen: tuple[str, CachePoint] | None, room: int, device: torch.device, batches: int) -> str:
     """Return a line that explains the choice."""
     where = f"{format_bytes(room)} that a dense step leaves free on {describe(device)}"
     if not is_accelerator(device):

@@ -42,7 +42,7 @@ class Scored(NamedTuple):
         return [a / b if b else NAN for a, b in zip(predicted.tolist(), label.tolist(), strict=True)]
 
 
-class Collector:
+class OutputSums:
     """Adds up the outputs and labels of a file's rows.
 
     Args:
@@ -77,7 +77,7 @@ class Collector:
         return Scored(self._rows, self._sums, tuple(self._bins))
 
 
-class Window:
+class ScoreWindow:
     """The scores of the last files."""
 
     def __init__(self, files: int, targets: tuple[bool, ...]) -> None:
