@@ -14,11 +14,10 @@ from hostdev.ext.streams.arrivals.cutting import BatchCutter, batches_of
 from hostdev.ext.streams.arrivals.folder import Folder, State, key_of
 from hostdev.ext.streams.arrivals.seen import MOST_DIGESTS, Seen
 from hostdev.ext.streams.arrivals.spool import Spool, SpoolError
-from hostdev.ext.streams.following import histogram
-from hostdev.ext.streams.following.histogram import Histogram
+from hostdev.ext.streams.following import progressive
 from hostdev.ext.streams.following.logs import FileLogs
 from hostdev.ext.streams.following.progress import MOST_FILES, MOST_STEPS, RecentProgress, RecentQuality
-from hostdev.ext.streams.following.progressive import OutputSums, ScoreWindow
+from hostdev.ext.streams.following.progressive import Histogram, OutputSums, ScoreWindow
 from hostdev.ext.streams.following.state import FollowState
 from hostdev.train import metrics
 from hostdev.train.follow_options import Until, parse_until
@@ -193,12 +192,12 @@ def test_a_window_has_the_quality_of_its_rows(rows, scale):
         assert found.rows == total.rows == 2 * rows and len(each) == 2
         if 0 < labels.mean() < 1:
             exact = metrics.auc(logits, labels)
-            assert found.auc == exact if 2 * rows <= histogram.MOST_BINS else abs(found.auc - exact) < 1e-5
+            assert found.auc == exact if 2 * rows <= progressive.MOST_BINS else abs(found.auc - exact) < 1e-5
         assert found.logloss == pytest.approx(metrics.log_loss(logits, labels))
         mean = (1 / (1 + np.exp(-logits.astype(np.float64)))).mean()
         if labels.any():
             assert total.calibration()[0] == pytest.approx(mean / labels.mean())
-        assert len(total.bins[0].keys) <= histogram.MOST_BINS
+        assert len(total.bins[0].keys) <= progressive.MOST_BINS
 
 
 def test_a_histogram_does_not_depend_on_the_batches():
