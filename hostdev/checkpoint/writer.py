@@ -167,6 +167,7 @@ class AsyncWriter:
         self.is_reported = True
         if self.error is not None:
             raise self.error
+        self._ended.result()
         if self._upload and self._uploads is not None:
             self._uploads.require(self._upload)
         assert self.checkpoint is not None

@@ -51,7 +51,8 @@ class FollowingPredictor:
         self._seen: Any = None  # the folder's content when it was last opened
         self._damaged: Path | None = None  # the file for which the newest checkpoint was refused
         self._said = ""
-        self._worker = Worker("hostdev-follow", self._try_look, seconds=seconds).start()
+        self._worker = Worker("hostdev-follow", self._try_look, seconds=seconds)
+        self._worker.start()
 
     @property
     def step(self) -> int:
