@@ -168,7 +168,7 @@ class Worker:
         return has_ended
 
     def stop(self, seconds: float | None = None, last: Callable[[], object] | None = None) -> bool:
-        """End the thread after the current call, and `last` in it; return whether it ended in this time."""
+        """End the thread after the call that has begun, and `last` in it; return whether it ended in this time."""
         with self.changed:
             self._last = last
             self.closing.set()

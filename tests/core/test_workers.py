@@ -52,9 +52,10 @@ def test_an_error_is_raised_for_whoever_waits_or_closes():
 
 
 def test_a_call_that_hangs_does_not_hold_the_end_up():
-    go = threading.Event()
-    worker = Worker("test", go.wait)
+    begun, go = threading.Event(), threading.Event()
+    worker = Worker("test", lambda: begun.set() or go.wait())
     worker.ask()
+    assert begun.wait(30)
     start = time.monotonic()
     assert not worker.stop(0.05) and time.monotonic() - start < 10
     go.set()
