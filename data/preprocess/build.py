@@ -26,13 +26,13 @@ from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, NO_EARLIER, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, Outcome
-from hostdev.data.preprocess.pieces import Facts, Piece
-from hostdev.data.preprocess.raw import Layout, Source
+from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, ManifestWriter
+from hostdev.data.preprocess.pieces import Facts, PieceFile
+from hostdev.data.preprocess.raw import Source, SourceLayout
 from hostdev.data.preprocess.shard_memory import ShardMemory
 from hostdev.data.preprocess.shards import ShardOptions, Shards, make_shard, shard_name
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
-from hostdev.data.preprocess.work import Work, claim
+from hostdev.data.preprocess.work import WorkFolder, claim
 from hostdev.data.schema import Schema
 from hostdev.kernels.pool import host_threads
 
@@ -65,14 +65,14 @@ def build(
 class _Build:
     """The state of one build."""
 
-    def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier) -> None:
+    def __init__(self, source: Source, work: WorkFolder, options: Options, threads: int, earlier: Earlier) -> None:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
         # By id space, the share of training occurrences that have an id of `earlier`.
         self._known_shares: dict[str, float] | None = None
         # By bag, the value that makes up most of the bag's values, and its share.
         self._padded: dict[str, list[Any]] = {}
-        self._layout: Layout = source.layout
+        self._layout: SourceLayout = source.layout
         has_validation = source.has_validation or options.validation_fraction is not None
         self._splits = SPLITS if has_validation else SPLITS[:2]
         buckets = options.hash_buckets
@@ -107,7 +107,7 @@ class _Build:
             self._paths = [first.path(i) for i in range(len(facts))]
             intact = _count_intact(self._paths, [fact.checksum for fact in facts], workers)
             same_rows = (
-                len(Piece(path)) == sum(fact.rows) for path, fact in zip(self._paths[:intact], facts, strict=False)
+                len(PieceFile(path)) == sum(fact.rows) for path, fact in zip(self._paths[:intact], facts, strict=False)
             )
             intact = next((i for i, same in enumerate(same_rows) if not same), intact)
             later = entries[len(pieces) :] if intact == len(facts) else []
@@ -125,7 +125,7 @@ class _Build:
                     self._work.note(parsed=True)
                 self._facts = first.facts
             self._paths = [first.path(i) for i in range(len(self._facts))]
-            outcome = Outcome(self._source, self._options, self._earlier, self._splits, self._facts)
+            outcome = ManifestWriter(self._source, self._options, self._earlier, self._splits, self._facts)
             schema, scaling = self._learn(later, outcome.rows(), workers)
             shards = self._write_shards(later, schema, scaling, workers)
         found = Learned(schema, scaling.statistics(), self._padded, self._known_shares)
@@ -186,7 +186,7 @@ class _Build:
             for i, split in enumerate(self._splits):
                 (folder / split).mkdir(exist_ok=True)
 
-                def write(ranges: Sequence[second_pass.Range], name: str, i: int = i) -> dict[str, Any]:
+                def write(ranges: Sequence[second_pass.RowRange], name: str, i: int = i) -> dict[str, Any]:
                     done: dict[str, Any] | None = written.get(name)
                     if done is not None and (folder / name).is_file() and checksum(folder / name) == done["sha256"]:
                         return done
@@ -206,7 +206,7 @@ class _Build:
         return shards
 
 
-def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str, splits: int) -> int:
+def _count_sound(entries: Sequence[dict[str, Any]], layout: SourceLayout, mode: str, splits: int) -> int:
     """Return the number of journal entries before the first one that is invalid or out of order."""
     order = ("piece", "parsed", "learned", "shard")
     stage = 0

@@ -17,14 +17,15 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.manifest_values import SCALING_STATISTICS, check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
-from hostdev.data.preprocess.dense import Numbers, Scaling
+from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.pieces import Survey
-from hostdev.data.preprocess.raw import Layout, Source
+from hostdev.data.preprocess.raw import Source, SourceLayout
 from hostdev.data.preprocess.stored import DamagedError
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.preprocess.vocabulary import HashBuckets, KnownIds, Vocabulary
 from hostdev.data.schema import Schema, Space
+from hostdev.kernels.arrays import Numbers
 from hostdev.kernels.cardinality import draw_sample, make_registers
 from hostdev.kernels.strings import hash_texts
 
@@ -86,7 +87,7 @@ class Earlier:
         """Return the entries of a later data set's manifest options."""
         return {EARLIER: self.as_json()}
 
-    def known_ids(self, layout: Layout) -> KnownIds:
+    def known_ids(self, layout: SourceLayout) -> KnownIds:
         """Return the ids that a later data set with this layout keeps."""
         return KnownIds(self.schema.spaces, self.schema.rows, Space.grown)
 
@@ -122,7 +123,7 @@ class Earlier:
         if buckets is not None and HashBuckets(buckets, theirs).schema != mine:
             raise UserError(f"{self.folder}: the ids do not match {buckets:,} hash buckets; preprocess it again")
 
-    def scaling(self, dense: str, layout: Layout, *, signed: bool) -> Scaling:
+    def scaling(self, dense: str, layout: SourceLayout, *, signed: bool) -> Scaling:
         """Return the fixed scaling of the earlier data set, whose mode is `dense`."""
         own = scaling.own(self.found.options)
         return _Kept(scaling.fixed(dense, layout.dense, own, self.found.statistics, signed=signed))
@@ -207,7 +208,7 @@ class NoEarlier(Earlier):
         """Return no entries."""
         return {}
 
-    def known_ids(self, layout: Layout) -> KnownIds:
+    def known_ids(self, layout: SourceLayout) -> KnownIds:
         """Return no ids of values."""
         return KnownIds.none(layout)
 
@@ -218,7 +219,7 @@ class NoEarlier(Earlier):
     def require(self, source: Source, dense: str, buckets: int | None) -> None:
         """Require nothing."""
 
-    def scaling(self, dense: str, layout: Layout, *, signed: bool) -> Scaling:
+    def scaling(self, dense: str, layout: SourceLayout, *, signed: bool) -> Scaling:
         """Return a scaling that learns from the new rows."""
         return scaling.make(dense, layout.dense, layout.scaling, signed=signed)
 

@@ -11,8 +11,8 @@ from hostdev.data.advice import PADDED
 from hostdev.data.manifest import REJECTED_FILE, Manifest
 from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, Earlier
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.pieces import Facts, Piece
-from hostdev.data.preprocess.raw import Layout, Source
+from hostdev.data.preprocess.pieces import Facts, PieceFile
+from hostdev.data.preprocess.raw import Source, SourceLayout
 from hostdev.data.preprocess.shards import Shards
 from hostdev.data.schema import Schema
 
@@ -35,7 +35,7 @@ class Learned(NamedTuple):
     known_shares: dict[str, float] | None
 
 
-class Outcome:
+class ManifestWriter:
     """Writes the manifest of a data set from the facts of its pieces.
 
     Args:
@@ -48,7 +48,7 @@ class Outcome:
     ) -> None:
         self._source, self._options, self._earlier, self._splits = source, options, earlier, splits
         self._facts = facts
-        self._layout: Layout = source.layout
+        self._layout: SourceLayout = source.layout
 
     def rows(self) -> dict[str, int]:
         """Return the number of rows of each split.
@@ -95,7 +95,7 @@ class Outcome:
         rows, schema = self.rows(), learned.schema
         with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
             for path, fact, before in zip(paths, self._facts, lines_before or [0] * len(paths), strict=True):
-                for line in Piece(path).rejected() if fact.rejected else ():
+                for line in PieceFile(path).rejected() if fact.rejected else ():
                     file.write(f"{line.file}\t{before + line.line}\t{line.reason}\t{line.text}\n")
         vocabulary = folder / VOCABULARY_FILE if self._options.hash_buckets is None else None
         manifest = Manifest(

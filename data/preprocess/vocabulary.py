@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hostdev.core import memory
 from hostdev.core.errors import TransientError
-from hostdev.core.memory import available_bytes, format_bytes
-from hostdev.data.preprocess.raw import Layout
-from hostdev.data.preprocess.values import FormatKeys, Ids, make_values
+from hostdev.data.preprocess.raw import SourceLayout
+from hostdev.data.preprocess.values import FormatKeys, make_values
 from hostdev.data.schema import Schema, Space
+from hostdev.kernels.arrays import LongIds
 from hostdev.kernels.columns import hash_keys, hash_rows
 from hostdev.kernels.counter import key64
 from hostdev.kernels.dictionary import BYTES_A_VALUE
@@ -42,7 +43,7 @@ class KnownIds(NamedTuple):
     grow: Callable[[Space, int, int], Space]
 
     @classmethod
-    def none(cls, layout: Layout) -> "KnownIds":
+    def none(cls, layout: SourceLayout) -> "KnownIds":
         """Return the ids without an earlier data set: numbers' and out-of-vocabulary ids only."""
         dense, first = len(layout.dense), len(layout.dense) + len(layout.spaces)
         spaces = [Space(name, dense + i, first, 0) for i, name in enumerate(layout.spaces)]
@@ -64,12 +65,12 @@ class Vocabulary:
     """
 
     def __init__(
-        self, threshold: int | None, layout: Layout, format_keys: FormatKeys | None, known: KnownIds | None = None
+        self, threshold: int | None, layout: SourceLayout, format_keys: FormatKeys | None, known: KnownIds | None = None
     ) -> None:
         self._threshold, self._layout = threshold, layout
         self._known = known or KnownIds.none(layout)
         self._values: list[Any] = [make_values(format_keys) for _ in layout.spaces]
-        self._ids: list[Ids] = []
+        self._ids: list[LongIds] = []
 
     def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
         """Add the occurrence counts `uses` [N] of an id space's distinct values; thread-safe across id spaces."""
@@ -121,7 +122,7 @@ class Vocabulary:
         )
         return self.schema
 
-    def _new(self, space: int) -> Iterator[Ids]:
+    def _new(self, space: int) -> Iterator[LongIds]:
         """Yield the indices of the values that get new ids, in chunks that bound memory."""
         uses, begin = self._values[space].uses, self._known.spaces[space].values
         if self._threshold is None:
@@ -130,7 +131,7 @@ class Vocabulary:
         for start in range(begin, len(uses), _AT_ONCE):
             yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > threshold)
 
-    def _in_order(self) -> Iterator[tuple[int, Ids]]:
+    def _in_order(self) -> Iterator[tuple[int, LongIds]]:
         """Yield the values with ids, in id order, as the number of an id space and the indices of values in it."""
         earlier = []
         for number, space in enumerate(self._known.spaces):
@@ -145,9 +146,9 @@ class Vocabulary:
             for new in self._new(number):
                 yield number, new
 
-    def ids(self, space: int, keys: Any) -> Ids:
+    def ids(self, space: int, keys: Any) -> LongIds:
         """Return the ids of values [N] of an id space after `freeze`; thread-safe."""
-        found: Ids = self._ids[space][self._values[space].find(keys)]
+        found: LongIds = self._ids[space][self._values[space].find(keys)]
         return found
 
     def write(self, path: Path, rows: int) -> None:
@@ -170,7 +171,7 @@ class Vocabulary:
 class _Taken:
     """The texts of some values, formatted when they are needed."""
 
-    def __init__(self, values: Any, numbers: Ids) -> None:
+    def __init__(self, values: Any, numbers: LongIds) -> None:
         self._values, self._numbers = values, numbers
 
     def __getitem__(self, rows: slice) -> pa.Array:
@@ -188,12 +189,12 @@ class WrittenValues(NamedTuple):
     """
 
     oov: int
-    lengths: Ids
-    uses: Ids
+    lengths: LongIds
+    uses: LongIds
     texts: Any
 
 
-def write_values(path: Path, layout: Layout, fixed: Sequence[int], values: "Iterator[WrittenValues]") -> None:
+def write_values(path: Path, layout: SourceLayout, fixed: Sequence[int], values: "Iterator[WrittenValues]") -> None:
     """Write a vocabulary's file: `fixed` has the occurrences of the fixed ids; `values` follow in the order of ids.
 
     The file does not depend on how the values are divided.
@@ -202,7 +203,7 @@ def write_values(path: Path, layout: Layout, fixed: Sequence[int], values: "Iter
     kinds = pa.schema(
         [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
     )
-    waiting: list[tuple[npt.NDArray[Any], pa.Array, Ids]] = [
+    waiting: list[tuple[npt.NDArray[Any], pa.Array, LongIds]] = [
         (np.arange(len(names)), pa.nulls(len(names), pa.string()), np.array(fixed, np.int64))
     ]
     with pa.OSFile(os.fsencode(path), "wb") as content, pa.ipc.new_file(content, kinds) as file:
@@ -243,13 +244,12 @@ def require_memory(values: float, text_bytes: float | None) -> None:
     texts = text_bytes or 0.0
     written = _WRITTEN_ROW * min(values, _WRITTEN_AT_ONCE) + 2 * min(texts, _WRITTEN_BYTES)
     needed = int(_MARGIN * (values * (each + _ID_BYTES) + 1.25 * texts) + written)
-    free = available_bytes()
-    if needed > free:
-        raise TransientError(
-            f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them needs "
-            f"{format_bytes(needed)}, but {format_bytes(free)} of memory are free; hash them with "
-            f"--hash-buckets N, which needs no vocabulary"
-        )
+    memory.require_memory(
+        needed,
+        f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them",
+        "hash them with --hash-buckets N, which needs no vocabulary",
+        TransientError,
+    )
 
 
 class HashBuckets:
@@ -258,7 +258,7 @@ class HashBuckets:
     The hash does not depend on the seed, so that equal values have equal ids in separately built data sets.
     """
 
-    def __init__(self, buckets: int, layout: Layout) -> None:
+    def __init__(self, buckets: int, layout: SourceLayout) -> None:
         self._buckets = np.uint64(buckets)
         dense, first = len(layout.dense), len(layout.dense) + len(layout.spaces)
         spaces = tuple(Space(name, dense + i, first, buckets) for i, name in enumerate(layout.spaces))
@@ -268,7 +268,7 @@ class HashBuckets:
         self._keys = np.array([keys[column.space] for column in layout.columns], np.uint64)
 
     def encode(
-        self, keys: Ids, order: npt.NDArray[np.int64], missing: Sequence[int]
+        self, keys: LongIds, order: npt.NDArray[np.int64], missing: Sequence[int]
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
         """Return the ids of the columns with one id per row, [n, columns], and which values are missing, [columns, n].
 
@@ -280,6 +280,6 @@ class HashBuckets:
         how = self._keys[: keys.shape[1]], self._buckets, self.schema.first_value, np.array(missing, np.int64)
         return hash_rows(keys, order, *how, self.schema.id_type)
 
-    def ids_of(self, keys: Ids, column: int) -> Ids:
+    def ids_of(self, keys: LongIds, column: int) -> LongIds:
         """Return the ids of keys [N] in column number `column` of the layout."""
         return hash_keys(np.ascontiguousarray(keys), self._keys[column], self._buckets, self.schema.first_value)

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.distributed.buffers import Mask, count_values, find_positions, make_views
+from hostdev.distributed.buffers import count_values, find_positions, make_views
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.gradients import Parts, SelectedRows, give_gradients
 from hostdev.distributed.key_exchange import END, KeyExchange, require_all
 from hostdev.distributed.world import World
+from hostdev.kernels.arrays import Mask
 from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks

@@ -19,8 +19,7 @@ from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError, naming
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
-from hostdev.core.progress import Progress as Shown
-from hostdev.core.progress import TimeLeft, bar, note
+from hostdev.core.progress import ProgressBar, TimeLeft, bar, note
 from hostdev.core.timeline import Timeline
 from hostdev.data import manifest
 from hostdev.data.batch import Batch
@@ -290,7 +289,7 @@ class Run:
             self._take_steps(itertools.islice(batches, planned - taken), epoch, taken, stop, progress)
 
     def _take_steps(
-        self, batches: Iterator[Batch], epoch: int, taken: int, stop: GracefulStop, progress: Shown
+        self, batches: Iterator[Batch], epoch: int, taken: int, stop: GracefulStop, progress: ProgressBar
     ) -> None:
         """Take a step with each batch; the epoch's first `taken` steps are done."""
         results = self.trainer.train(batches)
@@ -329,7 +328,7 @@ class Run:
         self._due = step
         return True
 
-    def _record(self, epoch: int, step: int, result: Result, progress: Shown) -> None:
+    def _record(self, epoch: int, step: int, result: Result, progress: ProgressBar) -> None:
         """Write a step's losses and update the progress bar."""
         losses = result.value
         with self.lock, naming(self.files.path):

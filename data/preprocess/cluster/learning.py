@@ -11,12 +11,12 @@ import numpy.typing as npt
 from hostdev.core.progress import bar
 from hostdev.data.preprocess.cluster import words
 from hostdev.data.preprocess.cluster.first import Result, survey_name
-from hostdev.data.preprocess.cluster.job import Work
+from hostdev.data.preprocess.cluster.job import WorkerJob
 from hostdev.data.preprocess.cluster.numbers import has_groups, make_scaling
 from hostdev.data.preprocess.cluster.runner import Runner, Task
 from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.pieces import Piece
+from hostdev.data.preprocess.pieces import PieceFile
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.vocabulary import MOST_OF_A_BAG, HashBuckets
 from hostdev.data.schema import Schema, Space
@@ -47,7 +47,7 @@ class Learning:
     """
 
     def __init__(
-        self, source: Source, job: Work, options: Options, earlier: Earlier, runner: Runner, memory: int
+        self, source: Source, job: WorkerJob, options: Options, earlier: Earlier, runner: Runner, memory: int
     ) -> None:
         self._source, self._job, self._options, self._earlier = source, job, options, earlier
         self._known = earlier.known_ids(source.layout)
@@ -199,7 +199,7 @@ class Learning:
     def _firsts(self, space: int, ranges: int) -> npt.NDArray[np.int64]:
         """Return for each piece how many values that get new ids occur first in it, int64 [pieces]."""
         paths = (self._job.path(words.firsts_name(space, r)) for r in range(ranges))
-        total: npt.NDArray[np.int64] = np.sum([Piece(path).array("new") for path in paths], axis=0)
+        total: npt.NDArray[np.int64] = np.sum([PieceFile(path).array("new") for path in paths], axis=0)
         return total
 
     def _fillers(self, by_space: Sequence[Sequence[Result]]) -> dict[str, list[Any]]:

@@ -14,19 +14,27 @@ from hostdev.data import schema as schemas
 from hostdev.data.manifest import SPLITS, Manifest
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.cluster.connection import Connection, connect
-from hostdev.data.preprocess.cluster.first_pass import FirstPass
-from hostdev.data.preprocess.cluster.job import FOLDERS, Job, Reference, describe, stamps, write_job, write_json
-from hostdev.data.preprocess.cluster.job import Work as JobWork
+from hostdev.data.preprocess.cluster.first_pass import ClusterFirstPass
+from hostdev.data.preprocess.cluster.job import (
+    FOLDERS,
+    Job,
+    Reference,
+    WorkerJob,
+    describe,
+    stamps,
+    write_job,
+    write_json,
+)
 from hostdev.data.preprocess.cluster.learning import Learning
 from hostdev.data.preprocess.cluster.runner import Runner, Task
 from hostdev.data.preprocess.earlier_vocabulary import NO_EARLIER, Earlier
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, Outcome
+from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, ManifestWriter
 from hostdev.data.preprocess.pieces import Facts
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.shard_memory import ShardMemory
 from hostdev.data.preprocess.shards import Shards, shard_name
-from hostdev.data.preprocess.work import Work, claim
+from hostdev.data.preprocess.work import WorkFolder, claim
 
 _FORMAT = 1  # of the job's folder and of the journal's entries
 
@@ -62,7 +70,9 @@ def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier
 class _Preparation:
     """The state of one preparation."""
 
-    def __init__(self, source: Source, work: Work, options: Options, earlier: Earlier, connection: Connection) -> None:
+    def __init__(
+        self, source: Source, work: WorkFolder, options: Options, earlier: Earlier, connection: Connection
+    ) -> None:
         self._source, self._work, self._options, self._earlier = source, work, options, earlier
         self._connection = connection
         has_validation = source.has_validation or options.validation_fraction is not None
@@ -78,10 +88,10 @@ class _Preparation:
         mark = self._reference[1][:8]
         self._runner = Runner(self._connection, self._reference, self._work, mark, entries)
         self._work.rewrite(self._runner.entries())
-        first = FirstPass(self._source, self._job, self._runner)
+        first = ClusterFirstPass(self._source, self._job, self._runner)
         first.run()
         self._source.check_unchanged()
-        outcome = Outcome(self._source, self._options, self._earlier, self._splits, first.facts)
+        outcome = ManifestWriter(self._source, self._options, self._earlier, self._splits, first.facts)
         rows = outcome.rows()
         self._check_shards(first.facts)
         content = {"names": first.names, "rows": [fact.rows for fact in first.facts]}
@@ -115,7 +125,7 @@ class _Preparation:
             self._earlier.reference,
         )
         self._reference: Reference = write_job(job, folder / "job.pickle")
-        self._job = JobWork(job)
+        self._job = WorkerJob(job)
 
     def _check_shards(self, facts: Sequence[Facts]) -> None:
         """Raise TransientError unless a shard fits into the memory of a worker's thread."""

@@ -22,16 +22,16 @@ from hostdev.device.backend import describe, is_accelerator
 from hostdev.device.bus import measure
 from hostdev.distributed.world import World
 from hostdev.ext.advice.cache.curves import (
+    CachePoint,
     Curves,
-    Group,
-    Point,
+    TableGroup,
     choose_sizes,
     format_size,
     gains,
     make_curves,
     measure_groups,
     recommend,
-    require_memory,
+    require_plan,
 )
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_occurrences, unique
@@ -78,7 +78,7 @@ def choose_cache(settings: TrainConfig, data: Path, found: Manifest, world: Worl
     return replace(settings, cache_rows=rows, cache_policy=policy, cache_window=window).resolved(), [line]
 
 
-def _sample(model: Model, groups: Sequence[Group], reader: ShardReader, settings: TrainConfig) -> list[Sampled]:
+def _sample(model: Model, groups: Sequence[TableGroup], reader: ShardReader, settings: TrainConfig) -> list[Sampled]:
     """Return, for each group, the unique ids of the first training batches and how often they occur."""
     assert settings.batch_size is not None
     sampled: list[Sampled] = [[] for _ in groups]
@@ -100,7 +100,7 @@ def _room(
     found: Manifest,
     reader: ShardReader,
     device: torch.device,
-    groups: Sequence[Group],
+    groups: Sequence[TableGroup],
     batches: Sequence[Sampled],
     world: World,
 ) -> int:
@@ -133,7 +133,7 @@ def _room(
 
 def _simulate(
     settings: TrainConfig,
-    groups: list[Group],
+    groups: list[TableGroup],
     batches: Sequence[Sampled],
     counts: Sequence[Any],
     room: int,
@@ -154,7 +154,7 @@ def _simulate(
     if not sizes or not policies:
         return {}
     steps = len(batches[0])
-    require_memory(
+    require_plan(
         max(
             planner_bytes(group.rows, size, max(len(ids) for ids, _ in sampled), window, batches=steps)
             for group, size, sampled in zip(groups, sizes[-1], batches, strict=True)
@@ -174,14 +174,14 @@ def _simulate(
     return make_curves(groups, [list(mine) for mine in zip(*sizes, strict=True)], ended, measure(device))
 
 
-def _size(point: Point, world: World) -> str:
+def _size(point: CachePoint, world: World) -> str:
     """Return a value for --cache-rows: a number of rows, or a share if the rows are divided among several processes."""
     if world.size == 1:
         return format_size(point)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
 
 
-def _line(chosen: tuple[str, Point] | None, room: int, device: torch.device, batches: int) -> str:
+def _line(chosen: tuple[str, CachePoint] | None, room: int, device: torch.device, batches: int) -> str:
     """Return a line that explains the choice."""
     where = f"{format_bytes(room)} that a dense step leaves free on {describe(device)}"
     if not is_accelerator(device):
