@@ -141,7 +141,7 @@ def test_tables_without_common_ids_get_a_share(trained, small_data, tmp_path):
 
 def test_what_does_not_go_together(trained, small_data, capsys):
     for options, words in [
-        (["--l2", "table"], "--l2 table cannot be combined with --cache-rows"),
+        (["--l2", "table"], "--cache-rows auto cannot be combined with --l2 table"),
         (["--staleness", 1], "--staleness cannot be combined with --cache-rows"),
     ]:
         assert trained(small_data, "--cache-rows", "auto", *options) == 2

@@ -146,11 +146,11 @@ def test_a_full_disk_is_saved(run, in_process, every, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--table-dir", "disk"], "--table-dir needs --table-memory; give both"),
-        (["--table-memory", "1GiB"], "--table-memory needs --table-dir; give both"),
+        (["--table-dir", "disk"], "--table-dir has no effect without --table-memory"),
+        (["--table-memory", "1GiB"], "--table-memory has no effect without --table-dir"),
         ([*ON_DISK[:3], "much"], "--table-memory: a size must be a number of bytes"),
         ([*ON_DISK, "--emb-dim", 1], "--table-dir has no effect: no table has rows of 64 bytes or more"),
-        ([*ON_DISK, "--model", "wide_deep", "--l2", "table"], "--l2 table would read all rows from disk in every step"),
+        ([*ON_DISK, "--model", "wide_deep", "--l2", "table"], "--table-dir cannot be combined with --l2 table"),
         (["--table-window", 4], "--table-window has no effect without --table-dir; leave out --table-window"),
         ([*ON_DISK, "--table-window", 2_000], "--table-window must be in 0..1024 batches, not 2000"),
     ],

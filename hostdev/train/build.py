@@ -26,6 +26,7 @@ from hostdev.ext.parallel.layout import Layout, resolve_layout
 from hostdev.ext.parallel.pieces import cut, get_pieces
 from hostdev.ext.parallel.plan import matched
 from hostdev.ext.parallel.plan_text import parse_plan
+from hostdev.ext.training.config import CommandConfig
 from hostdev.host.disk.warm_up import warm_up_disk
 from hostdev.host.key_warm_up import warm_up_keys
 from hostdev.host.warm_up import warm_up_batches, warm_up_deduplication, warm_up_feature, warm_up_table
@@ -36,7 +37,6 @@ from hostdev.models.model import Model
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.room import require
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
-from hostdev.train.config import TrainConfig
 from hostdev.train.disk_options import set_disks
 from hostdev.train.initial_vectors import set_initial_vectors
 from hostdev.train.key_options import require_kind, set_keys
@@ -51,7 +51,7 @@ def seed_torch(seed: int) -> None:
     torch.manual_seed(key64(seed, "torch") >> 1)  # 63 bits, because some devices take signed seeds
 
 
-def model_of(settings: TrainConfig, schema: Schema) -> Model:
+def model_of(settings: CommandConfig, schema: Schema) -> Model:
     """Return the model that the options select, for data with this schema; raise UserError if an option is wrong."""
     require_kind(settings, schema)
     optimizer = None
@@ -95,13 +95,13 @@ def _decay(model: Model, decay: float) -> None:
     model.tables = tables
 
 
-def get_layout(settings: TrainConfig) -> Layout:
+def get_layout(settings: CommandConfig) -> Layout:
     """Return the stages and slices into which the options split the model."""
     begins = None if settings.stage_cut is None else settings.stage_cut.split(",")
     return Layout(settings.schedule or SCHEDULES[0], begins, parse_plan(settings.plan) if settings.plan else ())
 
 
-def require_layout(settings: TrainConfig, data: Path) -> None:
+def require_layout(settings: CommandConfig, data: Path) -> None:
     """Raise UserError if the layout does not fit the model's layers. Call this before processes wait for each other."""
     mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
     is_open = mesh is None and settings.parallel == "auto"
@@ -190,7 +190,7 @@ def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -
 
 
 def make_cache_specs(
-    settings: TrainConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
+    settings: CommandConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
 ) -> dict[str, CacheSpec] | None:
     """Return each group's cache for `Runtime`, by the group's first table; None if the settings have no cache."""
     if settings.cache_policy is None:

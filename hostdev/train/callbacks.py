@@ -12,11 +12,11 @@ from hostdev.core.progress import note
 from hostdev.distributed.monitor import run_within
 from hostdev.ext.tracking.callback import CheckpointInfo, EndInfo, EpochInfo, RunInfo, StepInfo
 from hostdev.ext.tracking.figures import RuntimeFigures
+from hostdev.ext.tracking.options import TrackingOptions, make_callbacks
 from hostdev.ext.tracking.tracker import Tracker
 from hostdev.runtime.generators import get_generators
 from hostdev.runtime.runtime import Runtime
 from hostdev.train.interrupt import GracefulStop
-from hostdev.train.tracking_options import TrackingOptions, make_callbacks
 
 EVERY = 20  # steps between two records of speed, waits and op times
 _ABANDON_SECONDS = 2.0

@@ -21,11 +21,12 @@ from hostdev.data import lookalike, manifest
 from hostdev.data.remote import describe_place
 from hostdev.device import backend
 from hostdev.ext.advice.cache.auto import choose_cache
+from hostdev.ext.tracking.options import require_tracking
+from hostdev.ext.training.config import CommandConfig
 from hostdev.kernels.numa import in_words
 from hostdev.train import checkpointing, report, starting
 from hostdev.train.build import require_layout
 from hostdev.train.callbacks import CallbackError, make_run_callbacks
-from hostdev.train.config import TrainConfig
 from hostdev.train.ending import Ending
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
 from hostdev.train.layouts import laid_out
@@ -33,12 +34,11 @@ from hostdev.train.lean import without_compiler
 from hostdev.train.processes import ProcessSession, join_processes, resolve_batch
 from hostdev.train.run import Run
 from hostdev.train.summary import get_data_set
-from hostdev.train.tracking_options import require_tracking
 
 _RANKS_DEADLINE_SECONDS = 10.0
 
 
-def train(settings: TrainConfig) -> dict[str, Any]:
+def train(settings: CommandConfig) -> dict[str, Any]:
     """Train with these settings, print the progress, and return the content of summary.json.
 
     In a process that a launcher started as one of several, train as one of the ranks.
@@ -51,7 +51,7 @@ def train(settings: TrainConfig) -> dict[str, Any]:
         return _train(settings, session)
 
 
-def _require(settings: TrainConfig) -> None:
+def _require(settings: CommandConfig) -> None:
     """Raise UserError for wrong options before the rendezvous; those of the layout if the data set exists already."""
     require_tracking(settings)
     data = settings.data or lookalike.there()
@@ -59,7 +59,7 @@ def _require(settings: TrainConfig) -> None:
         require_layout(settings, data)
 
 
-def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, Any]:
+def _train(settings: CommandConfig, session: ProcessSession | None) -> dict[str, Any]:
     if session is not None:
         settings = resolve_batch(session.settings, session.ranks.mesh.data)
     else:
@@ -177,7 +177,7 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
     return summary
 
 
-def _get_callback_error(run: Run, settings: TrainConfig) -> str | None:
+def _get_callback_error(run: Run, settings: CommandConfig) -> str | None:
     """Return the error of rank 0's callback, or None; all ranks must call this."""
     if settings.callback is None:
         return None
@@ -186,7 +186,7 @@ def _get_callback_error(run: Run, settings: TrainConfig) -> str | None:
     return found
 
 
-def _run_class(settings: TrainConfig) -> type[Run]:
+def _run_class(settings: CommandConfig) -> type[Run]:
     if settings.follow is None:
         return Run
     from hostdev.ext.streams.following.run import FollowRun  # with all that reads new files
@@ -194,7 +194,7 @@ def _run_class(settings: TrainConfig) -> type[Run]:
     return FollowRun
 
 
-def _deadline(settings: TrainConfig, session: ProcessSession | None) -> float | None:
+def _deadline(settings: CommandConfig, session: ProcessSession | None) -> float | None:
     """Return how many seconds the current step may take after a signal; None for no limit.
 
     Several ranks have more time, because they end together.

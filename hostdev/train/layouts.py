@@ -18,12 +18,12 @@ from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.session import join
 from hostdev.distributed.start import start_processes, wait_for
 from hostdev.ext.parallel.auto import choose
+from hostdev.ext.training.config import CommandConfig
 from hostdev.train.build import device_of, get_layout, model_of, require_layout, seed_torch
-from hostdev.train.config import TrainConfig
 from hostdev.train.staged import inputs_like
 
 
-def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
+def resolve_mesh(settings: CommandConfig, ranks: int) -> CommandConfig:
     """Return the settings with the mesh that --parallel selects.
 
     Raises:
@@ -53,7 +53,7 @@ def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
     return settings
 
 
-def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -> tuple[TrainConfig, list[str]]:
+def laid_out(settings: CommandConfig, data: Path, found: Manifest, ranks: Ranks) -> tuple[CommandConfig, list[str]]:
     """Measure layouts; return the settings with the fastest mesh, stages and slices, and lines about the measurements.
 
     All ranks must call this before anything depends on the axes of the mesh. It also sets `ranks.mesh`.
@@ -81,7 +81,7 @@ def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -
     return replace(settings, mesh=str(chosen.mesh), plan=plan or None, stage_cut=cut or None), chosen.lines()
 
 
-def advise_alone(settings: TrainConfig, processes: int) -> int:
+def advise_alone(settings: CommandConfig, processes: int) -> int:
     """Run `hostdev advise` with this process's options in several processes on this host; return the exit code.
 
     Raises:
@@ -92,7 +92,7 @@ def advise_alone(settings: TrainConfig, processes: int) -> int:
     return wait_for(start_processes(processes, command))
 
 
-def advise_together(settings: TrainConfig) -> None:
+def advise_together(settings: CommandConfig) -> None:
     """Join the other processes, and measure layouts of the model on all of them; rank 0 prints the times."""
     with join() as ranks:
         assert ranks is not None
@@ -110,6 +110,6 @@ def advise_together(settings: TrainConfig) -> None:
             print("\n".join(lines))
 
 
-def _data(settings: TrainConfig) -> Path:
+def _data(settings: CommandConfig) -> Path:
     assert settings.data is not None
     return settings.data

@@ -4,6 +4,7 @@ import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 
 import contextlib
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from hostdev.cache.options import AUTO
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import HostdevError, TableFullError, UserError, in_words, write_stderr
 from hostdev.core.memory import share_memory
+from hostdev.core.options import OptionError, flag_of
 from hostdev.core.run_files import EVAL_LOG, LOSS_LOG, OPS_LOG
 from hostdev.data import manifest
 from hostdev.distributed.agreement import shown
@@ -26,18 +29,14 @@ from hostdev.distributed.process_group import RENDEZVOUS_SECONDS, TIMEOUT, Ranks
 from hostdev.distributed.rank_environment import RankEnvironment, find_rank_environment
 from hostdev.distributed.session import leave_together, take_host_share
 from hostdev.distributed.start import start_processes, wait_for
+from hostdev.ext.training.config import CommandConfig
 from hostdev.models import registry
 from hostdev.train.callbacks import CallbackError
-from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
 from hostdev.train.layouts import resolve_mesh
 from hostdev.train.rundir import RunDir
 
 OUTPUT = "output.log"
-_OWN = (
-    *("data", "run_dir", "checkpoint_dir", "trace", "host_threads", "ops_log", "dist_timeout", "dist_url"),
-    *("dist_backend", "batch_per_rank", "cache_policy", "cache_window", "device"),
-)
 _LOG_SECONDS = 5.0  # time to complete the logs when another rank has failed
 
 
@@ -87,7 +86,7 @@ class ProcessSession:
         on_fault: Called before this process ends because another rank has failed. The run sets it to complete its logs.
     """
 
-    def __init__(self, environment: RankEnvironment, settings: TrainConfig) -> None:
+    def __init__(self, environment: RankEnvironment, settings: CommandConfig) -> None:
         self.on_fault: Callable[[], object] = lambda: None
         self._answer: Callable[[], object] = lambda: None  # a rank may fail during the rendezvous
         self._environment, self.settings = environment, settings
@@ -149,7 +148,7 @@ class ProcessSession:
         return root
 
 
-def get_shared_values(settings: TrainConfig, ranks: int) -> dict[str, Any]:
+def get_shared_values(settings: CommandConfig, ranks: int) -> dict[str, Any]:
     """Return, by name, the values that must be equal on all ranks: the data set and the options.
 
     Options that concern only one process are left out, and so are folders, which may differ from host to host.
@@ -157,7 +156,8 @@ def get_shared_values(settings: TrainConfig, ranks: int) -> dict[str, Any]:
     mesh = parse_mesh(settings.mesh) if settings.mesh is not None else Mesh(data=ranks)
     given = resolve_batch(settings, mesh.data).resolved()
     found: dict[str, Any] = {"the data set": None if settings.data is None else _identity(settings.data)}
-    found |= {f"--{name.replace('_', '-')}": value for name, value in given.as_json().items() if name not in _OWN}
+    local = {name for name, item in given.options().items() if item.is_local}
+    found |= {flag_of(name): value for name, value in given.as_json().items() if name not in local}
     with contextlib.suppress(UserError):  # raised again after the rendezvous
         found["--emb-dim"] = given.emb_dim or registry.default_dim(given.model)
     found["--pipeline-depth"] = shown(given.pipeline_depth > 0, str(given.pipeline_depth))
@@ -175,7 +175,7 @@ def _identity(data: Path) -> list[Any]:
     return shown(identity, f"checksum {identity[:12]} ({shown_place(data)})")
 
 
-def make_run_dir(settings: TrainConfig, session: ProcessSession | None) -> RunDir:
+def make_run_dir(settings: CommandConfig, session: ProcessSession | None) -> RunDir:
     """Make the run directory, or on ranks above 0 this rank's folder in it."""
     make = partial(RunDir, again=settings.resume is not None, ops_log=settings.ops_log_bytes)
     if session is None:
@@ -188,7 +188,9 @@ def make_run_dir(settings: TrainConfig, session: ProcessSession | None) -> RunDi
 
 
 @contextmanager
-def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], object]) -> Iterator[ProcessSession | None]:
+def join_processes(
+    settings: CommandConfig, require: Callable[[CommandConfig], object]
+) -> Iterator[ProcessSession | None]:
     """Join the other processes that a launcher has started, and yield the session; yield None if there are no others.
 
     Args:
@@ -197,20 +199,10 @@ def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], objec
     environment = find_rank_environment()
     if environment.alone:
         resolve_mesh(settings, 1)
-        own = (
-            "dist_timeout",
-            "dist_backend",
-            "dist_url",
-            "batch_per_rank",
-            "dense_exchange",
-            "exchange_levels",
-            "mesh",
-        )
-        for name in own:
-            if getattr(settings, name) is not None:
-                option = "--" + name.replace("_", "-")
-                raise UserError(
-                    f"{option} has no effect in one process; leave out {option}, or start several processes"
+        for name, item in settings.options().items():
+            if item.is_shared and getattr(settings, name) is not None:
+                raise OptionError(
+                    name, f" has no effect in one process; leave out {flag_of(name)}, or start several processes"
                 )
         yield None
         return
@@ -232,7 +224,7 @@ def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], objec
         yield session
 
 
-def require_shares(settings: TrainConfig, ranks: int) -> None:
+def require_shares(settings: CommandConfig, ranks: int) -> None:
     """Raise UserError unless this number of processes can share the work."""
     if not settings.host_device_mix:
         raise UserError(f"{ranks} processes can share tables only in host memory; give --host-device-mix")
@@ -271,14 +263,14 @@ def require_shares(settings: TrainConfig, ranks: int) -> None:
         )
 
 
-def resolve_batch(settings: TrainConfig, shares: int) -> TrainConfig:
+def resolve_batch(settings: CommandConfig, shares: int) -> CommandConfig:
     """Return the settings with --batch-per-rank replaced by the equivalent --batch-size of all ranks."""
     if settings.batch_per_rank is None:
         return settings
     return replace(settings, batch_size=settings.batch_per_rank * shares, batch_per_rank=None)
 
 
-def spawn(settings: TrainConfig) -> int:
+def spawn(settings: CommandConfig) -> int:
     """Start the processes of --spawn on this host and wait for them.
 
     Returns:
@@ -290,5 +282,10 @@ def spawn(settings: TrainConfig) -> int:
             "--spawn has no effect in a process that a launcher started as one of several; leave out --spawn"
         )
     require_shares(resolve_mesh(settings, settings.spawn), settings.spawn)
-    command = [sys.executable, "-m", "hostdev.train", *to_flags(replace(settings, spawn=None))]
-    return wait_for(start_processes(settings.spawn, command))
+    command = [sys.executable, "-m", "hostdev.train", *replace(settings, spawn=None).to_flags()]
+    with TemporaryDirectory() as folder:
+        if values := settings.file_values():
+            file = Path(folder) / "options.json"
+            file.write_text(json.dumps(values))
+            command += ["--config", str(file)]
+        return wait_for(start_processes(settings.spawn, command))

@@ -22,7 +22,7 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.inputs import STANDARD_INPUT
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.train import config
+from hostdev.ext.training.config import CommandConfig
 from hostdev.train.command import train
 
 SMALL_ROWS, SMALL_BATCH = 1_000_000, 1000
@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace, options: Options, rows: int) -> None:
     if arguments.batch_size is None and training < SMALL_ROWS:
         arguments.batch_size = min(SMALL_BATCH, training)
     arguments.data = data
-    settings = config.from_flags(arguments)
-    _announce("hostdev.train", *config.to_flags(settings))
+    settings = CommandConfig.from_flags(arguments)
+    _announce("hostdev.train", *settings.to_flags())
     train(settings)
 
 

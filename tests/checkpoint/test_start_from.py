@@ -292,7 +292,7 @@ def others(days):
             r"table 'first_order' has optimizer LazyAdam\(b.*, but SGD in the program",
         ),
         ("two", ["--table-dtype", "bf16"], "the weights of table 'first_order' are fp32, but bf16 in the program"),
-        ("two", ["--resume", "x"], "--start-from has no effect with --resume x; leave out one of the two"),
+        ("two", ["--resume", "x"], "--start-from cannot be combined with --resume DIR"),
         ("two", ["--start-from", "nowhere"], "--start-from nowhere: there is no such checkpoint"),
     ],
 )

@@ -29,9 +29,9 @@ from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import TableSpec
-from hostdev.train import config
 from hostdev.train.build import groups_of, ids_of, model_of
 from hostdev.train.config import TrainConfig
+from hostdev.train.options import REFERENCE_BATCH_SIZE
 from hostdev.train.report import kind
 
 
@@ -179,7 +179,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
 def _open(settings: TrainConfig, data: Path, found: Manifest) -> tuple[ShardReader, int]:
     """Return the training samples and the batch size, and set the number of threads."""
     reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
-    size = settings.batch_size or min(config.REFERENCE_BATCH_SIZE, max(1, reader.rows // 20))
+    size = settings.batch_size or min(REFERENCE_BATCH_SIZE, max(1, reader.rows // 20))
     reader.require(size)
     if settings.host_threads is not None:
         set_host_threads(settings.host_threads)

@@ -37,9 +37,9 @@ from hostdev.models.model import Model
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import dense_arrays
 from hostdev.runtime.spec import CacheSpec
-from hostdev.train import config
 from hostdev.train.build import device_of, groups_of, ids_of, model_of, seed_torch, vector_tables
 from hostdev.train.config import TrainConfig
+from hostdev.train.options import REFERENCE_BATCH_SIZE
 from hostdev.train.staged import inputs_like
 from hostdev.train.trainer import Trainer
 
@@ -288,7 +288,7 @@ def _sort_rows(rows: tuple[npt.NDArray[Any], Hashes]) -> tuple[npt.NDArray[Any],
 def get_batch_size(settings: TrainConfig, reader: ShardReader, steps: int) -> int:
     """Return the number of samples in a step."""
     reader.require(settings.batch_size or 1)
-    return settings.batch_size or min(config.REFERENCE_BATCH_SIZE, -(-reader.rows // steps))
+    return settings.batch_size or min(REFERENCE_BATCH_SIZE, -(-reader.rows // steps))
 
 
 def read_batches(reader: ShardReader, size: int, seed: int, steps: int, part: tuple[int, int] = (0, 1)) -> list[Batch]:

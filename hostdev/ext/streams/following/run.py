@@ -26,11 +26,11 @@ from hostdev.ext.streams.following.progress import RecentProgress, RecentQuality
 from hostdev.ext.streams.following.progressive import Collector, Window
 from hostdev.ext.streams.following.state import FollowState
 from hostdev.ext.streams.following.waiting import Waiting
+from hostdev.ext.streams.options import POLL_SECONDS, QUIET_SECONDS, WINDOW, Until, parse_until
 from hostdev.ext.tracking.callback import EpochInfo
+from hostdev.ext.training.config import CommandConfig
 from hostdev.train import checkpointing, starting
 from hostdev.train.checkpointing import Progress
-from hostdev.train.config import TrainConfig
-from hostdev.train.follow_options import POLL_SECONDS, QUIET_SECONDS, WINDOW, Until, parse_until
 from hostdev.train.interrupt import GracefulStop
 from hostdev.train.network import Result
 from hostdev.train.processes import ProcessSession
@@ -44,7 +44,7 @@ class FollowRun(Run):
 
     def __init__(
         self,
-        settings: TrainConfig,
+        settings: CommandConfig,
         data: Path,
         found: Manifest,
         start: checkpointing.Start | None = None,

@@ -1,0 +1,626 @@
+"""The options of a training run, in groups; `TrainConfig` has all of them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from hostdev.cache.options import AUTO, MOST_WINDOW, POLICIES, WINDOW, rows_of
+from hostdev.core.addresses import checkpoint_path, data_path, local_path
+from hostdev.core.cli import checked
+from hostdev.core.disk_storage import MOST_DISK_WINDOW, Disk
+from hostdev.core.keys import UNKNOWN
+from hostdev.core.memory import format_bytes, parse_bytes
+from hostdev.core.micro_batches import EXCHANGES
+from hostdev.core.optimizers import OPTIMIZERS
+from hostdev.core.options import Condition, OptionError, OptionGroup, option
+from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
+from hostdev.data import folder
+from hostdev.distributed.mesh import parse_mesh
+
+REFERENCE_BATCH_SIZE = 16_000
+MOST_DEPTH = 64  # reading further ahead does not help
+LEAST_OPS_LOG = 1 << 16
+BFLOAT16 = "bfloat16"  # the public name; BF16 is still accepted for one release
+ORDERS = ("shuffled", "stored")
+TABLES = ("vocabulary", "dynamic")
+_MOST_USES = (1 << 24) - 1  # as in core.admission, whose kernels a command line need not import
+_HOST = "host_device_mix"
+_WHOLE_TABLE = "l2=table"
+_DYNAMIC = "tables=dynamic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(OptionGroup):
+    """Data, model and device."""
+
+    section: ClassVar[str] = "model_and_data"
+    title: ClassVar[str] = "data, model and device"
+    data: Path | None = option(
+        "data set written by hostdev preprocess, here or in a store such as s3://BUCKET/DIR (default: a small "
+        "synthetic one)",
+        checked(data_path),
+        metavar="DIR",
+        is_local=True,
+    )
+    model: str = option(
+        "wide_deep, deepfm, dlrm, dcn, mmoe, shared_bottom, or your own class as package.module:Class",
+        str,
+        default="wide_deep",
+        metavar="NAME",
+        is_fixed=True,
+    )
+    emb_dim: int | None = option(
+        "dimension of the embedding tables (default: the model's; 80 for wide_deep)",
+        int,
+        metavar="N",
+        least=1,
+        is_fixed=True,
+        has_effect=True,
+    )
+    host_device_mix: bool = option(
+        "keep the tables in host memory, where the CPU looks up rows and updates them", default=False
+    )
+    device: str = option(
+        "device of the dense layers: auto, cpu, cuda, ...", str, default="auto", metavar="NAME", is_local=True
+    )
+    precision: str = option(
+        "precision of the dense layers' arithmetic; weights, the last layer and losses stay float32",
+        str,
+        default="fp32",
+        choices=("fp32", "bf16"),
+        is_fixed=True,
+    )
+    tf32: bool = option(
+        "on CUDA, round the inputs of the dense layers' matrix products to TF32",
+        default=False,
+        excludes={"precision": ""},
+        is_fixed=True,
+    )
+
+    @property
+    def arithmetic(self) -> str:
+        """The dense layers' arithmetic, as text."""
+        return self.precision + " with TF32" * self.tf32
+
+    def require_data(self) -> None:
+        """Raise UserError if `data` is not a data set."""
+        if self.data is not None:
+            folder.require(self.data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthOptions(OptionGroup):
+    """Steps, their order, and what each step does besides the tables' updates."""
+
+    section: ClassVar[str] = "length"
+    title: ClassVar[str] = "length and order of the training"
+    epochs: int | None = option(
+        "passes over the training samples (default 15; 2 without --data)", int, metavar="N", least=1
+    )
+    batch_size: int | None = option(
+        "samples in a step (default 16000; 1000 without --data)", int, metavar="N", least=1, is_fixed=True
+    )
+    max_steps: int | None = option("stop after N steps", int, metavar="N", least=1)
+    early_stop: int | None = option(
+        "stop when the AUC on the validation samples (test samples if there are none) has not improved for N epochs",
+        int,
+        metavar="N",
+        least=1,
+    )
+    lr: float | None = option(
+        "learning rate of the dense layers' Adam (default: the model's)",
+        float,
+        metavar="X",
+        least=0,
+        is_fixed=True,
+        has_effect=True,
+    )
+    l2: str = option(
+        "L2 regularization of Wide & Deep's table deep: none, batch (the batch's rows) or table (all rows)",
+        str,
+        default="none",
+        choices=("none", "batch", "table"),
+        is_fixed=True,
+    )
+    seed: int = option(
+        "seed of the initial values, of the order of the samples, and of layers such as dropout",
+        int,
+        default=2020,
+        metavar="N",
+        least=0,
+        is_fixed=True,
+    )
+    order: str = option(
+        "order of the training samples: shuffled, anew in each epoch; or stored, as in the data, for example in time",
+        str,
+        default=ORDERS[0],
+        choices=ORDERS,
+        is_fixed=True,
+    )
+    shuffle_window: int = option(
+        "consecutive shards that are shuffled together; preprocess writes 262,144 samples to a shard",
+        int,
+        default=1,
+        metavar="N",
+        least=1,
+        excludes={"order=stored": ""},
+        is_fixed=True,
+    )
+
+    def check(self) -> None:
+        """Raise OptionError if the training ends before --early-stop can have an effect."""
+        if self.early_stop is not None and self.epochs is not None and self.epochs <= self.early_stop + 1:
+            raise OptionError(
+                "early_stop",
+                f" {self.early_stop} has no effect with {self.epochs} epoch{'s' * (self.epochs > 1)}: training can "
+                f"stop after epoch {self.early_stop + 1} at the earliest; give more --epochs, or leave out "
+                "--early-stop",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions(OptionGroup):
+    """Optimizer, storage and initial values of the tables."""
+
+    section: ClassVar[str] = "tables_and_optimizer"
+    title: ClassVar[str] = "optimizer, storage and start of the tables"
+    table_optimizer: str | None = option(
+        "optimizer of the embedding tables (default: the model's)",
+        str,
+        choices=tuple(OPTIMIZERS),
+        is_fixed=True,
+        has_effect=True,
+    )
+    table_lr: float | None = option(
+        "learning rate of the embedding tables (default: their optimizer's)",
+        float,
+        metavar="X",
+        least=0,
+        is_fixed=True,
+        has_effect=True,
+    )
+    table_weight_decay: float = option(
+        "weight decay of the embedding tables, applied to every row in each step",
+        float,
+        default=0.0,
+        metavar="X",
+        least=0,
+        is_fixed=True,
+        has_effect=True,
+    )
+    table_dtype: str = option(
+        "format of the tables' weights in host memory; bfloat16 rounds stochastically",
+        str,
+        default=FP32,
+        choices=(FP32, BF16),
+        aliases={BFLOAT16: BF16},
+        metavar=f"{{{FP32},{BFLOAT16}}}",
+        is_fixed=True,
+    )
+    table_slots: str = option(
+        "format of the tables' optimizer state in host memory; bfloat16 and 8bit round stochastically",
+        str,
+        default=FP32,
+        choices=(FP32, BF16, EIGHT_BIT),
+        aliases={BFLOAT16: BF16},
+        metavar=f"{{{FP32},{BFLOAT16},{EIGHT_BIT}}}",
+        is_fixed=True,
+    )
+    initial_vectors: str | None = option(
+        "files with a vector for each value of a column, with which its embeddings begin, such as item=items.parquet; "
+        "separate several by commas",
+        str,
+        metavar="NAME=FILE",
+        is_fixed=True,
+    )
+    frozen_vectors: str | None = option(
+        "columns of --initial-vectors whose embeddings do not change, separated by commas",
+        str,
+        metavar="NAMES",
+        excludes={"l2": "it would change their rows", "table_weight_decay": "it would change their rows"},
+        is_fixed=True,
+    )
+
+    @property
+    def vector_files(self) -> dict[str, Path]:
+        """The files of --initial-vectors, by column; raises OptionError if it is malformed."""
+        files: dict[str, Path] = {}
+        for text in [] if self.initial_vectors is None else self.initial_vectors.split(","):
+            name, equals, path = text.partition("=")
+            if not (name and equals and path):
+                raise OptionError(
+                    "initial_vectors", f" {self.initial_vectors}: write it as NAME=FILE or NAME=FILE,NAME=FILE"
+                )
+            if name in files:
+                raise OptionError("initial_vectors", f" names {name!r} twice; name one file for each column")
+            files[name] = Path(path)
+        return files
+
+    @property
+    def frozen_columns(self) -> tuple[str, ...]:
+        """The columns of --frozen-vectors."""
+        return () if self.frozen_vectors is None else tuple(self.frozen_vectors.split(","))
+
+    def check(self) -> None:
+        """Raise OptionError if a frozen column has no file, or --initial-vectors is malformed."""
+        files = self.vector_files
+        for name in self.frozen_columns:
+            if name not in files:
+                raise OptionError(
+                    "frozen_vectors", f" {name}: the column has no file; give --initial-vectors {name}=FILE"
+                )
+
+
+def parse_capacity(capacity: str | None) -> int | str | None:
+    """Return a number of keys, or a size as text; raise UserError if --capacity is neither."""
+    if capacity is None or not capacity.isdigit():
+        parse_bytes(capacity or "0")
+        return capacity
+    if int(capacity) < 1:
+        raise OptionError("capacity", f" must be at least 1 key, not {capacity}")
+    return int(capacity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyOptions(OptionGroup):
+    """Tables by key."""
+
+    section: ClassVar[str] = "keys"
+    title: ClassVar[str] = "tables by key"
+    tables: str = option(
+        "vocabulary: a row for each id of the data; dynamic: tables by key, which grow as ids come",
+        str,
+        default=TABLES[0],
+        choices=TABLES,
+        needs={_HOST: "tables that grow are in host memory"},
+        excludes={
+            _WHOLE_TABLE: "there is no fixed table to regularize, unlike --l2 batch",
+            "initial_vectors": "it names the values of a vocabulary",
+            "staleness": "",
+        },
+        is_fixed=True,
+    )
+    capacity: str | None = option(
+        "most keys of --tables dynamic, or their memory, such as 8GiB (default: what is free)",
+        str,
+        metavar="X",
+        check=parse_capacity,
+        needs={_DYNAMIC: ""},
+        is_number=True,
+    )
+    admit_count: int | None = option(
+        "give a key a row at its N-th use (default: at once)",
+        int,
+        metavar="N",
+        least=1,
+        most=_MOST_USES,
+        needs={_DYNAMIC: ""},
+        is_fixed=True,
+    )
+    unknown_ids: str | None = option(
+        "what ids without a row read: shared, a row of their column, which is trained; zeros; or initial, their own "
+        "initial values (default shared)",
+        str,
+        choices=UNKNOWN,
+        needs={_DYNAMIC: ""},
+        is_fixed=True,
+    )
+    evict_unused: int | None = option(
+        "remove keys that N steps have not used (default: never)",
+        int,
+        metavar="N",
+        least=1,
+        unit="step",
+        needs={_DYNAMIC: ""},
+        is_fixed=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskOptions(OptionGroup):
+    """Tables on disk."""
+
+    section: ClassVar[str] = "disk"
+    title: ClassVar[str] = "tables on disk"
+    table_dir: Path | None = option(
+        "folder on a disk for the rows of embedding tables that do not fit in --table-memory; empty again at the end",
+        checked(local_path),
+        metavar="DIR",
+        needs={"table_memory": "", _HOST: "tables on disk belong to the host"},
+        excludes={_WHOLE_TABLE: "each step would read all rows from disk, unlike --l2 batch"},
+    )
+    table_memory: str | None = option(
+        "memory for the rows of the tables in --table-dir, in each process, such as 4GiB",
+        str,
+        metavar="X",
+        check=parse_bytes,
+        needs={"table_dir": ""},
+    )
+    table_window: int | None = option(
+        "batches that are read ahead to know which rows of the tables in --table-dir to keep in memory "
+        f"(default {Disk.window})",
+        int,
+        metavar="N",
+        least=0,
+        most=MOST_DISK_WINDOW,
+        unit="batches",
+        needs={"table_dir": ""},
+    )
+
+
+def _has_no_rows(size: str) -> bool:
+    """Return whether --cache-rows gives a cache without rows; raise UserError if it is malformed."""
+    return size != AUTO and not rows_of(size, 1 << 30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions(OptionGroup):
+    """Prefetching, staleness and the cache on the device."""
+
+    section: ClassVar[str] = "pipeline_and_cache"
+    title: ClassVar[str] = "prefetching and the cache"
+    pipeline_depth: int = option(
+        "batches to read and look up ahead of the step; 0 runs the stages one after another",
+        int,
+        default=2,
+        metavar="N",
+        least=0,
+        most=MOST_DEPTH,
+    )
+    staleness: int = option(
+        "let lookups miss the updates of the last N batches; NOT EXACT above 0",
+        int,
+        default=0,
+        metavar="N",
+        least=0,
+        needs={_HOST: "", Condition("pipeline_depth", above=0, shown="a --pipeline-depth above 0"): ""},
+        excludes={"cache_rows": "a stale row would stay in the cache"},
+    )
+    cache_rows: str | None = option(
+        "cached rows of each table on the device: a number, a share such as 5%%, or auto for the shortest steps "
+        "(default 0: no cache)",
+        str,
+        metavar="N",
+        check=_has_no_rows,
+        off=_has_no_rows,
+        needs={_HOST: ""},
+        excludes={
+            _WHOLE_TABLE: "the L2 term reads the whole table on the host, so each step would write back all cached rows"
+        },
+        is_number=True,
+    )
+    cache_policy: str | None = option(
+        f"which rows to cache (default {POLICIES[0]})",
+        str,
+        choices=POLICIES,
+        needs={"cache_rows": ""},
+        is_local=True,
+    )
+    cache_window: int | None = option(
+        f"batches that the policy lookahead knows in advance (default {WINDOW})",
+        int,
+        metavar="N",
+        least=0,
+        most=MOST_WINDOW,
+        needs={"cache_rows": "", Condition("looks_ahead", shown="--cache-policy lookahead"): ""},
+        is_local=True,
+    )
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the cache's policy knows the next batches, if there is a cache."""
+        return self.cache_policy in (None, POLICIES[0]) or self.cache_rows is None or _has_no_rows(self.cache_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(OptionGroup):
+    """Files of a run."""
+
+    section: ClassVar[str] = "output"
+    title: ClassVar[str] = "what the run writes"
+    run_dir: Path | None = option(
+        "a new folder for logs and summary (default runs/<time>)",
+        checked(local_path),
+        metavar="DIR",
+        is_local=True,
+    )
+    ops_log: str = option(
+        "maximum size of ops.log, such as 100MiB; beyond it, the oldest files are removed; 0 writes no ops.log",
+        str,
+        default="1GiB",
+        metavar="SIZE",
+        check=parse_bytes,
+        is_local=True,
+        is_number=True,
+    )
+    trace: Path | None = option(
+        "a new file for the timeline of all stages, as Chrome trace JSON (open it in Perfetto)",
+        checked(local_path),
+        metavar="FILE",
+        is_local=True,
+    )
+
+    @property
+    def ops_log_bytes(self) -> int:
+        """The maximum size of ops.log in bytes."""
+        return parse_bytes(self.ops_log)
+
+    def check(self) -> None:
+        """Raise OptionError if the limit of ops.log is too low."""
+        if 0 < self.ops_log_bytes < LEAST_OPS_LOG:
+            raise OptionError(
+                "ops_log", f" must be at least {format_bytes(LEAST_OPS_LOG)}, or 0 for no ops.log, not {self.ops_log}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(OptionGroup):
+    """Checkpoints: when to save, where, and from which one to begin."""
+
+    section: ClassVar[str] = "checkpoints"
+    title: ClassVar[str] = "checkpoints"
+    checkpoint_every: int | None = option("save a checkpoint every N steps and at the end", int, metavar="N", least=1)
+    checkpoint_minutes: float | None = option(
+        "save a checkpoint every M minutes and at the end", float, metavar="M", above=0
+    )
+    keep_checkpoints: int | None = option(
+        "number of newest checkpoints to keep (default 3)",
+        int,
+        metavar="K",
+        least=1,
+        needs={Condition("saves", shown="--checkpoint-every or --checkpoint-minutes"): ""},
+    )
+    checkpoint_dir: Path | None = option(
+        "folder of the checkpoints, or its address in a store (default: checkpoints in the run directory)",
+        checked(checkpoint_path),
+        metavar="DIR",
+        needs={Condition("uses_folder", shown="--checkpoint-every or --checkpoint-minutes"): ""},
+        is_local=True,
+    )
+    resume: str | None = option(
+        "resume from DIR or, without DIR, from the run's newest valid checkpoint; start a new run if there is no "
+        "checkpoint",
+        str,
+        metavar="DIR",
+        bare="",
+    )
+    start_from: Path | None = option(
+        "start a new run with the tables and layers of a checkpoint; the data set must use the checkpoint's ids",
+        checked(checkpoint_path),
+        metavar="CHECKPOINT",
+        excludes={Condition("resume_path", shown="--resume DIR"): ""},
+    )
+
+    def check(self) -> None:
+        """Raise OptionError if --resume has no folder in which it could look for checkpoints."""
+        if self.resume == "" and self.checkpoint_dir is None and getattr(self, "run_dir", None) is None:
+            raise OptionError(
+                "resume",
+                " without a folder looks for checkpoints in --checkpoint-dir or --run-dir; give one of these two, or "
+                "name a checkpoint: --resume DIR",
+            )
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves checkpoints."""
+        return self.checkpoint_every is not None or self.checkpoint_minutes is not None
+
+    @property
+    def uses_folder(self) -> bool:
+        """Whether checkpoints are saved to the folder of checkpoints, or searched there."""
+        return self.saves or self.resume == ""
+
+    @property
+    def resume_path(self) -> str | None:
+        """The checkpoint that --resume names; None without one."""
+        return self.resume or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions(OptionGroup):
+    """Several processes that share the samples."""
+
+    section: ClassVar[str] = "processes"
+    title: ClassVar[str] = "several processes"
+    spawn: int | None = option(
+        "start N processes on this host, which share the tables and the micro-batches", int, metavar="N", least=1
+    )
+    batch_per_rank: int | None = option(
+        "samples per step in each data-parallel process, instead of --batch-size",
+        int,
+        metavar="N",
+        least=1,
+        excludes={"batch_size": "it counts the samples of all processes"},
+        is_local=True,
+        is_shared=True,
+    )
+    parallel: str | None = option(
+        "none: one process; data: split samples; semi: also split layers by --mesh, --plan and --stage-cut; auto: "
+        "measure which mesh, stages and slices are fastest (default: data, or the given --mesh)",
+        str,
+        choices=("none", "data", "semi", "auto"),
+        off=("none",),
+    )
+    mesh: str | None = option(
+        "how processes split the work: data=N by samples, model=N by slices of layers, pipe=N by stages; for example "
+        "data=2,pipe=2 (default: data)",
+        str,
+        metavar="AXES",
+        check=parse_mesh,
+        is_shared=True,
+    )
+    micro_batches: int = option(
+        "split a batch into M micro-batches, whose gradients are summed in a fixed order; several processes share the "
+        "micro-batches",
+        int,
+        default=1,
+        metavar="M",
+        least=1,
+        excludes={_WHOLE_TABLE: "each micro-batch would add the L2 term of the whole table, unlike --l2 batch"},
+        is_fixed=True,
+    )
+    gradients: str | None = option(
+        "how to combine the micro-batches' gradients: mean (over all samples of the batch) or sum (of the "
+        "micro-batches' means) (default mean)",
+        str,
+        choices=("mean", "sum"),
+        needs={"micro_batches": ""},
+        is_fixed=True,
+    )
+    dense_exchange: str | None = option(
+        "how processes sum the dense layers' gradients: tree (in the same order for any number of processes) or "
+        "all-reduce (as DistributedDataParallel does, NOT EXACT) (default tree)",
+        str,
+        choices=EXCHANGES,
+        is_shared=True,
+    )
+    exchange_levels: int | None = option(
+        "1: each process exchanges data with every other; 2: processes on a host share memory, and one process per "
+        "host exchanges data with the other hosts (default: 2 if there are several hosts and a host has several "
+        "processes)",
+        int,
+        choices=(1, 2),
+        is_shared=True,
+    )
+    dist_backend: str | None = option(
+        "backend of torch.distributed for the dense layers' gradients (default: the device's, such as nccl, if each "
+        "process has its own device, otherwise gloo); rows are always exchanged by gloo",
+        str,
+        choices=("gloo", "nccl", "xccl"),
+        is_local=True,
+        is_shared=True,
+    )
+    dist_url: str | None = option(
+        "rendezvous of the processes: env:// (the default)",
+        str,
+        choices=("env://",),
+        is_local=True,
+        is_shared=True,
+    )
+    dist_timeout: float | None = option(
+        "seconds to wait for another process in a step (default 600) and in the rendezvous (at most 60)",
+        float,
+        metavar="S",
+        above=0,
+        is_local=True,
+        is_shared=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadOptions(OptionGroup):
+    """Threads of the host."""
+
+    section: ClassVar[str] = "threads"
+    title: ClassVar[str] = "threads"
+    host_threads: int | None = option(
+        "threads of the host kernels (default: all CPUs of the process)", int, metavar="N", least=1, is_local=True
+    )
+    torch_threads: int | None = option(
+        "CPU threads of the dense layers; the number affects the last bits of results (default: all CPUs; 1 with "
+        "--micro-batches)",
+        int,
+        metavar="N",
+        least=1,
+        is_fixed=True,
+    )
