@@ -55,7 +55,7 @@ class Option(NamedTuple):
         default: The value if the option is not given.
         choices: All values.
         aliases: Other words for some of the choices, by word. Files have the choices.
-        metavar: The value in --help.
+        metavar: The value in --help (default: N, X or DIR for an integer, a number or a folder).
         bare: The value if the flag is given without one; None if it needs a value.
         least: Least value.
         most: Largest value.
@@ -319,6 +319,9 @@ class OptionGroup:
         return {name: shown_place(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
+_METAVARS: Mapping[Any, str] = {int: "N", float: "X"}  # by type; that of other types is a folder's
+
+
 def _add_flag(to: Any, name: str, item: Option) -> None:
     if item.type is None:
         to.add_argument(flag_of(name), action="store_true", help=item.help)
@@ -326,8 +329,9 @@ def _add_flag(to: Any, name: str, item: Option) -> None:
     more: dict[str, Any] = {} if item.bare is None else {"nargs": "?", "const": item.bare}
     if item.choices is not None:
         more["choices"] = (*item.choices, *item.aliases)
-    if item.metavar is not None:
-        more["metavar"] = item.metavar
+    more["metavar"] = item.metavar
+    if item.metavar is None and item.choices is None and item.type is not str:
+        more["metavar"] = _METAVARS.get(item.type, "DIR")
     shown = item.help if item.default is None else f"{item.help} (default {item.default})"
     to.add_argument(flag_of(name), type=item.type, default=item.default, help=shown, **more)
 

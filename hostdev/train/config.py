@@ -6,24 +6,22 @@ from typing import Self
 from hostdev.cache.options import AUTO, POLICIES, WINDOW, rows_of
 from hostdev.train.options import (
     REFERENCE_BATCH_SIZE,
-    CacheOptions,
     CheckpointOptions,
-    DiskOptions,
-    KeyOptions,
+    EmbeddingOptions,
     LengthOptions,
     ModelOptions,
     OutputOptions,
     ProcessOptions,
-    TableOptions,
     ThreadOptions,
 )
+from hostdev.train.storage_options import CacheOptions, DiskOptions, KeyOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     ModelOptions,
     LengthOptions,
-    TableOptions,
+    EmbeddingOptions,
     KeyOptions,
     DiskOptions,
     CacheOptions,

@@ -20,7 +20,7 @@ from hostdev.host.key_options import KEY_BYTES
 from hostdev.models.model import Model
 from hostdev.runtime import room
 from hostdev.runtime.spec import CacheSpec, KeySpec
-from hostdev.train.options import parse_capacity
+from hostdev.train.storage_options import parse_capacity
 
 _SHARE = 0.8  # of this process's free memory, if no capacity is given; batches take some of the rest
 _MOST_ROWS = 1 << 29

@@ -4,11 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from hostdev.cache.options import AUTO, MOST_WINDOW, POLICIES, WINDOW, rows_of
 from hostdev.core.addresses import checkpoint_path, data_path, local_path
 from hostdev.core.cli import checked
-from hostdev.core.disk_storage import MOST_DISK_WINDOW, Disk
-from hostdev.core.keys import UNKNOWN
 from hostdev.core.memory import format_bytes, parse_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
@@ -18,15 +15,10 @@ from hostdev.data import folder
 from hostdev.distributed.mesh import parse_mesh
 
 REFERENCE_BATCH_SIZE = 16_000
-MOST_DEPTH = 64  # reading further ahead does not help
 LEAST_OPS_LOG = 1 << 16
 BFLOAT16 = "bfloat16"  # the public name; BF16 is still accepted for one release
 ORDERS = ("shuffled", "stored")
-TABLES = ("vocabulary", "dynamic")
-_MOST_USES = (1 << 24) - 1  # as in core.admission, whose kernels a command line need not import
-_HOST = "host_device_mix"
 _WHOLE_TABLE = "l2=table"
-_DYNAMIC = "tables=dynamic"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +31,6 @@ class ModelOptions(OptionGroup):
         "data set written by hostdev preprocess, here or in a store such as s3://BUCKET/DIR (default: a small "
         "synthetic one)",
         checked(data_path),
-        metavar="DIR",
         is_local=True,
     )
     model: str = option(
@@ -52,7 +43,6 @@ class ModelOptions(OptionGroup):
     emb_dim: int | None = option(
         "dimension of the embedding tables (default: the model's; 80 for wide_deep)",
         int,
-        metavar="N",
         least=1,
         is_fixed=True,
         has_effect=True,
@@ -94,26 +84,18 @@ class LengthOptions(OptionGroup):
 
     section: ClassVar[str] = "length"
     title: ClassVar[str] = "length and order of the training"
-    epochs: int | None = option(
-        "passes over the training samples (default 15; 2 without --data)", int, metavar="N", least=1
-    )
+    epochs: int | None = option("passes over the training samples (default 15; 2 without --data)", int, least=1)
     batch_size: int | None = option(
-        "samples in a step (default 16000; 1000 without --data)", int, metavar="N", least=1, is_fixed=True
+        "samples in a step (default 16000; 1000 without --data)", int, least=1, is_fixed=True
     )
-    max_steps: int | None = option("stop after N steps", int, metavar="N", least=1)
+    max_steps: int | None = option("stop after N steps", int, least=1)
     early_stop: int | None = option(
         "stop when the AUC on the validation samples (test samples if there are none) has not improved for N epochs",
         int,
-        metavar="N",
         least=1,
     )
     lr: float | None = option(
-        "learning rate of the dense layers' Adam (default: the model's)",
-        float,
-        metavar="X",
-        least=0,
-        is_fixed=True,
-        has_effect=True,
+        "learning rate of the dense layers' Adam (default: the model's)", float, least=0, is_fixed=True, has_effect=True
     )
     l2: str = option(
         "L2 regularization of Wide & Deep's table deep: none, batch (the batch's rows) or table (all rows)",
@@ -126,7 +108,6 @@ class LengthOptions(OptionGroup):
         "seed of the initial values, of the order of the samples, and of layers such as dropout",
         int,
         default=2020,
-        metavar="N",
         least=0,
         is_fixed=True,
     )
@@ -141,7 +122,6 @@ class LengthOptions(OptionGroup):
         "consecutive shards that are shuffled together; preprocess writes 262,144 samples to a shard",
         int,
         default=1,
-        metavar="N",
         least=1,
         excludes={"order=stored": ""},
         is_fixed=True,
@@ -159,7 +139,7 @@ class LengthOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableOptions(OptionGroup):
+class EmbeddingOptions(OptionGroup):
     """Optimizer, storage and initial values of the tables."""
 
     section: ClassVar[str] = "tables_and_optimizer"
@@ -174,7 +154,6 @@ class TableOptions(OptionGroup):
     table_lr: float | None = option(
         "learning rate of the embedding tables (default: their optimizer's)",
         float,
-        metavar="X",
         least=0,
         is_fixed=True,
         has_effect=True,
@@ -183,7 +162,6 @@ class TableOptions(OptionGroup):
         "weight decay of the embedding tables, applied to every row in each step",
         float,
         default=0.0,
-        metavar="X",
         least=0,
         is_fixed=True,
         has_effect=True,
@@ -251,167 +229,6 @@ class TableOptions(OptionGroup):
                 )
 
 
-def parse_capacity(capacity: str | None) -> int | str | None:
-    """Return a number of keys, or a size as text; raise UserError if --capacity is neither."""
-    if capacity is None or not capacity.isdigit():
-        parse_bytes(capacity or "0")
-        return capacity
-    if int(capacity) < 1:
-        raise OptionError("capacity", f" must be at least 1 key, not {capacity}")
-    return int(capacity)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyOptions(OptionGroup):
-    """Tables by key."""
-
-    section: ClassVar[str] = "keys"
-    title: ClassVar[str] = "tables by key"
-    tables: str = option(
-        "vocabulary: a row for each id of the data; dynamic: tables by key, which grow as ids come",
-        str,
-        default=TABLES[0],
-        choices=TABLES,
-        needs={_HOST: "tables that grow are in host memory"},
-        excludes={
-            _WHOLE_TABLE: "there is no fixed table to regularize, unlike --l2 batch",
-            "initial_vectors": "it names the values of a vocabulary",
-            "staleness": "",
-        },
-        is_fixed=True,
-    )
-    capacity: str | None = option(
-        "most keys of --tables dynamic, or their memory, such as 8GiB (default: what is free)",
-        str,
-        metavar="X",
-        check=parse_capacity,
-        needs={_DYNAMIC: ""},
-        is_number=True,
-    )
-    admit_count: int | None = option(
-        "give a key a row at its N-th use (default: at once)",
-        int,
-        metavar="N",
-        least=1,
-        most=_MOST_USES,
-        needs={_DYNAMIC: ""},
-        is_fixed=True,
-    )
-    unknown_ids: str | None = option(
-        "what ids without a row read: shared, a row of their column, which is trained; zeros; or initial, their own "
-        "initial values (default shared)",
-        str,
-        choices=UNKNOWN,
-        needs={_DYNAMIC: ""},
-        is_fixed=True,
-    )
-    evict_unused: int | None = option(
-        "remove keys that N steps have not used (default: never)",
-        int,
-        metavar="N",
-        least=1,
-        unit="step",
-        needs={_DYNAMIC: ""},
-        is_fixed=True,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiskOptions(OptionGroup):
-    """Tables on disk."""
-
-    section: ClassVar[str] = "disk"
-    title: ClassVar[str] = "tables on disk"
-    table_dir: Path | None = option(
-        "folder on a disk for the rows of embedding tables that do not fit in --table-memory; empty again at the end",
-        checked(local_path),
-        metavar="DIR",
-        needs={"table_memory": "", _HOST: "tables on disk belong to the host"},
-        excludes={_WHOLE_TABLE: "each step would read all rows from disk, unlike --l2 batch"},
-    )
-    table_memory: str | None = option(
-        "memory for the rows of the tables in --table-dir, in each process, such as 4GiB",
-        str,
-        metavar="X",
-        check=parse_bytes,
-        needs={"table_dir": ""},
-    )
-    table_window: int | None = option(
-        "batches that are read ahead to know which rows of the tables in --table-dir to keep in memory "
-        f"(default {Disk.window})",
-        int,
-        metavar="N",
-        least=0,
-        most=MOST_DISK_WINDOW,
-        unit="batches",
-        needs={"table_dir": ""},
-    )
-
-
-def _has_no_rows(size: str) -> bool:
-    """Return whether --cache-rows gives a cache without rows; raise UserError if it is malformed."""
-    return size != AUTO and not rows_of(size, 1 << 30)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheOptions(OptionGroup):
-    """Prefetching, staleness and the cache on the device."""
-
-    section: ClassVar[str] = "pipeline_and_cache"
-    title: ClassVar[str] = "prefetching and the cache"
-    pipeline_depth: int = option(
-        "batches to read and look up ahead of the step; 0 runs the stages one after another",
-        int,
-        default=2,
-        metavar="N",
-        least=0,
-        most=MOST_DEPTH,
-    )
-    staleness: int = option(
-        "let lookups miss the updates of the last N batches; NOT EXACT above 0",
-        int,
-        default=0,
-        metavar="N",
-        least=0,
-        needs={_HOST: "", Condition("pipeline_depth", above=0, shown="a --pipeline-depth above 0"): ""},
-        excludes={"cache_rows": "a stale row would stay in the cache"},
-    )
-    cache_rows: str | None = option(
-        "cached rows of each table on the device: a number, a share such as 5%%, or auto for the shortest steps "
-        "(default 0: no cache)",
-        str,
-        metavar="N",
-        check=_has_no_rows,
-        off=_has_no_rows,
-        needs={_HOST: ""},
-        excludes={
-            _WHOLE_TABLE: "the L2 term reads the whole table on the host, so each step would write back all cached rows"
-        },
-        is_number=True,
-    )
-    cache_policy: str | None = option(
-        f"which rows to cache (default {POLICIES[0]})",
-        str,
-        choices=POLICIES,
-        needs={"cache_rows": ""},
-        is_local=True,
-    )
-    cache_window: int | None = option(
-        f"batches that the policy lookahead knows in advance (default {WINDOW})",
-        int,
-        metavar="N",
-        least=0,
-        most=MOST_WINDOW,
-        needs={"cache_rows": "", Condition("looks_ahead", shown="--cache-policy lookahead"): ""},
-        is_local=True,
-    )
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether the cache's policy knows the next batches, if there is a cache."""
-        return self.cache_policy in (None, POLICIES[0]) or self.cache_rows is None or _has_no_rows(self.cache_rows)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(OptionGroup):
     """Files of a run."""
@@ -419,10 +236,7 @@ class OutputOptions(OptionGroup):
     section: ClassVar[str] = "output"
     title: ClassVar[str] = "what the run writes"
     run_dir: Path | None = option(
-        "a new folder for logs and summary (default runs/<time>)",
-        checked(local_path),
-        metavar="DIR",
-        is_local=True,
+        "a new folder for logs and summary (default runs/<time>)", checked(local_path), is_local=True
     )
     ops_log: str = option(
         "maximum size of ops.log, such as 100MiB; beyond it, the oldest files are removed; 0 writes no ops.log",
@@ -459,7 +273,7 @@ class CheckpointOptions(OptionGroup):
 
     section: ClassVar[str] = "checkpoints"
     title: ClassVar[str] = "checkpoints"
-    checkpoint_every: int | None = option("save a checkpoint every N steps and at the end", int, metavar="N", least=1)
+    checkpoint_every: int | None = option("save a checkpoint every N steps and at the end", int, least=1)
     checkpoint_minutes: float | None = option(
         "save a checkpoint every M minutes and at the end", float, metavar="M", above=0
     )
@@ -473,7 +287,6 @@ class CheckpointOptions(OptionGroup):
     checkpoint_dir: Path | None = option(
         "folder of the checkpoints, or its address in a store (default: checkpoints in the run directory)",
         checked(checkpoint_path),
-        metavar="DIR",
         needs={Condition("uses_folder", shown="--checkpoint-every or --checkpoint-minutes"): ""},
         is_local=True,
     )
@@ -523,12 +336,11 @@ class ProcessOptions(OptionGroup):
     section: ClassVar[str] = "processes"
     title: ClassVar[str] = "several processes"
     spawn: int | None = option(
-        "start N processes on this host, which share the tables and the micro-batches", int, metavar="N", least=1
+        "start N processes on this host, which share the tables and the micro-batches", int, least=1
     )
     batch_per_rank: int | None = option(
         "samples per step in each data-parallel process, instead of --batch-size",
         int,
-        metavar="N",
         least=1,
         excludes={"batch_size": "it counts the samples of all processes"},
         is_local=True,
@@ -591,11 +403,7 @@ class ProcessOptions(OptionGroup):
         is_shared=True,
     )
     dist_url: str | None = option(
-        "rendezvous of the processes: env:// (the default)",
-        str,
-        choices=("env://",),
-        is_local=True,
-        is_shared=True,
+        "rendezvous of the processes: env:// (the default)", str, choices=("env://",), is_local=True, is_shared=True
     )
     dist_timeout: float | None = option(
         "seconds to wait for another process in a step (default 600) and in the rendezvous (at most 60)",
@@ -614,13 +422,12 @@ class ThreadOptions(OptionGroup):
     section: ClassVar[str] = "threads"
     title: ClassVar[str] = "threads"
     host_threads: int | None = option(
-        "threads of the host kernels (default: all CPUs of the process)", int, metavar="N", least=1, is_local=True
+        "threads of the host kernels (default: all CPUs of the process)", int, least=1, is_local=True
     )
     torch_threads: int | None = option(
         "CPU threads of the dense layers; the number affects the last bits of results (default: all CPUs; 1 with "
         "--micro-batches)",
         int,
-        metavar="N",
         least=1,
         is_fixed=True,
     )

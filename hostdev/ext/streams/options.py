@@ -68,7 +68,6 @@ class FollowOptions(OptionGroup):
         "train on the files that arrive in DIR, once, in the order of their names; --data, with --ids raw, says how to "
         "read them; implies --tables dynamic and --host-device-mix",
         checked(source_path),
-        metavar="DIR",
         excludes={
             "epochs>1": "each row is trained on once",
             "order": _BY_NAME,
@@ -123,11 +122,7 @@ class FollowOptions(OptionGroup):
         needs=_NEEDS,
     )
     follow_window: int | None = option(
-        f"files over which --follow also reports the quality (default {WINDOW})",
-        int,
-        metavar="N",
-        least=1,
-        needs=_NEEDS,
+        f"files over which --follow also reports the quality (default {WINDOW})", int, least=1, needs=_NEEDS
     )
 
     def check(self) -> None:
