@@ -139,7 +139,10 @@ def test_a_module_has_one_name(tmp_path):
                 "hostdev.ext.predict",
             ),
         ),
-        ("hostdev.ext.predict", ("hostdev.host", "hostdev.pipeline", "hostdev.runtime.runtime", "hostdev.train.run")),
+        (
+            "hostdev.ext.predict",
+            ("hostdev.host", "hostdev.pipeline", "hostdev.runtime.runtime", "hostdev.train.session"),
+        ),
         ("hostdev.data", ("torch", "hostdev.host", "hostdev.device", "hostdev.models")),
         ("hostdev.models", ("hostdev.host", "hostdev.device", "hostdev.pipeline", "hostdev.data.shards")),
     ],

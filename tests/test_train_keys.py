@@ -12,7 +12,7 @@ import hostdev
 from hostdev.commands import advise, predict, preprocess, train, verify
 from hostdev.core import cli
 from hostdev.data import manifest
-from hostdev.train import raw_start
+from hostdev.ext.training import raw_start
 from tests.conftest import digest_of
 from tests.data import events
 

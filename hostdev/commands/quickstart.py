@@ -62,5 +62,5 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     CommandConfig.from_flags(arguments)  # check the options before the work begins
     options = parse_options(arguments, threshold=THRESHOLD)
     with cli.importing(prog):
-        from hostdev.train.quickstart import run
+        from hostdev.ext.training.quickstart import run
     run(arguments, options, ROWS)

@@ -64,8 +64,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
             raise SystemExit(cli.EXIT_ERROR) from None
         raise
     with cli.importing(prog):
-        from hostdev.train.command import train
-        from hostdev.train.processes import spawn
+        from hostdev.ext.training.command import spawn, train
     if settings.spawn is not None:
         return spawn(settings)
     train(settings)

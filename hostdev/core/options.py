@@ -11,7 +11,7 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 
 
-class Condition(NamedTuple):
+class When(NamedTuple):
     """A condition on an option's value, such as that it is given.
 
     Attributes:
@@ -87,8 +87,8 @@ class Option(NamedTuple):
     unit: str = ""
     check: Callable[[Any], object] | None = None
     off: Collection[Any] | Callable[[Any], bool] = ()
-    needs: Mapping[str | Condition, str] = {}
-    excludes: Mapping[str | Condition, str] = {}
+    needs: Mapping[str | When, str] = {}
+    excludes: Mapping[str | When, str] = {}
     implies: Mapping[str, Any] = {}
     is_flag: bool = True
     is_fixed: bool = False
@@ -157,16 +157,16 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def parse_condition(text: str | Condition) -> Condition:
+def parse_when(text: str | When) -> When:
     """Return the condition of a text: NAME (is given), NAME=VALUE, or NAME>NUMBER."""
-    if isinstance(text, Condition):
+    if isinstance(text, When):
         return text
     if "=" in text:
-        return Condition(*text.split("="))
+        return When(*text.split("="))
     if ">" in text:
         name, _, number = text.partition(">")
-        return Condition(name, above=int(number))
-    return Condition(text)
+        return When(name, above=int(number))
+    return When(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,18 +209,18 @@ class OptionGroup:
         flag = flag_of(name)
         value = self.show(name).removeprefix(flag)
         for needed, because in item.needs.items():
-            condition = parse_condition(needed)
+            condition = parse_when(needed)
             if not condition.holds(self):
                 missing = condition.show(self)
                 text = f"needs {missing}: {because}" if because else f"has no effect without {missing}"
                 raise OptionError(name, f"{value} {text}; leave out {flag}, or give {missing}")
         for excluded, because in item.excludes.items():
-            condition = parse_condition(excluded)
+            condition = parse_when(excluded)
             if condition.holds(self) and not self._is_harmless(condition):
                 text = f"cannot be combined with {condition.show(self)}{because and ': '}{because}"
                 raise OptionError(name, f"{value} {text}; leave out one of the two")
 
-    def _is_harmless(self, condition: Condition) -> bool:
+    def _is_harmless(self, condition: When) -> bool:
         """Return whether an option is given a value that has the effect of the default."""
         item = self.options().get(condition.name)
         return item is not None and condition.equal is None and item.is_off(getattr(self, condition.name))

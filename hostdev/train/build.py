@@ -1,6 +1,6 @@
-"""Create the model, layout, caches and device that the options describe; shared by `train`, `verify` and `advise`."""
+"""Create the model, caches and device that the options describe; shared by `train`, `verify` and `advise`."""
 
-import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,10 @@ from hostdev.core.memory import available_bytes
 from hostdev.core.optimizers import build_optimizer
 from hostdev.core.progress import bar
 from hostdev.core.table_dtypes import FP32
-from hostdev.data import manifest
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
-from hostdev.distributed.mesh import SCHEDULES, parse_mesh
-from hostdev.ext.parallel.layout import Layout, resolve_layout
-from hostdev.ext.parallel.pieces import cut, get_pieces
-from hostdev.ext.parallel.plan import matched
-from hostdev.ext.parallel.plan_text import parse_plan
-from hostdev.ext.training.config import CommandConfig
 from hostdev.host.disk.warm_up import warm_up_disk
 from hostdev.host.key_warm_up import warm_up_keys
 from hostdev.host.warm_up import warm_up_batches, warm_up_deduplication, warm_up_feature, warm_up_table
@@ -37,10 +30,8 @@ from hostdev.models.model import Model
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.room import require
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
-from hostdev.train.disk_options import set_disks
-from hostdev.train.initial_vectors import set_initial_vectors
-from hostdev.train.key_options import require_kind, set_keys
-from hostdev.train.staged import inputs_like
+from hostdev.train.config import TrainConfig
+from hostdev.train.table_storage import require_kind, set_disks, set_keys
 
 _COUNTED_ROWS = 1 << 16  # samples per batch of the counting pass
 _COUNTS = "row counts"
@@ -51,8 +42,15 @@ def seed_torch(seed: int) -> None:
     torch.manual_seed(key64(seed, "torch") >> 1)  # 63 bits, because some devices take signed seeds
 
 
-def model_of(settings: CommandConfig, schema: Schema) -> Model:
-    """Return the model that the options select, for data with this schema; raise UserError if an option is wrong."""
+def model_of(
+    settings: TrainConfig,
+    schema: Schema,
+    set_vectors: Callable[[Model, TrainConfig, Schema], object] = lambda model, settings, schema: None,
+) -> Model:
+    """Return the model that the options select, for data with this schema; raise UserError if an option is wrong.
+
+    `set_vectors` sets the initial vectors of a model's tables.
+    """
     require_kind(settings, schema)
     optimizer = None
     if settings.table_optimizer is not None:
@@ -72,7 +70,7 @@ def model_of(settings: CommandConfig, schema: Schema) -> Model:
     if settings.table_slots != FP32:
         model.tables = {name: replace(spec, slots=settings.table_slots) for name, spec in model.tables.items()}
     if settings.initial_vectors is not None:
-        set_initial_vectors(model, settings, schema)
+        set_vectors(model, settings, schema)
     set_keys(model, settings)
     set_disks(model, settings)
     return model
@@ -93,30 +91,6 @@ def _decay(model: Model, decay: float) -> None:
             )
         tables[name] = replace(spec, optimizer=optimizer)
     model.tables = tables
-
-
-def get_layout(settings: CommandConfig) -> Layout:
-    """Return the stages and slices into which the options split the model."""
-    begins = None if settings.stage_cut is None else settings.stage_cut.split(",")
-    return Layout(settings.schedule or SCHEDULES[0], begins, parse_plan(settings.plan) if settings.plan else ())
-
-
-def require_layout(settings: CommandConfig, data: Path) -> None:
-    """Raise UserError if the layout does not fit the model's layers. Call this before processes wait for each other."""
-    mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
-    is_open = mesh is None and settings.parallel == "auto"
-    if not is_open and (mesh is None or mesh.pipe == mesh.model == 1):
-        return
-    found = manifest.read(data)
-    model = model_of(settings, found.schema)
-    [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
-    if mesh is None:
-        matched(model, get_layout(settings).plan)
-        if settings.stage_cut is not None:
-            cut(get_pieces(model), settings.stage_cut.split(","))
-        return
-    is_searched = settings.parallel == "auto"
-    resolve_layout(model, get_layout(settings), mesh, partial(inputs_like, model, sample, None), searched=is_searched)
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:
@@ -190,7 +164,7 @@ def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -
 
 
 def make_cache_specs(
-    settings: CommandConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
+    settings: TrainConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
 ) -> dict[str, CacheSpec] | None:
     """Return each group's cache for `Runtime`, by the group's first table; None if the settings have no cache."""
     if settings.cache_policy is None:

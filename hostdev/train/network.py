@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hostdev.core.errors import UserError
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.data.batch import Batch
 from hostdev.device.table import DeviceTable
@@ -23,6 +24,7 @@ from hostdev.models.losses import TargetLoss
 from hostdev.models.model import Model
 from hostdev.models.wide_deep.loss import deep_l2
 from hostdev.pipeline.outcome import Outcome
+from hostdev.runtime.features import read_ids
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
 from hostdev.train.frozen import NOTHING_FROZEN, FrozenColumns
@@ -91,6 +93,32 @@ class Network:
         parameters: Parameters of this rank's layers, on the device.
     """
 
+    @property
+    def description(self) -> str | None:
+        """The parts of a network that is split over ranks, as text; None for a whole network."""
+        return None
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes sent between these parts; None for a whole network."""
+        return None
+
+    def train(self, parts: Iterable[Batch]) -> Generator[Result, None, None]:
+        """Take a step per batch; see `Trainer.train`."""
+        raise NotImplementedError
+
+    def score(self, parts: Iterable[Batch]) -> Scored:
+        """Yield the logits of each of this rank's micro-batches, and the micro-batch."""
+        raise NotImplementedError
+
+    def state(self) -> DenseState:
+        """Return the layers' and the optimizer's state."""
+        raise NotImplementedError
+
+    def load(self, model: Any, optimizer: Any) -> None:
+        """Load the layers' and the optimizer's state."""
+        raise NotImplementedError
+
     def __init__(self, setup: Setup, parameters: Sequence[Tensor]) -> None:
         self.setup, self.parameters = setup, list(parameters)
         self.timeline = setup.runtime.pipeline.timeline
@@ -138,10 +166,7 @@ class WholeNetwork(Network):
         reading: Arguments of `Runtime.train` and `predict` that define how to read batches.
     """
 
-    description: str | None = None  # describes the parts of a network that is split over ranks
-    sent_bytes: int | None = None  # bytes sent between these parts
-
-    def __init__(self, setup: Setup, reading: dict[str, Any]) -> None:
+    def __init__(self, setup: Setup, reading: Mapping[str, Any]) -> None:
         world = setup.ranks or ALONE_WORLD
         broadcast_parameters(setup.model, world)
         super().__init__(setup, list(setup.model.to(setup.runtime.device).parameters()))
@@ -236,3 +261,27 @@ class WholeNetwork(Network):
 
 def _objective(network: WholeNetwork, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return network.objective(*arguments)
+
+
+def inputs_like(model: Model, sample: Batch, autocast: torch.dtype | None, samples: int) -> tuple[Any, ...]:
+    """Return zeros with the shapes of the network's inputs for this number of samples."""
+    given, rows = model.ids(sample), {}
+    for name, feature in model.features.items():
+        ids = read_ids(name, feature, given[name])
+        if feature.pooling is None and ids.shape is not None and ids.shape[0] != ids.samples:
+            raise UserError(
+                f"feature {name!r} has no pooling and a varying number of ids, but a network that is split over "
+                'processes needs inputs of fixed sizes; set pooling="sum" or "mean"'
+            )
+        per_sample = [] if ids.shape is None else list(ids.shape[1:])
+        tables = (feature.tables,) if feature.is_single else feature.tables
+        values = tuple(
+            torch.zeros(
+                [samples, *per_sample, model.tables[table].dim],
+                requires_grad=True,
+                dtype=autocast if autocast is not None and model.tables[table].dim > 1 else torch.float32,
+            )
+            for table in tables
+        )
+        rows[name] = values[0] if feature.is_single else values
+    return torch.zeros(samples, sample.dense.shape[1]), rows

@@ -9,7 +9,7 @@ from hostdev.core.cli import checked
 from hostdev.core.memory import format_bytes, parse_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
-from hostdev.core.options import Condition, OptionError, OptionGroup, option
+from hostdev.core.options import OptionError, OptionGroup, When, option
 from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
 from hostdev.distributed.mesh import parse_mesh
@@ -282,12 +282,12 @@ class CheckpointOptions(OptionGroup):
         int,
         metavar="K",
         least=1,
-        needs={Condition("saves", shown="--checkpoint-every or --checkpoint-minutes"): ""},
+        needs={When("saves", shown="--checkpoint-every or --checkpoint-minutes"): ""},
     )
     checkpoint_dir: Path | None = option(
         "folder of the checkpoints, or its address in a store (default: checkpoints in the run directory)",
         checked(checkpoint_path),
-        needs={Condition("uses_folder", shown="--checkpoint-every or --checkpoint-minutes"): ""},
+        needs={When("uses_folder", shown="--checkpoint-every or --checkpoint-minutes"): ""},
         is_local=True,
     )
     resume: str | None = option(
@@ -301,7 +301,7 @@ class CheckpointOptions(OptionGroup):
         "start a new run with the tables and layers of a checkpoint; the data set must use the checkpoint's ids",
         checked(checkpoint_path),
         metavar="CHECKPOINT",
-        excludes={Condition("resume_path", shown="--resume DIR"): ""},
+        excludes={When("resume_path", shown="--resume DIR"): ""},
     )
 
     def check(self) -> None:

@@ -4,7 +4,6 @@ import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 
 import contextlib
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, TextIO
+from typing import Any, Generic, TextIO, TypeVar
 
 from hostdev.cache.options import AUTO
 from hostdev.core.addresses import shown_place
@@ -28,15 +26,14 @@ from hostdev.distributed.monitor import run_within
 from hostdev.distributed.process_group import RENDEZVOUS_SECONDS, TIMEOUT, Ranks
 from hostdev.distributed.rank_environment import RankEnvironment, find_rank_environment
 from hostdev.distributed.session import leave_together, take_host_share
-from hostdev.distributed.start import start_processes, wait_for
-from hostdev.ext.training.config import CommandConfig
 from hostdev.models import registry
-from hostdev.train.callbacks import CallbackError
+from hostdev.train.config import TrainConfig
+from hostdev.train.events import CallbackError
 from hostdev.train.interrupt import Interrupted
-from hostdev.train.layouts import resolve_mesh
 from hostdev.train.rundir import RunDir
 
 OUTPUT = "output.log"
+C = TypeVar("C", bound=TrainConfig)
 _LOG_SECONDS = 5.0  # time to complete the logs when another rank has failed
 
 
@@ -76,7 +73,7 @@ class _Output(io.TextIOBase):
         self._file.write("".join(self._buffered))
 
 
-class ProcessSession:
+class ProcessSession(Generic[C]):
     """This process and the other ranks of a training run.
 
     Attributes:
@@ -86,7 +83,7 @@ class ProcessSession:
         on_fault: Called before this process ends because another rank has failed. The run sets it to complete its logs.
     """
 
-    def __init__(self, environment: RankEnvironment, settings: CommandConfig) -> None:
+    def __init__(self, environment: RankEnvironment, settings: C) -> None:
         self.on_fault: Callable[[], object] = lambda: None
         self._answer: Callable[[], object] = lambda: None  # a rank may fail during the rendezvous
         self._environment, self.settings = environment, settings
@@ -148,7 +145,7 @@ class ProcessSession:
         return root
 
 
-def get_shared_values(settings: CommandConfig, ranks: int) -> dict[str, Any]:
+def get_shared_values(settings: TrainConfig, ranks: int) -> dict[str, Any]:
     """Return, by name, the values that must be equal on all ranks: the data set and the options.
 
     Options that concern only one process are left out, and so are folders, which may differ from host to host.
@@ -175,7 +172,7 @@ def _identity(data: Path) -> list[Any]:
     return shown(identity, f"checksum {identity[:12]} ({shown_place(data)})")
 
 
-def make_run_dir(settings: CommandConfig, session: ProcessSession | None) -> RunDir:
+def make_run_dir(settings: TrainConfig, session: ProcessSession[Any] | None) -> RunDir:
     """Make the run directory, or on ranks above 0 this rank's folder in it."""
     make = partial(RunDir, again=settings.resume is not None, ops_log=settings.ops_log_bytes)
     if session is None:
@@ -188,17 +185,16 @@ def make_run_dir(settings: CommandConfig, session: ProcessSession | None) -> Run
 
 
 @contextmanager
-def join_processes(
-    settings: CommandConfig, require: Callable[[CommandConfig], object]
-) -> Iterator[ProcessSession | None]:
+def join_processes(settings: C, resolve: Callable[[C, int], C]) -> Iterator[ProcessSession[C] | None]:
     """Join the other processes that a launcher has started, and yield the session; yield None if there are no others.
 
     Args:
-        require: Called with the settings before the rendezvous; raises UserError for wrong options.
+        resolve: Called with the settings and the number of processes before the rendezvous; returns the settings with
+            the mesh, and raises UserError for wrong options.
     """
     environment = find_rank_environment()
     if environment.alone:
-        resolve_mesh(settings, 1)
+        resolve(settings, 1)
         for name, item in settings.options().items():
             if item.is_shared and getattr(settings, name) is not None:
                 raise OptionError(
@@ -207,9 +203,7 @@ def join_processes(
         yield None
         return
     try:
-        settings = resolve_mesh(settings, environment.ranks)
-        require_shares(settings, environment.ranks)
-        require(settings)
+        settings = resolve(settings, environment.ranks)
     except HostdevError:
         if environment.rank:
             raise SystemExit(2) from None  # rank 0 reports it
@@ -224,68 +218,8 @@ def join_processes(
         yield session
 
 
-def require_shares(settings: CommandConfig, ranks: int) -> None:
-    """Raise UserError unless this number of processes can share the work."""
-    if not settings.host_device_mix:
-        raise UserError(f"{ranks} processes can share tables only in host memory; give --host-device-mix")
-    if settings.mesh is None and settings.parallel == "auto":  # the chosen mesh will fit
-        return
-    mesh = Mesh(data=ranks) if settings.mesh is None else parse_mesh(settings.mesh)
-    if mesh.size != ranks:
-        raise UserError(
-            f"--mesh {settings.mesh} needs {mesh.size} processes, the product of its axes, but {ranks} were started; "
-            f"start {mesh.size}, or give another --mesh"
-        )
-    if settings.dense_exchange is not None and mesh.data == 1:
-        raise UserError(
-            f"--dense-exchange {settings.dense_exchange} has no effect with --mesh {settings.mesh}, whose data axis "
-            "has size 1; leave out --dense-exchange"
-        )
-    M = settings.micro_batches
-    if M % mesh.data:
-        up = -(-M // mesh.data) * mesh.data
-        who = f"{ranks} processes" if mesh.data == ranks else f"the {mesh.data} shares of --mesh {settings.mesh}"
-        raise UserError(
-            f"--micro-batches {M} cannot be divided equally among {who}; give --micro-batches {up}, or another "
-            f"multiple of {mesh.data}"
-        )
-    count = M // mesh.data
-    if settings.schedule == "interleaved" and count % max(1, count // mesh.pipe):
-        up = -(-count // mesh.pipe) * mesh.pipe * mesh.data
-        raise UserError(
-            f"--schedule interleaved takes micro-batches in rounds of {mesh.pipe}, but --micro-batches {M} gives each "
-            f"process {count}; give --micro-batches {up}, or another schedule"
-        )
-    if mesh.data * mesh.pipe > M:
-        raise UserError(
-            f"--mesh {settings.mesh} has {mesh.pipe} stages, so each process needs at least {mesh.pipe} micro-batches; "
-            f"give --micro-batches {mesh.data * mesh.pipe} or more"
-        )
-
-
-def resolve_batch(settings: CommandConfig, shares: int) -> CommandConfig:
+def resolve_batch(settings: C, shares: int) -> C:
     """Return the settings with --batch-per-rank replaced by the equivalent --batch-size of all ranks."""
     if settings.batch_per_rank is None:
         return settings
     return replace(settings, batch_size=settings.batch_per_rank * shares, batch_per_rank=None)
-
-
-def spawn(settings: CommandConfig) -> int:
-    """Start the processes of --spawn on this host and wait for them.
-
-    Returns:
-        The exit code of the first process that failed, or 0.
-    """
-    assert settings.spawn is not None
-    if not find_rank_environment().alone:
-        raise UserError(
-            "--spawn has no effect in a process that a launcher started as one of several; leave out --spawn"
-        )
-    require_shares(resolve_mesh(settings, settings.spawn), settings.spawn)
-    command = [sys.executable, "-m", "hostdev.train", *replace(settings, spawn=None).to_flags()]
-    with TemporaryDirectory() as folder:
-        if values := settings.file_values():
-            file = Path(folder) / "options.json"
-            file.write_text(json.dumps(values))
-            command += ["--config", str(file)]
-        return wait_for(start_processes(settings.spawn, command))

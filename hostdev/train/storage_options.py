@@ -10,7 +10,7 @@ from hostdev.core.cli import checked
 from hostdev.core.disk_storage import MOST_DISK_WINDOW, Disk
 from hostdev.core.keys import UNKNOWN
 from hostdev.core.memory import parse_bytes
-from hostdev.core.options import Condition, OptionError, OptionGroup, option
+from hostdev.core.options import OptionError, OptionGroup, When, option
 
 MOST_DEPTH = 64  # reading further ahead does not help
 TABLES = ("vocabulary", "dynamic")
@@ -136,7 +136,7 @@ class CacheOptions(OptionGroup):
         int,
         default=0,
         least=0,
-        needs={_HOST: "", Condition("pipeline_depth", above=0, shown="a --pipeline-depth above 0"): ""},
+        needs={_HOST: "", When("pipeline_depth", above=0, shown="a --pipeline-depth above 0"): ""},
         excludes={"cache_rows": "a stale row would stay in the cache"},
     )
     cache_rows: str | None = option(
@@ -160,7 +160,7 @@ class CacheOptions(OptionGroup):
         int,
         least=0,
         most=MOST_WINDOW,
-        needs={"cache_rows": "", Condition("looks_ahead", shown="--cache-policy lookahead"): ""},
+        needs={"cache_rows": "", When("looks_ahead", shown="--cache-policy lookahead"): ""},
         is_local=True,
     )
 

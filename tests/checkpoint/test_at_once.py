@@ -12,7 +12,7 @@ from hostdev.core import cli, outputs, pictures
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.build import Options
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.train import quickstart
+from hostdev.ext.training import quickstart
 from hostdev.train.rundir import RunDir
 from tests.checkpoint.runs import MIX, small
 

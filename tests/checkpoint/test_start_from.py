@@ -22,14 +22,14 @@ from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.meaning import with_known_ids
 from hostdev.data.shards import ShardReader
 from hostdev.ext.predict.predictor import probabilities
+from hostdev.ext.training import starting
 from hostdev.models.wide_deep.network import WideDeep
-from hostdev.train import starting
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
-from hostdev.train.trainer import Trainer
 from tests.checkpoint.runs import MIX
 from tests.conftest import SMALL
 from tests.data import movies
+from tests.trainers import make_trainer
 
 COLUMNS = [
     *("--label", "liked", "--numeric", "age", "--categorical", "user,item"),
@@ -155,7 +155,7 @@ def test_frozen_ids_are_the_checkpoints(days, first, tmp_path):
 
 def trainer_of(settings, schema, *, mix=True):
     model = model_of(settings, schema)
-    return Trainer(model, host_device_mix=mix, device=torch.device("cpu"), seed=settings.seed, lr=settings.lr)
+    return make_trainer(model, host_device_mix=mix, device=torch.device("cpu"), seed=settings.seed, lr=settings.lr)
 
 
 @pytest.mark.parametrize(

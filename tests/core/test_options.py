@@ -11,7 +11,7 @@ import pytest
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.option_files import read_options
-from hostdev.core.options import Condition, OptionError, OptionGroup, describe, option
+from hostdev.core.options import OptionError, OptionGroup, When, describe, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def require_digits(text):
 class Tray(OptionGroup):
     section: ClassVar[str] = "tray"
     title: ClassVar[str] = "the tray"
-    tray: Path | None = option("which", Path, needs={Condition("is_hot", shown="a hot oven"): ""})
+    tray: Path | None = option("which", Path, needs={When("is_hot", shown="a hot oven"): ""})
     level: str | None = option("where", str, needs={"tray": "it has levels"}, is_number=True, check=require_digits)
     pizza: bool = option("pizza", default=False, implies={"degrees": 300})
     rest: str = option("rest", str, default="none", off=("no",), excludes={"tray": ""}, is_flag=False)

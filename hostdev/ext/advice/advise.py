@@ -219,7 +219,7 @@ def advise_mesh(settings: TrainConfig, processes: int) -> None:
 
     Start the processes, unless a launcher has started this process as one of several.
     """
-    from hostdev.train.layouts import advise_alone, advise_together
+    from hostdev.ext.training.layouts import advise_alone, advise_together
 
     settings = replace(settings, data=settings.data or lookalike.ensure()[0])
     if find_rank_environment().alone:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-from hostdev.ext.parallel.options import PartOptions
 from hostdev.ext.report.extra import ReportOptions
 from hostdev.ext.streams.options import FollowOptions
 from hostdev.ext.tracking.options import TrackingOptions
+from hostdev.ext.training.part_options import PartOptions
 from hostdev.train.config import TrainConfig
 
 

@@ -29,6 +29,8 @@ from hostdev.ext.parallel.layout import Layout, resolve_layout
 from hostdev.ext.parallel.plan import divides, pairable
 from hostdev.ext.parallel.plan_text import STRATEGIES
 from hostdev.ext.parallel.state import DenseState
+from hostdev.ext.training.initial_vectors import make_model
+from hostdev.ext.training.staged_network import StagedNetwork
 from hostdev.host.key_table import KeyTable
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
@@ -37,11 +39,11 @@ from hostdev.models.model import Model
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import dense_arrays
 from hostdev.runtime.spec import CacheSpec
-from hostdev.train.build import device_of, groups_of, ids_of, model_of, seed_torch, vector_tables
+from hostdev.train.build import device_of, groups_of, ids_of, seed_torch, vector_tables
 from hostdev.train.config import TrainConfig
+from hostdev.train.network import inputs_like
 from hostdev.train.options import REFERENCE_BATCH_SIZE
-from hostdev.train.staged import inputs_like
-from hostdev.train.trainer import Trainer
+from hostdev.train.trainer import StepSettings, Trainer
 
 DEPTHS = (1, 2, 4)
 _FAULT_SECONDS = 0.03  # delay of an update, so that a lookup that does not wait for the update reads old rows
@@ -164,7 +166,7 @@ def train(
     local_ids: list[Any] = []  # by group, the ids of this rank's rows, or the keys of rows; None if rows are ids
     names: list[list[Any]] = []  # (table, state names) by group; `after_update` must not keep the trainer alive
     seed_torch(settings.seed)
-    model = model_of(settings, schema)
+    model = make_model(settings, schema)
     if not mode.on_disk:
         model.tables = {name: replace(spec, disk=None) for name, spec in model.tables.items()}
 
@@ -185,19 +187,13 @@ def train(
         model,
         host_device_mix=mode.host_device_mix,
         device=backend.select(settings.device),
-        l2=settings.l2,
-        precision=settings.precision,
-        seed=settings.seed,
-        lr=settings.lr,
-        depth=mode.depth,
-        cache=caches(mode, model, batches),
-        hooks=hooks,
-        micro_batches=micro_batches,
-        ranks=ranks,
-        layout=layout,
-        sample=batches[0],
+        steps=StepSettings.of(settings)._replace(micro_batches=micro_batches),
         schema=schema,
-        frozen=settings.frozen_columns,
+        make_network=None if layout is None else partial(StagedNetwork, layout=layout, sample=batches[0]),
+        cache=caches(mode, model, batches),
+        depth=mode.depth,
+        ranks=ranks,
+        hooks=hooks,
     )
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
@@ -220,7 +216,7 @@ def train(
 
 def _count_ids(settings: TrainConfig, schema: Schema, batches: Sequence[Batch]) -> int:
     """Return the number of distinct ids of the batches in the group of tables that has the most."""
-    model = model_of(settings, schema)
+    model = make_model(settings, schema)
     return max(
         len(np.unique(np.concatenate([ids_of(model, batch, tables[0]) for batch in batches])))
         for tables in groups_of(model)
@@ -326,7 +322,7 @@ def verify(
     batches = read_batches(reader, size, settings.seed, steps)
     if settings.tables == "dynamic" and settings.capacity is None:
         settings = replace(settings, capacity=str(_count_ids(settings, found.schema, batches)))
-    model = model_of(settings, found.schema)
+    model = make_model(settings, found.schema)
     placed = [(mesh, adapt_layout(mesh, layout or Layout(), model, batches[0])) for mesh in meshes]
     groups, dims = groups_of(model), sorted({spec.dim for spec in vector_tables(model).values()})
     report(f"data     {shown_place(data)}: {steps} steps of {size:,} samples, {ids_in_words(found.schema.rows)}")

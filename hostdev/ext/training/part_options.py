@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hostdev.core.options import Condition, option
+from hostdev.core.options import When, option
 from hostdev.distributed.mesh import SCHEDULES, parse_mesh
 from hostdev.ext.parallel.plan_text import parse_plan
 from hostdev.train.options import ProcessOptions
 
-_STAGES = Condition("may_have_stages", shown="--mesh pipe=N")
+_STAGES = When("may_have_stages", shown="--mesh pipe=N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class PartOptions(ProcessOptions):
         str,
         metavar="STRATEGIES",
         check=parse_plan,
-        needs={Condition("may_have_slices", shown="--mesh model=N"): ""},
+        needs={When("may_have_slices", shown="--mesh model=N"): ""},
     )
 
     @property

@@ -13,14 +13,18 @@ from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.backend import describe, select
-from hostdev.distributed.mesh import parse_mesh
+from hostdev.distributed.mesh import SCHEDULES, Mesh, parse_mesh
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.session import join
 from hostdev.distributed.start import start_processes, wait_for
 from hostdev.ext.parallel.auto import choose
+from hostdev.ext.parallel.layout import Layout, resolve_layout
+from hostdev.ext.parallel.pieces import cut, get_pieces
+from hostdev.ext.parallel.plan import matched
+from hostdev.ext.parallel.plan_text import parse_plan
 from hostdev.ext.training.config import CommandConfig
-from hostdev.train.build import device_of, get_layout, model_of, require_layout, seed_torch
-from hostdev.train.staged import inputs_like
+from hostdev.train.build import device_of, model_of, seed_torch
+from hostdev.train.network import inputs_like
 
 
 def resolve_mesh(settings: CommandConfig, ranks: int) -> CommandConfig:
@@ -53,6 +57,69 @@ def resolve_mesh(settings: CommandConfig, ranks: int) -> CommandConfig:
     return settings
 
 
+def require_shares(settings: CommandConfig, ranks: int) -> None:
+    """Raise UserError unless this number of processes can share the work."""
+    if not settings.host_device_mix:
+        raise UserError(f"{ranks} processes can share tables only in host memory; give --host-device-mix")
+    if settings.mesh is None and settings.parallel == "auto":  # the chosen mesh will fit
+        return
+    mesh = Mesh(data=ranks) if settings.mesh is None else parse_mesh(settings.mesh)
+    if mesh.size != ranks:
+        raise UserError(
+            f"--mesh {settings.mesh} needs {mesh.size} processes, the product of its axes, but {ranks} were started; "
+            f"start {mesh.size}, or give another --mesh"
+        )
+    if settings.dense_exchange is not None and mesh.data == 1:
+        raise UserError(
+            f"--dense-exchange {settings.dense_exchange} has no effect with --mesh {settings.mesh}, whose data axis "
+            "has size 1; leave out --dense-exchange"
+        )
+    M = settings.micro_batches
+    if M % mesh.data:
+        up = -(-M // mesh.data) * mesh.data
+        who = f"{ranks} processes" if mesh.data == ranks else f"the {mesh.data} shares of --mesh {settings.mesh}"
+        raise UserError(
+            f"--micro-batches {M} cannot be divided equally among {who}; give --micro-batches {up}, or another "
+            f"multiple of {mesh.data}"
+        )
+    count = M // mesh.data
+    if settings.schedule == "interleaved" and count % max(1, count // mesh.pipe):
+        up = -(-count // mesh.pipe) * mesh.pipe * mesh.data
+        raise UserError(
+            f"--schedule interleaved takes micro-batches in rounds of {mesh.pipe}, but --micro-batches {M} gives each "
+            f"process {count}; give --micro-batches {up}, or another schedule"
+        )
+    if mesh.data * mesh.pipe > M:
+        raise UserError(
+            f"--mesh {settings.mesh} has {mesh.pipe} stages, so each process needs at least {mesh.pipe} micro-batches; "
+            f"give --micro-batches {mesh.data * mesh.pipe} or more"
+        )
+
+
+def get_layout(settings: CommandConfig) -> Layout:
+    """Return the stages and slices into which the options split the model."""
+    begins = None if settings.stage_cut is None else settings.stage_cut.split(",")
+    return Layout(settings.schedule or SCHEDULES[0], begins, parse_plan(settings.plan) if settings.plan else ())
+
+
+def require_layout(settings: CommandConfig, data: Path) -> None:
+    """Raise UserError if the layout does not fit the model's layers. Call this before processes wait for each other."""
+    mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
+    is_open = mesh is None and settings.parallel == "auto"
+    if not is_open and (mesh is None or mesh.pipe == mesh.model == 1):
+        return
+    found = manifest.read(data)
+    model = model_of(settings, found.schema)
+    [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
+    if mesh is None:
+        matched(model, get_layout(settings).plan)
+        if settings.stage_cut is not None:
+            cut(get_pieces(model), settings.stage_cut.split(","))
+        return
+    is_searched = settings.parallel == "auto"
+    resolve_layout(model, get_layout(settings), mesh, partial(inputs_like, model, sample, None), searched=is_searched)
+
+
 def laid_out(settings: CommandConfig, data: Path, found: Manifest, ranks: Ranks) -> tuple[CommandConfig, list[str]]:
     """Measure layouts; return the settings with the fastest mesh, stages and slices, and lines about the measurements.
 
@@ -77,8 +144,8 @@ def laid_out(settings: CommandConfig, data: Path, found: Manifest, ranks: Ranks)
     )
     ranks.mesh = chosen.mesh
     plan = ",".join(f"{name}={strategy}" for name, strategy in chosen.layout.plan)
-    cut = ",".join(chosen.layout.begins or ())
-    return replace(settings, mesh=str(chosen.mesh), plan=plan or None, stage_cut=cut or None), chosen.lines()
+    begins = ",".join(chosen.layout.begins or ())
+    return replace(settings, mesh=str(chosen.mesh), plan=plan or None, stage_cut=begins or None), chosen.lines()
 
 
 def advise_alone(settings: CommandConfig, processes: int) -> int:

@@ -1,6 +1,6 @@
 """This rank's part of a network that is split over several ranks, in a training run."""
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -12,12 +12,12 @@ from hostdev.core.primitive import Primitive
 from hostdev.data.batch import Batch
 from hostdev.ext.parallel.layout import Layout
 from hostdev.ext.parallel.state import DenseState
+from hostdev.ext.training.staged import Staged
 from hostdev.models.wide_deep.loss import deep_l2
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.step import Step
 from hostdev.train.network import DEEP, Network, Result, Scored, Setup
-from hostdev.train.staged import Staged
 
 
 class StagedNetwork(Network):
@@ -30,7 +30,7 @@ class StagedNetwork(Network):
         sample: A batch with the shapes of the model's inputs.
     """
 
-    def __init__(self, setup: Setup, reading: dict[str, Any], layout: Layout, sample: Batch) -> None:
+    def __init__(self, setup: Setup, reading: Mapping[str, Any], layout: Layout, sample: Batch) -> None:
         assert setup.ranks is not None
         ops = [Primitive(name, _call, scope="network", log=setup.log) for name in ("DenseForward", "DenseBackward")]
         self._staged = Staged(

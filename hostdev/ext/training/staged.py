@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from hostdev.core.errors import UserError
 from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
 from hostdev.distributed.process_group import Ranks
 from hostdev.ext.parallel.layout import Layout
 from hostdev.ext.parallel.parts import Parts
 from hostdev.models.model import Model
-from hostdev.runtime.features import read_ids
 from hostdev.runtime.step import Step
+from hostdev.train.network import inputs_like
 
 Given = Callable[[int], tuple[Tensor, Any]]  # maps a micro-batch's number to its dense columns and rows
 
@@ -132,27 +131,3 @@ class Staged:
             return dense, looked_up, *parts[len(parts) - len(extra) :]
 
         return inputs
-
-
-def inputs_like(model: Model, sample: Batch, autocast: torch.dtype | None, samples: int) -> tuple[Any, ...]:
-    """Return zeros with the shapes of the network's inputs for this number of samples."""
-    given, rows = model.ids(sample), {}
-    for name, feature in model.features.items():
-        ids = read_ids(name, feature, given[name])
-        if feature.pooling is None and ids.shape is not None and ids.shape[0] != ids.samples:
-            raise UserError(
-                f"feature {name!r} has no pooling and a varying number of ids, but a network that is split over "
-                'processes needs inputs of fixed sizes; set pooling="sum" or "mean"'
-            )
-        per_sample = [] if ids.shape is None else list(ids.shape[1:])
-        tables = (feature.tables,) if feature.is_single else feature.tables
-        values = tuple(
-            torch.zeros(
-                [samples, *per_sample, model.tables[table].dim],
-                requires_grad=True,
-                dtype=autocast if autocast is not None and model.tables[table].dim > 1 else torch.float32,
-            )
-            for table in tables
-        )
-        rows[name] = values[0] if feature.is_single else values
-    return torch.zeros(samples, sample.dense.shape[1]), rows
