@@ -23,7 +23,7 @@ PLACES = {"hostdev": "hostdev", "models": "hostdev.models", "data": "hostdev.dat
 # The engine imports no extension: tests/house.json bounds how many such imports are left.
 ROOMS = [
     ("commands", "__main__", "frameworks", "ext"),
-    ("ext.verify", "ext.advice", "ext.warm_up"),
+    ("ext.verify", "ext.training", "ext.advice", "ext.warm_up"),
     ("ext.launch",),
     ("ext.neighbours",),
     ("ext.serving",),

@@ -14,8 +14,8 @@ from hostdev.device.clock import EventClock
 from hostdev.kernels.pool import host_threads
 from hostdev.train import summary
 from hostdev.train.checkpointing import CheckpointError
-from hostdev.train.events import CallbackError
 from hostdev.train.interrupt import Interrupted
+from hostdev.train.observer import CallbackError
 from hostdev.train.session import Session
 
 

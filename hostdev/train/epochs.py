@@ -6,10 +6,10 @@ from typing import Any
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
+from hostdev.core.run_events import EpochInfo
 from hostdev.train import curve, report
 from hostdev.train.config import TrainConfig
 from hostdev.train.evaluation import Evaluation
-from hostdev.train.events import EpochInfo
 from hostdev.train.interrupt import GracefulStop
 from hostdev.train.quality import Point
 from hostdev.train.schedule import Schedule

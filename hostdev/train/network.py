@@ -13,11 +13,10 @@ from hostdev.core.errors import UserError
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.data.batch import Batch
 from hostdev.device.table import DeviceTable
+from hostdev.distributed.averages import Averages
+from hostdev.distributed.dense_state import DenseState, broadcast_tensors, get_dense_state
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
-from hostdev.ext.parallel.averages import Averages
-from hostdev.ext.parallel.parts import broadcast_parameters
-from hostdev.ext.parallel.state import DenseState, get_dense_state
 from hostdev.host.table import HostTable
 from hostdev.kernels.norm import total
 from hostdev.models.losses import TargetLoss
@@ -168,7 +167,8 @@ class WholeNetwork(Network):
 
     def __init__(self, setup: Setup, reading: Mapping[str, Any]) -> None:
         world = setup.ranks or ALONE_WORLD
-        broadcast_parameters(setup.model, world)
+        if world.size > 1:  # avoids copies to and from the host
+            broadcast_tensors([*setup.model.parameters(), *setup.model.buffers()], world.control)
         super().__init__(setup, list(setup.model.to(setup.runtime.device).parameters()))
         self._reading = reading
         divided = setup.micro_batches.count > 1

@@ -28,8 +28,8 @@ from hostdev.distributed.rank_environment import RankEnvironment, find_rank_envi
 from hostdev.distributed.session import leave_together, take_host_share
 from hostdev.models import registry
 from hostdev.train.config import TrainConfig
-from hostdev.train.events import CallbackError
 from hostdev.train.interrupt import Interrupted
+from hostdev.train.observer import CallbackError
 from hostdev.train.rundir import RunDir
 
 OUTPUT = "output.log"

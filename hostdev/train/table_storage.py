@@ -8,9 +8,8 @@ from hostdev.core.admission import MinCount
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import Unused
-from hostdev.core.keys import SHARED
+from hostdev.core.keys import SHARED, is_raw
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
-from hostdev.data.preprocess.options import is_raw
 from hostdev.data.schema import Schema
 from hostdev.distributed.agreement import take_least
 from hostdev.distributed.process_group import ranks

@@ -21,10 +21,10 @@ from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
+from hostdev.distributed.averages import require_own_averages
+from hostdev.distributed.dense_state import DenseState
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
-from hostdev.ext.parallel.averages import require_own_averages
-from hostdev.ext.parallel.state import DenseState
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.models.losses import TargetLoss

@@ -13,7 +13,7 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.state import state_digest
 from hostdev.commands.checkpoint import main as command
 from hostdev.core import digest
-from hostdev.ext.parallel.state import DenseState
+from hostdev.distributed.dense_state import DenseState
 from hostdev.runtime.digest import state_sha256
 
 VERSION_1 = Path(__file__).parent / "version1/c"

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from hostdev.core.errors import UserError
+from hostdev.distributed.averages import Averages
 from hostdev.distributed.mesh import Mesh
-from hostdev.ext.parallel.averages import Averages
 from hostdev.ext.parallel.layout import Layout, like, resolve_layout
 from hostdev.ext.parallel.local_parameters import LocalParameters
 from hostdev.ext.parallel.network import Network

@@ -12,6 +12,7 @@ from hostdev.core.launched import require_alone
 from hostdev.core.micro_batches import EXCHANGES, TreeSum, cut
 from hostdev.device.backend import seed_generators
 from hostdev.distributed.dense import DenseExchange, Grads, add_lists
+from hostdev.distributed.dense_state import DenseState
 from hostdev.distributed.mesh import SCHEDULES
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.parallel.auto import LayoutChoice, choose
@@ -19,7 +20,6 @@ from hostdev.ext.parallel.layout import Layout, like
 from hostdev.ext.parallel.parts import Parts, StepResult
 from hostdev.ext.parallel.plan import get_slice_dim
 from hostdev.ext.parallel.plan_text import parse_plan
-from hostdev.ext.parallel.state import DenseState
 from hostdev.kernels.counter import key64
 
 Inputs = Callable[[slice], tuple[Any, ...]]

@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.core.timeline import Timeline
+from hostdev.distributed.averages import Averages, require_own_averages
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.dense import Grads, add_lists
+from hostdev.distributed.dense_state import DenseState, broadcast_tensors
 from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.ext.parallel.averages import Averages, require_own_averages
 from hostdev.ext.parallel.layout import Inputs, Layout, describe_layout, resolve_layout
 from hostdev.ext.parallel.local_parameters import LocalParameters
 from hostdev.ext.parallel.pieces import get_pieces, trace, with_extra_value
 from hostdev.ext.parallel.plan import Traffic, cut_layers, get_slice_dim
 from hostdev.ext.parallel.saving import save
 from hostdev.ext.parallel.single_stage import SingleStage, called
-from hostdev.ext.parallel.state import DenseState, State
+from hostdev.ext.parallel.state import State
 from hostdev.ext.parallel.tied import Tied
 
 
@@ -261,9 +262,7 @@ def broadcast_parameters(network: nn.Module, ranks: World) -> None:
         return  # avoids copies to and from the host
     along_data = ranks.channel("data")
     for tensor in [*network.parameters(), *network.buffers()]:
-        there = tensor.detach().cpu().contiguous()
-        (ranks.control if get_slice_dim(tensor) is None else along_data).broadcast(there)
-        tensor.data.copy_(there)
+        broadcast_tensors([tensor], ranks.control if get_slice_dim(tensor) is None else along_data)
 
 
 def _release_others(network: nn.Module, modules: Sequence[nn.Module]) -> None:

@@ -1,6 +1,6 @@
-"""The interface of a callback of `hostdev train`; its methods receive the events of `hostdev.train.events`."""
+"""The interface of a callback of `hostdev train`; its methods receive the events of `hostdev.core.run_events`."""
 
-from hostdev.train.events import CheckpointInfo, EndInfo, EpochInfo, RunInfo, StepInfo
+from hostdev.core.run_events import CheckpointInfo, EndInfo, EpochInfo, RunInfo, StepInfo
 
 __all__ = ["METHODS", "Callback", "CheckpointInfo", "EndInfo", "EpochInfo", "RunInfo", "StepInfo"]
 

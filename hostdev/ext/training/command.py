@@ -30,20 +30,20 @@ from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.distributed.start import start_processes, wait_for
 from hostdev.ext.advice.cache.auto import choose_cache
 from hostdev.ext.tracking.options import require_tracking
-from hostdev.ext.tracking.run_callbacks import make_run_callbacks
 from hostdev.ext.training import starting
 from hostdev.ext.training.config import CommandConfig
 from hostdev.ext.training.initial_vectors import make_model
 from hostdev.ext.training.layouts import get_layout, laid_out, require_layout, require_shares, resolve_mesh
+from hostdev.ext.training.run_callbacks import make_run_callbacks
 from hostdev.ext.training.staged_network import StagedNetwork
 from hostdev.kernels.numa import in_words
 from hostdev.train import checkpointing, report
 from hostdev.train.assembly import RunParts, build
 from hostdev.train.ending import Ending
 from hostdev.train.epochs import Epochs
-from hostdev.train.events import CallbackError, RunObserver
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
 from hostdev.train.lean import without_compiler
+from hostdev.train.observer import CallbackError, RunObserver
 from hostdev.train.processes import ProcessSession, join_processes, resolve_batch
 from hostdev.train.session import BatchSource, Session, TrainingData
 from hostdev.train.summary import get_data_set

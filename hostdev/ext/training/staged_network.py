@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hostdev.core.primitive import Primitive
 from hostdev.data.batch import Batch
+from hostdev.distributed.dense_state import DenseState
 from hostdev.ext.parallel.layout import Layout
-from hostdev.ext.parallel.state import DenseState
 from hostdev.ext.training.staged import Staged
 from hostdev.models.wide_deep.loss import deep_l2
 from hostdev.pipeline.outcome import Outcome

@@ -23,12 +23,12 @@ from hostdev.data.preprocess.options import ids_in_words
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
+from hostdev.distributed.dense_state import DenseState
 from hostdev.distributed.mesh import Mesh
 from hostdev.distributed.process_group import Ranks
 from hostdev.ext.parallel.layout import Layout, resolve_layout
 from hostdev.ext.parallel.plan import divides, pairable
 from hostdev.ext.parallel.plan_text import STRATEGIES
-from hostdev.ext.parallel.state import DenseState
 from hostdev.ext.training.initial_vectors import make_model
 from hostdev.ext.training.staged_network import StagedNetwork
 from hostdev.host.key_table import KeyTable

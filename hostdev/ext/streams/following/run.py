@@ -10,6 +10,7 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import naming
 from hostdev.core.printable import printable
 from hostdev.core.progress import bar, note
+from hostdev.core.run_events import EpochInfo
 from hostdev.core.run_files import NEEDED
 from hostdev.data.batch import Batch
 from hostdev.ext.streams.arrivals.converting import Converted
@@ -27,7 +28,6 @@ from hostdev.ext.streams.following.waiting import Waiting
 from hostdev.ext.streams.options import POLL_SECONDS, QUIET_SECONDS, WINDOW, FollowOptions, Until, parse_until
 from hostdev.train.checkpointing import Progress
 from hostdev.train.config import TrainConfig
-from hostdev.train.events import EpochInfo
 from hostdev.train.interrupt import GracefulStop
 from hostdev.train.rundir import write_json
 from hostdev.train.schedule import ENDLESS, Schedule
