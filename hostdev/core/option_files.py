@@ -56,7 +56,9 @@ def read_options(path: Path, config: type[OptionGroup], records: Collection[str]
         raise UserError(f"--config {path}: {error.strerror}") from None
     except (ValueError, AttributeError) as error:  # AttributeError: JSON of another kind
         raise UserError(f"--config {path} is not a file of options: {in_words(error)}") from None
-    options, keys, values = config.options(), {}, {}
+    options = config.options()
+    keys: dict[str, str] = {}
+    values: dict[str, Any] = {}
     for name, key, value in _flatten(path, content, config):
         if name in keys:
             raise UserError(f"{path}: {key} is given twice, also as {keys[name]}; give it once")
@@ -109,6 +111,6 @@ def _convert(path: Path, key: str, value: Any, item: Option) -> Any:
     if wanted is None or wanted is int:
         return value
     try:
-        return wanted(value if wanted is float else str(value))
+        return wanted(str(value))
     except Exception as error:
         raise UserError(f"{path}: {key}: {error}") from None

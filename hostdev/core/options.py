@@ -152,6 +152,21 @@ def option(help: str, type: Callable[[str], Any] | None = None, *, default: Any 
     return field(default=default, metadata={"option": Option(help, type, default, **more)})
 
 
+def count(help: str, **more: Any) -> Any:
+    """Return the field of an option that is an integer of at least 1."""
+    return option(help, int, **{"least": 1, **more})
+
+
+def switch(help: str, **more: Any) -> Any:
+    """Return the field of an option that is on or off."""
+    return option(help, default=False, **more)
+
+
+def choice(help: str, choices: Sequence[Any], **more: Any) -> Any:
+    """Return the field of an option with one of several values; they are texts unless `type` says otherwise."""
+    return option(help, choices=choices, **{"type": str, **more})
+
+
 def flag_of(name: str) -> str:
     """Return the flag of an option."""
     return "--" + name.replace("_", "-")
@@ -161,12 +176,11 @@ def parse_when(text: str | When) -> When:
     """Return the condition of a text: NAME (is given), NAME=VALUE, or NAME>NUMBER."""
     if isinstance(text, When):
         return text
-    if "=" in text:
-        return When(*text.split("="))
-    if ">" in text:
-        name, _, number = text.partition(">")
-        return When(name, above=int(number))
-    return When(text)
+    name, equal, value = text.partition("=")
+    if equal:
+        return When(name, value)
+    name, above, value = text.partition(">")
+    return When(name, above=int(value) if above else None)
 
 
 @dataclass(frozen=True, kw_only=True)

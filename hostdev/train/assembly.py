@@ -30,7 +30,7 @@ _COMPILING = 8  # maximum number of processes that compile kernels
 
 
 class RunParts(NamedTuple):
-    """RunParts of a run that its command chooses.
+    """Parts of a run that its command chooses.
 
     Attributes:
         make_source: Returns the source of batches.
@@ -58,19 +58,19 @@ def build(
     Args:
         config: The options, resolved.
         data: The data set.
-        parts: RunParts that the command chooses.
+        parts: Parts that the command chooses.
         start: The checkpoint to resume from; None for a new run.
         processes: This process and the other ranks; None for a single process.
 
     Raises:
         UserError: The input or the options are wrong; no file is left.
     """
-    ranks = None if processes is None else processes.ranks
+    world = ALONE_WORLD if processes is None else processes.ranks
     source = parts.make_source(config, data)
     device = _prepare_device(config)
-    trace = get_trace_path(config.trace, ranks or ALONE_WORLD)
+    trace = get_trace_path(config.trace, world)
     files = make_run_dir(config, processes)
-    logs = RunLogs(files, device, trace, None if ranks is None else ranks.rank)
+    logs = RunLogs(files, device, trace, world.rank if world.size > 1 else None)
     try:
         trainer = _make_trainer(config, data, parts, device, logs, processes)
         session = Session(config, data, source, logs, trainer, processes)

@@ -9,13 +9,13 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import FullError, TableFullError
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.progress import counted
+from hostdev.core.run_events import CallbackError
 from hostdev.device import backend
 from hostdev.device.clock import EventClock
 from hostdev.kernels.pool import host_threads
 from hostdev.train import summary
 from hostdev.train.checkpointing import CheckpointError
 from hostdev.train.interrupt import Interrupted
-from hostdev.train.observer import CallbackError
 from hostdev.train.session import Session
 
 

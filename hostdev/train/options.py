@@ -9,7 +9,7 @@ from hostdev.core.cli import checked
 from hostdev.core.memory import format_bytes, parse_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
-from hostdev.core.options import OptionError, OptionGroup, When, option
+from hostdev.core.options import OptionError, OptionGroup, When, choice, count, option, switch
 from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
 from hostdev.distributed.mesh import parse_mesh
@@ -40,29 +40,21 @@ class ModelOptions(OptionGroup):
         metavar="NAME",
         is_fixed=True,
     )
-    emb_dim: int | None = option(
-        "dimension of the embedding tables (default: the model's; 80 for wide_deep)",
-        int,
-        least=1,
-        is_fixed=True,
-        has_effect=True,
+    emb_dim: int | None = count(
+        "dimension of the embedding tables (default: the model's; 80 for wide_deep)", is_fixed=True, has_effect=True
     )
-    host_device_mix: bool = option(
-        "keep the tables in host memory, where the CPU looks up rows and updates them", default=False
-    )
+    host_device_mix: bool = switch("keep the tables in host memory, where the CPU looks up rows and updates them")
     device: str = option(
         "device of the dense layers: auto, cpu, cuda, ...", str, default="auto", metavar="NAME", is_local=True
     )
-    precision: str = option(
+    precision: str = choice(
         "precision of the dense layers' arithmetic; weights, the last layer and losses stay float32",
-        str,
+        ("fp32", "bf16"),
         default="fp32",
-        choices=("fp32", "bf16"),
         is_fixed=True,
     )
-    tf32: bool = option(
+    tf32: bool = switch(
         "on CUDA, round the inputs of the dense layers' matrix products to TF32",
-        default=False,
         excludes={"precision": ""},
         is_fixed=True,
     )
@@ -84,24 +76,19 @@ class LengthOptions(OptionGroup):
 
     section: ClassVar[str] = "length"
     title: ClassVar[str] = "length and order of the training"
-    epochs: int | None = option("passes over the training samples (default 15; 2 without --data)", int, least=1)
-    batch_size: int | None = option(
-        "samples in a step (default 16000; 1000 without --data)", int, least=1, is_fixed=True
-    )
-    max_steps: int | None = option("stop after N steps", int, least=1)
-    early_stop: int | None = option(
-        "stop when the AUC on the validation samples (test samples if there are none) has not improved for N epochs",
-        int,
-        least=1,
+    epochs: int | None = count("passes over the training samples (default 15; 2 without --data)")
+    batch_size: int | None = count("samples in a step (default 16000; 1000 without --data)", is_fixed=True)
+    max_steps: int | None = count("stop after N steps")
+    early_stop: int | None = count(
+        "stop when the AUC on the validation samples (test samples if there are none) has not improved for N epochs"
     )
     lr: float | None = option(
         "learning rate of the dense layers' Adam (default: the model's)", float, least=0, is_fixed=True, has_effect=True
     )
-    l2: str = option(
+    l2: str = choice(
         "L2 regularization of Wide & Deep's table deep: none, batch (the batch's rows) or table (all rows)",
-        str,
+        ("none", "batch", "table"),
         default="none",
-        choices=("none", "batch", "table"),
         is_fixed=True,
     )
     seed: int = option(
@@ -111,18 +98,15 @@ class LengthOptions(OptionGroup):
         least=0,
         is_fixed=True,
     )
-    order: str = option(
+    order: str = choice(
         "order of the training samples: shuffled, anew in each epoch; or stored, as in the data, for example in time",
-        str,
+        ORDERS,
         default=ORDERS[0],
-        choices=ORDERS,
         is_fixed=True,
     )
-    shuffle_window: int = option(
+    shuffle_window: int = count(
         "consecutive shards that are shuffled together; preprocess writes 262,144 samples to a shard",
-        int,
         default=1,
-        least=1,
         excludes={"order=stored": ""},
         is_fixed=True,
     )
@@ -144,12 +128,8 @@ class EmbeddingOptions(OptionGroup):
 
     section: ClassVar[str] = "tables_and_optimizer"
     title: ClassVar[str] = "optimizer, storage and start of the tables"
-    table_optimizer: str | None = option(
-        "optimizer of the embedding tables (default: the model's)",
-        str,
-        choices=tuple(OPTIMIZERS),
-        is_fixed=True,
-        has_effect=True,
+    table_optimizer: str | None = choice(
+        "optimizer of the embedding tables (default: the model's)", tuple(OPTIMIZERS), is_fixed=True, has_effect=True
     )
     table_lr: float | None = option(
         "learning rate of the embedding tables (default: their optimizer's)",
@@ -166,20 +146,18 @@ class EmbeddingOptions(OptionGroup):
         is_fixed=True,
         has_effect=True,
     )
-    table_dtype: str = option(
+    table_dtype: str = choice(
         "format of the tables' weights in host memory; bfloat16 rounds stochastically",
-        str,
+        (FP32, BF16),
         default=FP32,
-        choices=(FP32, BF16),
         aliases={BFLOAT16: BF16},
         metavar=f"{{{FP32},{BFLOAT16}}}",
         is_fixed=True,
     )
-    table_slots: str = option(
+    table_slots: str = choice(
         "format of the tables' optimizer state in host memory; bfloat16 and 8bit round stochastically",
-        str,
+        (FP32, BF16, EIGHT_BIT),
         default=FP32,
-        choices=(FP32, BF16, EIGHT_BIT),
         aliases={BFLOAT16: BF16},
         metavar=f"{{{FP32},{BFLOAT16},{EIGHT_BIT}}}",
         is_fixed=True,
@@ -273,15 +251,13 @@ class CheckpointOptions(OptionGroup):
 
     section: ClassVar[str] = "checkpoints"
     title: ClassVar[str] = "checkpoints"
-    checkpoint_every: int | None = option("save a checkpoint every N steps and at the end", int, least=1)
+    checkpoint_every: int | None = count("save a checkpoint every N steps and at the end")
     checkpoint_minutes: float | None = option(
         "save a checkpoint every M minutes and at the end", float, metavar="M", above=0
     )
-    keep_checkpoints: int | None = option(
+    keep_checkpoints: int | None = count(
         "number of newest checkpoints to keep (default 3)",
-        int,
         metavar="K",
-        least=1,
         needs={When("saves", shown="--checkpoint-every or --checkpoint-minutes"): ""},
     )
     checkpoint_dir: Path | None = option(
@@ -335,22 +311,17 @@ class ProcessOptions(OptionGroup):
 
     section: ClassVar[str] = "processes"
     title: ClassVar[str] = "several processes"
-    spawn: int | None = option(
-        "start N processes on this host, which share the tables and the micro-batches", int, least=1
-    )
-    batch_per_rank: int | None = option(
+    spawn: int | None = count("start N processes on this host, which share the tables and the micro-batches")
+    batch_per_rank: int | None = count(
         "samples per step in each data-parallel process, instead of --batch-size",
-        int,
-        least=1,
         excludes={"batch_size": "it counts the samples of all processes"},
         is_local=True,
         is_shared=True,
     )
-    parallel: str | None = option(
+    parallel: str | None = choice(
         "none: one process; data: split samples; semi: also split layers by --mesh, --plan and --stage-cut; auto: "
         "measure which mesh, stages and slices are fastest (default: data, or the given --mesh)",
-        str,
-        choices=("none", "data", "semi", "auto"),
+        ("none", "data", "semi", "auto"),
         off=("none",),
     )
     mesh: str | None = option(
@@ -361,49 +332,44 @@ class ProcessOptions(OptionGroup):
         check=parse_mesh,
         is_shared=True,
     )
-    micro_batches: int = option(
+    micro_batches: int = count(
         "split a batch into M micro-batches, whose gradients are summed in a fixed order; several processes share the "
         "micro-batches",
-        int,
         default=1,
         metavar="M",
-        least=1,
         excludes={_WHOLE_TABLE: "each micro-batch would add the L2 term of the whole table, unlike --l2 batch"},
         is_fixed=True,
     )
-    gradients: str | None = option(
+    gradients: str | None = choice(
         "how to combine the micro-batches' gradients: mean (over all samples of the batch) or sum (of the "
         "micro-batches' means) (default mean)",
-        str,
-        choices=("mean", "sum"),
+        ("mean", "sum"),
         needs={"micro_batches": ""},
         is_fixed=True,
     )
-    dense_exchange: str | None = option(
+    dense_exchange: str | None = choice(
         "how processes sum the dense layers' gradients: tree (in the same order for any number of processes) or "
         "all-reduce (as DistributedDataParallel does, NOT EXACT) (default tree)",
-        str,
-        choices=EXCHANGES,
+        EXCHANGES,
         is_shared=True,
     )
-    exchange_levels: int | None = option(
+    exchange_levels: int | None = choice(
         "1: each process exchanges data with every other; 2: processes on a host share memory, and one process per "
         "host exchanges data with the other hosts (default: 2 if there are several hosts and a host has several "
         "processes)",
-        int,
-        choices=(1, 2),
+        (1, 2),
         is_shared=True,
+        type=int,
     )
-    dist_backend: str | None = option(
+    dist_backend: str | None = choice(
         "backend of torch.distributed for the dense layers' gradients (default: the device's, such as nccl, if each "
         "process has its own device, otherwise gloo); rows are always exchanged by gloo",
-        str,
-        choices=("gloo", "nccl", "xccl"),
+        ("gloo", "nccl", "xccl"),
         is_local=True,
         is_shared=True,
     )
-    dist_url: str | None = option(
-        "rendezvous of the processes: env:// (the default)", str, choices=("env://",), is_local=True, is_shared=True
+    dist_url: str | None = choice(
+        "rendezvous of the processes: env:// (the default)", ("env://",), is_local=True, is_shared=True
     )
     dist_timeout: float | None = option(
         "seconds to wait for another process in a step (default 600) and in the rendezvous (at most 60)",
@@ -421,13 +387,9 @@ class ThreadOptions(OptionGroup):
 
     section: ClassVar[str] = "threads"
     title: ClassVar[str] = "threads"
-    host_threads: int | None = option(
-        "threads of the host kernels (default: all CPUs of the process)", int, least=1, is_local=True
-    )
-    torch_threads: int | None = option(
+    host_threads: int | None = count("threads of the host kernels (default: all CPUs of the process)", is_local=True)
+    torch_threads: int | None = count(
         "CPU threads of the dense layers; the number affects the last bits of results (default: all CPUs; 1 with "
         "--micro-batches)",
-        int,
-        least=1,
         is_fixed=True,
     )

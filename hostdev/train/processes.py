@@ -18,6 +18,7 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import HostdevError, TableFullError, UserError, in_words, write_stderr
 from hostdev.core.memory import share_memory
 from hostdev.core.options import OptionError, flag_of
+from hostdev.core.run_events import CallbackError
 from hostdev.core.run_files import EVAL_LOG, LOSS_LOG, OPS_LOG
 from hostdev.data import manifest
 from hostdev.distributed.agreement import shown
@@ -29,7 +30,6 @@ from hostdev.distributed.session import leave_together, take_host_share
 from hostdev.models import registry
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import Interrupted
-from hostdev.train.observer import CallbackError
 from hostdev.train.rundir import RunDir
 
 OUTPUT = "output.log"

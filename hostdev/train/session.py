@@ -14,7 +14,7 @@ from hostdev.checkpoint.writer import AsyncWriter
 from hostdev.core.errors import UserError, naming
 from hostdev.core.progress import Progress as Shown
 from hostdev.core.progress import TimeLeft
-from hostdev.core.run_events import RunInfo, StepInfo
+from hostdev.core.run_events import RunInfo, RunObserver, StepInfo
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
@@ -27,7 +27,6 @@ from hostdev.train.interrupt import GracefulStop
 from hostdev.train.logs import RunLogs
 from hostdev.train.losses import Losses, NonFiniteLossError
 from hostdev.train.network import Result
-from hostdev.train.observer import RunObserver
 from hostdev.train.processes import ProcessSession
 from hostdev.train.quality import Quality
 from hostdev.train.sample import TrainingSample

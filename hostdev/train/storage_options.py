@@ -10,7 +10,7 @@ from hostdev.core.cli import checked
 from hostdev.core.disk_storage import MOST_DISK_WINDOW, Disk
 from hostdev.core.keys import UNKNOWN
 from hostdev.core.memory import parse_bytes
-from hostdev.core.options import OptionError, OptionGroup, When, option
+from hostdev.core.options import OptionError, OptionGroup, When, choice, count, option
 
 MOST_DEPTH = 64  # reading further ahead does not help
 TABLES = ("vocabulary", "dynamic")
@@ -36,11 +36,10 @@ class KeyOptions(OptionGroup):
 
     section: ClassVar[str] = "keys"
     title: ClassVar[str] = "tables by key"
-    tables: str = option(
+    tables: str = choice(
         "vocabulary: a row for each id of the data; dynamic: tables by key, which grow as ids come",
-        str,
+        TABLES,
         default=TABLES[0],
-        choices=TABLES,
         needs={_HOST: "tables that grow are in host memory"},
         excludes={
             _WHOLE_TABLE: "there is no fixed table to regularize, unlike --l2 batch",
@@ -57,29 +56,18 @@ class KeyOptions(OptionGroup):
         needs={_DYNAMIC: ""},
         is_number=True,
     )
-    admit_count: int | None = option(
-        "give a key a row at its N-th use (default: at once)",
-        int,
-        least=1,
-        most=_MOST_USES,
-        needs={_DYNAMIC: ""},
-        is_fixed=True,
+    admit_count: int | None = count(
+        "give a key a row at its N-th use (default: at once)", most=_MOST_USES, needs={_DYNAMIC: ""}, is_fixed=True
     )
-    unknown_ids: str | None = option(
+    unknown_ids: str | None = choice(
         "what ids without a row read: shared, a row of their column, which is trained; zeros; or initial, their own "
         "initial values (default shared)",
-        str,
-        choices=UNKNOWN,
+        UNKNOWN,
         needs={_DYNAMIC: ""},
         is_fixed=True,
     )
-    evict_unused: int | None = option(
-        "remove keys that N steps have not used (default: never)",
-        int,
-        least=1,
-        unit="step",
-        needs={_DYNAMIC: ""},
-        is_fixed=True,
+    evict_unused: int | None = count(
+        "remove keys that N steps have not used (default: never)", unit="step", needs={_DYNAMIC: ""}, is_fixed=True
     )
 
 
@@ -152,8 +140,8 @@ class CacheOptions(OptionGroup):
         },
         is_number=True,
     )
-    cache_policy: str | None = option(
-        f"which rows to cache (default {POLICIES[0]})", str, choices=POLICIES, needs={"cache_rows": ""}, is_local=True
+    cache_policy: str | None = choice(
+        f"which rows to cache (default {POLICIES[0]})", POLICIES, needs={"cache_rows": ""}, is_local=True
     )
     cache_window: int | None = option(
         f"batches that the policy lookahead knows in advance (default {WINDOW})",

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import ClassVar
 
 from hostdev.core.errors import UserError
-from hostdev.core.options import OptionGroup, option
+from hostdev.core.options import OptionGroup, switch
 
 _PACKAGES = {"jinja2": "Jinja2", "vl_convert": "vl-convert-python"}
 
@@ -23,8 +23,7 @@ class ReportOptions(OptionGroup):
 
     section: ClassVar[str] = "page"
     title: ClassVar[str] = "what the run writes"
-    report: bool = option(
+    report: bool = switch(
         "at the end, write report.html in the run directory: charts and tables",
-        default=False,
         check=lambda wanted: require_extra("--report"),
     )

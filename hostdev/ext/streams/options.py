@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 from hostdev.core.addresses import source_path
 from hostdev.core.cli import checked
 from hostdev.core.errors import UserError
-from hostdev.core.options import OptionError, OptionGroup, option
+from hostdev.core.options import OptionError, OptionGroup, count, option, switch
 
 POLL_SECONDS = 5.0
 QUIET_SECONDS = 30.0
@@ -116,13 +116,11 @@ class FollowOptions(OptionGroup):
         unit="seconds",
         needs=_NEEDS,
     )
-    follow_grown: bool = option(
-        "also train on the lines that are added to the file of --follow that was taken last",
-        default=False,
-        needs=_NEEDS,
+    follow_grown: bool = switch(
+        "also train on the lines that are added to the file of --follow that was taken last", needs=_NEEDS
     )
-    follow_window: int | None = option(
-        f"files over which --follow also reports the quality (default {WINDOW})", int, least=1, needs=_NEEDS
+    follow_window: int | None = count(
+        f"files over which --follow also reports the quality (default {WINDOW})", needs=_NEEDS
     )
 
     def check(self) -> None:

@@ -21,6 +21,7 @@ import hostdev
 from hostdev.checkpoint.loading import verify_others
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import DiskFullError, TableFullError, UserError
+from hostdev.core.run_events import CallbackError, RunObserver
 from hostdev.core.run_files import REPORT
 from hostdev.data import lookalike, manifest
 from hostdev.data.manifest import Manifest
@@ -28,6 +29,7 @@ from hostdev.data.remote import describe_place
 from hostdev.device import backend
 from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.distributed.start import start_processes, wait_for
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.ext.advice.cache.auto import choose_cache
 from hostdev.ext.tracking.options import require_tracking
 from hostdev.ext.training import starting
@@ -43,7 +45,6 @@ from hostdev.train.ending import Ending
 from hostdev.train.epochs import Epochs
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
 from hostdev.train.lean import without_compiler
-from hostdev.train.observer import CallbackError, RunObserver
 from hostdev.train.processes import ProcessSession, join_processes, resolve_batch
 from hostdev.train.session import BatchSource, Session, TrainingData
 from hostdev.train.summary import get_data_set
@@ -186,17 +187,12 @@ class _Command:
     def _make_parts(self, *, is_new: bool) -> RunParts:
         """Return the parts of the run that extensions provide."""
         settings, data, load = self._settings, self._data, None
-        ranks = None if self._processes is None else self._processes.ranks
+        world = ALONE_WORLD if self._processes is None else self._processes.ranks
         if settings.start_from is not None and is_new:
-            if ranks is None:
-                origin = starting.find(settings, data.root, data.manifest)
-            else:
-                origin = starting.find_together(settings, data.root, data.manifest, ranks)
+            origin = starting.find_together(settings, data.root, data.manifest, world)
             load = partial(starting.load, origin, frozen=settings.frozen_vectors)
-        network = None
-        if ranks is not None and ranks.has_parts:
-            network = partial(StagedNetwork, layout=get_layout(settings))
-        if settings.follow is not None and ranks is not None:
+        network = partial(StagedNetwork, layout=get_layout(settings)) if world.has_parts else None
+        if settings.follow is not None and world.size > 1:
             raise UserError("--follow trains in one process; start it without a launcher")
         return RunParts(_make_source, make_model, network, load)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hostdev.core.errors import in_words
 from hostdev.core.progress import note
-from hostdev.core.run_events import CheckpointInfo, EndInfo, EpochInfo, RunInfo, StepInfo
+from hostdev.core.run_events import CallbackError, CheckpointInfo, EndInfo, EpochInfo, RunInfo, RunObserver, StepInfo
 from hostdev.distributed.monitor import run_within
 from hostdev.ext.tracking.figures import RuntimeFigures
 from hostdev.ext.tracking.options import TrackingOptions, make_callbacks
@@ -17,7 +17,6 @@ from hostdev.ext.tracking.tracker import Tracker
 from hostdev.runtime.generators import get_generators
 from hostdev.runtime.runtime import Runtime
 from hostdev.train.interrupt import GracefulStop
-from hostdev.train.observer import CallbackError, RunObserver
 
 EVERY = 20  # steps between two records of speed, waits and op times
 _ABANDON_SECONDS = 2.0

@@ -15,7 +15,7 @@ from hostdev.core.keys import FormerIds
 from hostdev.data import manifest
 from hostdev.data.manifest import FILE_NAME, Manifest
 from hostdev.data.preprocess.meaning import difference, different_columns
-from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import World
 from hostdev.ext.training.raw_start import begins_with_vocabulary, map_ids
 from hostdev.train.config import TrainConfig
 from hostdev.train.report import form_lines
@@ -71,10 +71,10 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     return origin._replace(former=_map_ids(file.parent, there, data))
 
 
-def find_together(settings: TrainConfig, root: Path, data: Manifest, ranks: Ranks) -> Origin:
+def find_together(settings: TrainConfig, root: Path, data: Manifest, world: World) -> Origin:
     """Call `find` on rank 0, and return its result on all ranks."""
-    origin = find(settings, root, data) if ranks.rank == 0 else None
-    path, notes = ranks.control.share(None if origin is None else [str(origin.path.resolve()), origin.notes])[0]
+    origin = find(settings, root, data) if world.rank == 0 else None
+    path, notes = world.control.share(None if origin is None else [str(origin.path.resolve()), origin.notes])[0]
     if origin is not None:
         return origin
     found = Origin(read_chain(Path(path)), notes)
