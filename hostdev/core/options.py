@@ -69,6 +69,7 @@ class Option(NamedTuple):
         is_flag: Whether the option is also a flag. New options are keys of a file only.
         is_fixed: Whether results depend on the option: a resumed run must have the same value.
         has_effect: Whether a fixed option counts as equal if the model is equal, as its default is the model's.
+        is_kind: Whether a run with the option is of another kind, which must be resumed with it.
         is_local: Whether the option may differ between the processes of a run.
         is_shared: Whether the option has no effect in one process.
         is_number: Whether a file may give a number for the text.
@@ -93,6 +94,7 @@ class Option(NamedTuple):
     is_flag: bool = True
     is_fixed: bool = False
     has_effect: bool = False
+    is_kind: bool = False
     is_local: bool = False
     is_shared: bool = False
     is_number: bool = False

@@ -193,12 +193,13 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
             f"{_format_option(name, getattr(settings, name))}; use the checkpoint's value, or start a new run "
             "without --resume"
         )
-    if (settings.follow is None) != (then["follow"] is None):
-        how = "without --follow" if then["follow"] is None else "with --follow"
-        raise UserError(
-            f"{start.path} was trained {how}; resume it likewise, or start a new run from it with --start-from instead "
-            "of --resume"
-        )
+    for name, item in settings.options().items():
+        if item.is_kind and (getattr(settings, name) is None) != (then[name] is None):
+            how = f"{'without' if then[name] is None else 'with'} {flag_of(name)}"
+            raise UserError(
+                f"{start.path} was trained {how}; resume it likewise, or start a new run from it with --start-from "
+                "instead of --resume"
+            )
     if start.more["data"] != data.identity:
         raise UserError(
             f"{shown_place(start.path)} was trained on a data set other than {settings.data}: the samples or their "

@@ -80,6 +80,7 @@ class FollowOptions(OptionGroup):
             "cache_rows=auto": "it would measure rows of the past; give a number or a share",
         },
         implies={"tables": "dynamic", "host_device_mix": True},
+        is_kind=True,
     )
     follow_until: str | None = option(
         "when to end --follow: end, when all present files are trained on; idle:MINUTES without a file; or the name of "
