@@ -14,6 +14,7 @@ from hostdev.distributed.rank_environment import is_first_on_host
 from hostdev.ext.training.config import CommandConfig
 
 PROG = "hostdev.train"
+HELP = "train a model on a data set"
 _RECORDS = ("versions", "preprocess", "data_set")  # entries of config.json that are no options
 
 

@@ -11,9 +11,9 @@ from hostdev import FTRL, HostTable, LazyAdam, RowWiseAdagrad, Runtime
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.state import state_digest
-from hostdev.commands.checkpoint import main as command
 from hostdev.core import digest
 from hostdev.distributed.dense_state import DenseState
+from hostdev.ext.checkpoints.cli import main as command
 from hostdev.runtime.digest import state_sha256
 
 VERSION_1 = Path(__file__).parent / "version1/c"

@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.compact import merged_item, write_anew
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.items import Item
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS
 from hostdev.core.errors import UserError
+from hostdev.ext.checkpoints.compact import merged_item, write_anew
 from hostdev.kernels.shards import get_ids_at, range_of
 
 Rows = npt.NDArray[np.float32]

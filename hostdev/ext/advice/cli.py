@@ -16,6 +16,7 @@ from hostdev.data import folder
 from hostdev.ext.training.config import CommandConfig
 
 PROG = "hostdev.advise"
+HELP = "recommend an embedding cache for your data"
 MESH_OPTIONS = ("micro_batches", "plan", "stage_cut", "schedule", "precision")
 OPTIONS = (
     "data",

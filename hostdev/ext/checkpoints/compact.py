@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint import best, folder
+from hostdev.checkpoint import folder
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.items import FROM_FIRST, Item, Located
 from hostdev.checkpoint.layers import Layers
@@ -17,6 +17,7 @@ from hostdev.checkpoint.manifest import VERSION, Table
 from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
+from hostdev.ext.checkpoints import best
 from hostdev.host.disk.segments import SegmentFile
 
 Rows = npt.NDArray[np.float32]

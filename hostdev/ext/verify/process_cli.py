@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hostdev.commands.verify import OPTIONS
 from hostdev.core import cli
 from hostdev.ext.training.config import CommandConfig
+from hostdev.ext.verify.cli import OPTIONS
 
 PROG = "hostdev.ext.verify.processes"
 _OPTIONS = (*OPTIONS, "host_device_mix")  # which `verify` sets itself
