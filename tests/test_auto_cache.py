@@ -8,13 +8,13 @@ import torch
 
 from hostdev import SGD, UserError
 from hostdev.cache.prices import Costs
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.device import backend
 from hostdev.ext.advice.cache import auto as auto_cache
 from hostdev.ext.advice.cache import curves as cache_advice
 from hostdev.ext.advice.cache.curves import Group
+from hostdev.ext.training import cli as train
 from hostdev.runtime import room as runtime_room
 from hostdev.train import room, trainer
 from hostdev.train.config import TrainConfig

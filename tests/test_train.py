@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import lookalike, manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
+from hostdev.ext.training import cli as train
 from hostdev.ext.training.config import CommandConfig
 from hostdev.train import room
 from tests.conftest import environment

@@ -15,9 +15,9 @@ import pytest
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.loading import verify as verify_files
-from hostdev.commands import train
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.predict import cli as predict
+from hostdev.ext.training import cli as train
 from hostdev.ext.verify import cli as verify
 from hostdev.host.disk import segments as segments_module
 from hostdev.kernels import disk_records
@@ -180,7 +180,7 @@ def begin(*arguments, **options):  # from the first checkpoint on, so that each 
     return save(*arguments, **options)
 
 CheckpointManager.save = begin
-from hostdev.commands import train
+from hostdev.ext.training import cli as train
 train.main(sys.argv[1:])
 """
 

@@ -9,12 +9,12 @@ import pyarrow.csv
 import pytest
 
 import hostdev
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.advice import cli as advise
 from hostdev.ext.predict import cli as predict
+from hostdev.ext.training import cli as train
 from hostdev.ext.training import raw_start
 from hostdev.ext.verify import cli as verify
 from tests.conftest import digest_of

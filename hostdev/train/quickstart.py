@@ -3,4 +3,4 @@
 if __name__ == "__main__":
     from hostdev.core import cli
 
-    raise SystemExit(cli.run_module("hostdev.commands.quickstart", "hostdev.train.quickstart"))
+    raise SystemExit(cli.run_module("hostdev.ext.training.quickstart_cli", "hostdev.train.quickstart"))

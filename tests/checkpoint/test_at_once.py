@@ -26,7 +26,7 @@ def run(module, *arguments):
 @pytest.fixture(scope="module")
 def run_dir(small_data, tmp_path_factory):
     """A run that took 3 steps, and saved each."""
-    from hostdev.commands import train
+    from hostdev.ext.training import cli as train
 
     path = tmp_path_factory.mktemp("runs") / "run"
     options = [*MIX, "--checkpoint-every", 1, "--max-steps", 3, "--keep-checkpoints", 9]

@@ -15,7 +15,6 @@ import hostdev
 from hostdev.checkpoint.fitting import fit_tables, load_shared
 from hostdev.checkpoint.folder import names_in, read_chain
 from hostdev.checkpoint.layers import Layers
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
@@ -24,6 +23,7 @@ from hostdev.data.preprocess.meaning import with_known_ids
 from hostdev.data.shards import ShardReader
 from hostdev.ext.predict import cli as predict
 from hostdev.ext.predict.predictor import probabilities
+from hostdev.ext.training import cli as train
 from hostdev.ext.training import starting
 from hostdev.models.wide_deep.network import WideDeep
 from hostdev.train.build import model_of

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hostdev import LazyAdam, UserError
-from hostdev.commands import train
 from hostdev.distributed import rendezvous
 from hostdev.distributed.exchange import Exchange
 from hostdev.distributed.key_exchange import require_all
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import RankEnvironment
+from hostdev.ext.training import cli as train
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import room
 from hostdev.train.config import TrainConfig
