@@ -1,7 +1,6 @@
 """Build a training run from its options, its data, and the parts that its command chooses."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +50,7 @@ def build(
     data: TrainingData,
     parts: RunParts,
     start: checkpointing.Start | None = None,
-    processes: ProcessSession | None = None,
+    processes: ProcessSession[Any] | None = None,
 ) -> Session:
     """Return a training run that is ready for its first step.
 
@@ -104,7 +103,7 @@ def _make_trainer(
     parts: RunParts,
     device: torch.device,
     logs: RunLogs,
-    processes: ProcessSession | None,
+    processes: ProcessSession[Any] | None,
 ) -> Trainer:
     """Return the model with its tables, after its kernels are compiled."""
     assert config.batch_size is not None
@@ -122,6 +121,7 @@ def _make_trainer(
         squares=config.l2 == "table",
         processes=1 if ranks is not None else min(_COMPILING, available_cpus()),
     )
+    make = parts.make_network
     return Trainer(
         model,
         host_device_mix=config.host_device_mix,
@@ -130,7 +130,7 @@ def _make_trainer(
         most_uses=estimate_uses(model, sample, config.batch_size),
         saves=config.saves,
         schema=data.manifest.schema,
-        make_network=parts.make_network and partial(parts.make_network, sample=sample),
+        make_network=None if make is None else lambda setup, reading: make(setup, reading, sample),
         cache=cache,
         depth=config.pipeline_depth,
         log=logs.ops,

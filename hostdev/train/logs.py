@@ -2,8 +2,9 @@
 
 import contextlib
 import threading
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -52,9 +53,9 @@ class RunLogs:
             self.discard()
             raise
 
-    def begin(self, tables: object) -> None:
+    def begin(self, tables: Iterable[Any]) -> None:
         """Begin the log of ops and, if there are tables by key, their log."""
-        self.keys = make_key_log(self.files.path, tables)  # type: ignore[arg-type]
+        self.keys = make_key_log(self.files.path, tables)
         if self.files.ops is not None:
             self.ops.write_to(self.files.ops)
 

@@ -135,7 +135,7 @@ class Session:
         source: BatchSource,
         logs: RunLogs,
         trainer: Trainer,
-        processes: ProcessSession | None,
+        processes: ProcessSession[Any] | None,
     ) -> None:
         self.config, self.data, self.source, self.logs, self.trainer = config, data, source, logs, trainer
         self.ranks = None if processes is None else processes.ranks

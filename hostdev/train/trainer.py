@@ -133,7 +133,8 @@ class Trainer:
         how = steps.l2, steps.precision, rate
         setup = Setup(model, self.runtime, self._micro_batches, ranks, *how, self.tables, log, self._loss, frozen)
         reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # neither function draws random numbers
-        self._network: Network = (make_network or WholeNetwork)(setup, reading)
+        self._network: Network
+        self._network = WholeNetwork(setup, reading) if make_network is None else make_network(setup, reading)
         self.adam, self.cut = self._network.adam, self._network.description
 
     def _make_tables(self, seed: int, part: tuple[int, int] | None, *, on_host: bool) -> None:

@@ -60,4 +60,6 @@ class CommandConfig(TrainConfig, ReportOptions, TrackingOptions, FollowOptions, 
 
     def resolved(self) -> Self:
         """Return the settings, with defaults that depend on other options filled in."""
-        return super(CommandConfig, self if self.follow is None else replace(self, epochs=1)).resolved()
+        if self.follow is not None and self.epochs is None:
+            return replace(self, epochs=1).resolved()
+        return super().resolved()

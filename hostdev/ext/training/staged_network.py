@@ -145,11 +145,11 @@ class StagedNetwork(Network):
     Args:
         setup: The training run.
         reading: Arguments of `Runtime.train` and `predict` that define how to read batches.
-        layout: Stages and slices of the model.
         sample: A batch with the shapes of the model's inputs.
+        layout: Stages and slices of the model.
     """
 
-    def __init__(self, setup: Setup, reading: Mapping[str, Any], layout: Layout, sample: Batch) -> None:
+    def __init__(self, setup: Setup, reading: Mapping[str, Any], sample: Batch, layout: Layout) -> None:
         assert setup.ranks is not None
         ops = [Primitive(name, _call, scope="network", log=setup.log) for name in ("DenseForward", "DenseBackward")]
         self._staged = Staged(
