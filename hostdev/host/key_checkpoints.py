@@ -1,4 +1,4 @@
-"""What checkpoints need of a table by key: snapshots while it is trained, and loading of its keys and rows.
+"""Checkpoints of a table by key: snapshots while it is trained, and loading of its keys and rows.
 
 S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """

@@ -1,4 +1,4 @@
-"""How the rows of a table on disk are stored in memory, and what they are initially."""
+"""Rows of a table on disk while they are in memory, and their initial values."""
 
 from typing import Any
 
