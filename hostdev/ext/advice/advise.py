@@ -25,6 +25,7 @@ from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.ext.advice.admission import advise_admission
 from hostdev.ext.advice.cache.curves import Curves, Group, Point, flags, gains, recommend, simulate
 from hostdev.ext.advice.disk import advise_disk
+from hostdev.ext.training.config import CommandConfig
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
@@ -214,7 +215,7 @@ def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
     return needed + dense_bytes(len(batch), inputs, get_hidden_widths(model)) if dense else needed
 
 
-def advise_mesh(settings: TrainConfig, processes: int) -> None:
+def advise_mesh(settings: CommandConfig, processes: int) -> None:
     """Measure and print the time per step of each way to distribute the model over several processes.
 
     Start the processes, unless a launcher has started this process as one of several.

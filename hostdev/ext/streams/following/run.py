@@ -40,7 +40,7 @@ class FollowedFiles(BatchSource):
     def __init__(self, config: TrainConfig, data: TrainingData, options: FollowOptions) -> None:
         super().__init__(config, data)
         assert options.follow is not None and config.batch_size is not None
-        self._follow = options.follow
+        self._followed = options.follow
         self._example = Example(data.root)
         self._folder = open_folder(options.follow, options.follow_mark)
         self._poll = POLL_SECONDS if options.follow_poll is None else options.follow_poll
@@ -99,7 +99,7 @@ class FollowedFiles(BatchSource):
         """Train on files until --follow-until, --max-steps or a signal; return the status for summary.json."""
         if self._folder.has_folders():
             note(
-                f"{shown_place(self._follow)} has sub-folders, which are not followed; to follow those that "
+                f"{shown_place(self._followed)} has sub-folders, which are not followed; to follow those that "
                 "are complete, give --follow-mark NAME, the name of a file such as _SUCCESS in each of them"
             )
         self._file_logs = FileLogs(self.session.logs.files.path, self.state.seen.taken)
