@@ -22,23 +22,27 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Train Wide & Deep, or another model, on Arrow shards made by hostdev.data.preprocess.")
     CommandConfig.add_flags(made)
-    made.add_argument(
-        "--config",
-        type=cli.checked(local_path),
-        metavar="FILE",
-        help="a TOML file of options, or the config.json of a run; its keys are the options' names, such as "
-        "batch_size; flags take precedence",
-    )
+    _add_config(made)
     made.inputs["data"] = folder.require_input
     # torch.distributed.launch passes this flag, and sets LOCAL_RANK as well.
     made.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     return made
 
 
+def _add_config(to: cli.Parser) -> None:
+    to.add_argument(
+        "--config",
+        type=cli.checked(local_path),
+        metavar="FILE",
+        help="a TOML file of options, or the config.json of a run; its keys are the options' names, such as "
+        "batch_size; flags take precedence",
+    )
+
+
 def _read_file(argv: Sequence[str]) -> OptionFile:
     """Return the options of the file that --config names; none without --config."""
     finder = cli.Parser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", type=cli.checked(local_path))
+    _add_config(finder)
     path = finder.parse_known_args(argv)[0].config
     return OptionFile() if path is None else read_options(path, CommandConfig, _RECORDS)
 
