@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.checksums import Crc32
+from hostdev.core.json_files import parse
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import Layout, Place, RawRows
@@ -68,20 +69,16 @@ class Facts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Parse the result of `as_json`; raise ValueError, TypeError or KeyError if it is malformed."""
-        by_split = ("rows", "labels", "missing", "bag_values")
-        counts = [n for name in ("rows", "end") for n in content[name]]
-        counts += [n for name in ("missing", "bag_values") for each in content[name] for n in each]
-        counts += [content[name] for name in ("lines", "rejected", "size")]
-        if not all(type(n) is int and 0 <= n < 2**63 for n in counts) or not isinstance(content["checksum"], str):
-            raise ValueError("a count or the checksum is invalid")
-        if len({len(content[name]) for name in by_split}) > 1 or len(content["end"]) != 2:
-            raise ValueError("the fields have different numbers of splits, or the end is malformed")
-        sums = [value for each in content["labels"] for value in each]
-        if not all(type(value) in (int, float) and abs(value) < 2.0**63 for value in sums):
-            raise ValueError("a sum of labels is not a number")
-        lists = {name: tuple(map(tuple, content[name])) for name in ("labels", "missing", "bag_values")}
-        return cls(**{**content, **lists, "rows": tuple(content["rows"]), "end": Place(*content["end"])})
+        """Parse the result of `as_json`; raise ValueError if it is malformed."""
+        facts = parse(cls, content, "piece")
+        by_split = facts.missing, facts.bag_values, facts.labels
+        counts = [*facts.rows, *facts.end, facts.lines, facts.rejected, facts.size]
+        counts += [count for counts_by_split in by_split[:2] for split in counts_by_split for count in split]
+        if min(counts) < 0 or any(abs(total) >= 2.0**63 for split in facts.labels for total in split):
+            raise ValueError("a count or a sum of labels is invalid")
+        if {len(values) for values in by_split} != {len(facts.rows)}:
+            raise ValueError("the fields have different numbers of splits")
+        return facts
 
 
 class Piece:

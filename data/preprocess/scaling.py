@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
+from hostdev.core.json_files import parse
 from hostdev.data.manifest_values import CLIP, STATISTICS_OF
 from hostdev.data.preprocess import dense
 from hostdev.data.preprocess.dense import MODES, Numbers
@@ -38,20 +39,14 @@ class Scaled:
         return {"mode": self.mode, "clip": None if self.clip is None else list(self.clip)}
 
 
-def from_json(content: Mapping[str, Any]) -> Scaled:
-    """Read the result of `as_json`; raise UserError, TypeError or KeyError for anything else."""
-    clip = content["clip"]
-    return Scaled(mode=content["mode"], clip=None if clip is None else (float(clip[0]), float(clip[1])))
-
-
 def own(options: Mapping[str, Any]) -> dict[str, Scaled]:
     """Return the per-column scaling settings in a manifest's options.
 
     Raises UserError for invalid settings.
     """
     try:
-        return {name: from_json(content) for name, content in (options.get("scaling") or {}).items()}
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError):
+        return parse(dict[str, Scaled], options.get("scaling") or {})
+    except ValueError:
         raise UserError(
             "the data set's manifest.json has invalid scaling settings; preprocess the data again"
         ) from None

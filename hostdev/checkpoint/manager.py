@@ -16,8 +16,7 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import FILE_BYTES
 from hostdev.checkpoint.uploads import Uploads
 from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content
-from hostdev.core.errors import UserError
-from hostdev.ext.stores.store import StoreError
+from hostdev.core.errors import StoreError, UserError
 from hostdev.host.disk.snapshot import LocationCopies
 from hostdev.host.snapshot import Budget
 from hostdev.kernels.bits import count_bits

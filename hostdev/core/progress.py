@@ -52,9 +52,9 @@ def bar(
     """
     kind: type[Any] = _Bar
     if _is_in_notebook():
-        from hostdev.core.notebook_bar import NotebookBar  # imports ipywidgets
+        from tqdm.notebook import tqdm as notebook_tqdm  # imports ipywidgets
 
-        kind = NotebookBar
+        kind = type("NotebookBar", (BarFormat, notebook_tqdm), {})
     elif not sys.stderr.isatty():
         return _Lines(total, description, unit, unit_scale, begin, left)
     made = kind(

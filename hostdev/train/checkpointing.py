@@ -26,7 +26,7 @@ from hostdev.checkpoint.remote import fetch
 from hostdev.checkpoint.writer import AsyncWriter
 from hostdev.core import json_files
 from hostdev.core.addresses import checkpoint_path, shown_place
-from hostdev.core.errors import HostdevError, UserError, in_words
+from hostdev.core.errors import HostdevError, StoreError, UserError, in_words
 from hostdev.core.options import flag_of
 from hostdev.core.progress import note
 from hostdev.core.run_files import CONFIG, SUMMARY
@@ -35,7 +35,6 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.manifest import read as read_data
 from hostdev.data.remote import pin
 from hostdev.distributed.process_group import SAVE, Ranks
-from hostdev.ext.stores.store import StoreError
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality

@@ -1,6 +1,5 @@
 """`Runtime.save` and `load` in a user's own loop: the run that goes on ends with the same bits."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -8,10 +7,11 @@ import pytest
 import torch
 
 from hostdev import HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
-from hostdev.checkpoint import folder, manager, ranges
+from hostdev.checkpoint import finding, folder, manager, ranges
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.core.checksums import HashedFile
 from hostdev.ext.checkpoints import compact, reshard
+from tests import forks
 from tests.conftest import environment
 from tests.runtime.cases import BF16, BodyError, Case, batches_of, differing, tables_state
 
@@ -288,7 +288,7 @@ def test_the_end_of_the_program_waits_for_the_writing(tmp_path):
         "    tables = {n: hostdev.HostTable(1000, 4, hostdev.LazyAdam(lr=0.1), name=n) for n in 'abc'}\n"
         "    hostdev.Runtime(tables, device='cpu').save(name, extra={'a': 1}, wait=False)\n"
     )
-    process = subprocess.run(
+    process = forks.run(
         [sys.executable, "program.py"],
         cwd=tmp_path,
         env=environment(tmp_path),
@@ -330,8 +330,8 @@ def test_what_begins_with_the_parts_of_ranks_is_merged(tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "FILE_BYTES", 64 * 48)
     table = HostTable(1001, 4, LazyAdam(), name="t")
     Runtime({"t": table}, device="cpu").save(tmp_path / "a")
-    reshard.rewrite(folder.newest(tmp_path / "a").chain, tmp_path / "b", 2)
-    chain = folder.newest(tmp_path / "b").chain
+    reshard.rewrite(finding.newest(tmp_path / "a").chain, tmp_path / "b", 2)
+    chain = finding.newest(tmp_path / "b").chain
     assert 500 in [file.start for file in chain[0].manifest.tables[0].files]
     merged = folder.read_chain(compact.merge(chain, tmp_path / "b"))
     assert [file.start for file in merged[0].manifest.tables[0].files] == list(range(0, 1001, 64))

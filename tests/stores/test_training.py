@@ -9,6 +9,7 @@ import pytest
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic
+from tests import forks
 from tests.conftest import digest_of, environment
 
 TRAIN = ["hostdev.train", "--host-device-mix", "--device", "cpu", "--emb-dim", 8, "--batch-size", 200]
@@ -28,9 +29,7 @@ def call(tmp_path, server):
     def run(*arguments, begin=False, **more):
         env = {**environment(tmp_path), **server.environment, **more}
         command = [sys.executable, "-m", *map(str, arguments)]
-        begun = subprocess.Popen(
-            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        begun = forks.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if begin:
             return begun
         out, error = begun.communicate(timeout=280)
@@ -43,7 +42,7 @@ def test_the_digest_is_that_of_local_data(call, small_data, there, tmp_path):
     assert call(*TRAIN, "--data", small_data, "--run-dir", "local")[0] == 0
     code, out, error = call(*TRAIN, "--data", there, "--run-dir", "one")
     assert code == 0, error
-    assert f"data     {there} (copies in {tmp_path / 'cache/hostdev/ext/stores/files'}, at most" in out
+    assert f"data     {there} (copies in {tmp_path / 'cache/hostdev/stores/files'}, at most" in out
     code, _, error = call(*TRAIN, "--data", there, "--run-dir", "two", "--spawn", 2, HOSTDEV_STORE_CACHE_SIZE="50KB")
     assert code == 0, error
     assert digest_of(tmp_path / "one") == digest_of(tmp_path / "two") == digest_of(tmp_path / "local")

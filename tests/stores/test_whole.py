@@ -11,6 +11,7 @@ import fsspec
 import pyarrow.parquet as pq
 import pytest
 
+from tests import forks
 from tests.conftest import digest_of, environment
 
 TRAIN = ["hostdev.train", "--host-device-mix", "--device", "cpu", "--emb-dim", 8, "--batch-size", 200]
@@ -25,9 +26,7 @@ def call(tmp_path, server):
     def run(*arguments, begin=False, code=0, **more):
         env = {**environment(tmp_path), **server.environment, **more}
         command = [sys.executable, "-m", *map(str, arguments)]
-        begun = subprocess.Popen(
-            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        begun = forks.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if begin:
             return begun
         out, error = begun.communicate(timeout=280)
@@ -90,7 +89,7 @@ def test_every_command(call, server, files, tmp_path):
     same_files(tmp_path / "data", tmp_path / "fetched")
     again = ["hostdev.data.preprocess", "criteo", text, *how, "--out", "s3://whole/data"]
     assert "--out s3://whole/data exists already" in call(*again, code=2)
-    assert not list(tmp_path.glob("cache/hostdev/ext/stores/results/s3/whole/*"))
+    assert not list(tmp_path.glob("cache/hostdev/stores/results/s3/whole/*"))
 
     call(*TRAIN, "--data", "data", "--run-dir", "local", *SAVING)
     there = ["--data", "s3://whole/data", "--checkpoint-dir", "s3://whole/saved", *SAVING]
@@ -148,7 +147,7 @@ def test_tables_and_folders(call, server, files, tmp_path):
     (folder / "a.csv").write_text(rows)
     (folder / "_SUCCESS").write_text("")
     roles = ["--label", "label", "--categorical", "user,item", "--numeric", "price"]
-    subprocess.run(["gzip", "-k", folder / "a.csv"], check=True)
+    forks.run(["gzip", "-k", folder / "a.csv"], check=True)
     (folder / "a.csv.gz").rename(folder / "b.csv.gz")
     server.put(folder, "s3://tables/in")
     call("hostdev.data.preprocess", "table", folder, *roles, "--out", "local")

@@ -25,6 +25,7 @@ import hostdev
 from hostdev.core.addresses import address_of, is_remote, source_path
 from hostdev.core.checksums import Crc32, checksum
 from hostdev.core.errors import TransientError
+from hostdev.core.outputs import replacing
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.cluster.placed import placed
 from hostdev.data.preprocess.criteo import CriteoText
@@ -40,7 +41,8 @@ from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.kernels.jit import take_turns
 from hostdev.kernels.pool import set_host_threads
 
-FOLDERS = ("rows", "pieces", "spread", "words", "shards", "attempts")
+_ATTEMPTS = "attempts"  # files that are not complete yet
+FOLDERS = ("rows", "pieces", "spread", "words", "shards", _ATTEMPTS)
 
 Files = dict[str, str]  # CRC-32, or SHA-256 for shards, by name within the job's folder
 _SHA_256 = 64  # hexadecimal digits
@@ -199,17 +201,10 @@ class Work:
     def write(self, name: str, write: Callable[[Path], str]) -> str:
         """Let `write` make a file, which gets its name once it is complete; return what `write` returns.
 
-        Several attempts may write the same file at once: each has a file of its own until then.
+        Several workers may write the same file at once: each has a file of its own until then.
         """
-        attempt = self.folder / "attempts" / uuid4().hex
-        try:
-            found = write(attempt)
-            attempt.replace(self.path(name))
-        finally:
-            for left in (attempt, attempt.with_name(f"{attempt.name}.partial")):
-                with contextlib.suppress(OSError):
-                    left.unlink(missing_ok=True)
-        return found
+        with replacing(self.path(name), self.folder / _ATTEMPTS) as attempt:
+            return write(attempt)
 
     def are_intact(self, files: Files) -> bool:
         """Return whether files have these checksums."""

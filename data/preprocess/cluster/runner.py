@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from hostdev.core.errors import HostdevError, TransientError, UserError
+from hostdev.core.json_files import parse
 from hostdev.core.progress import counted, note
 from hostdev.data.preprocess.cluster import tasks
 from hostdev.data.preprocess.cluster.connection import Connection
@@ -251,12 +252,9 @@ def _checksum(task: Task) -> int:
 
 
 def _is_sound(entry: dict[str, Any]) -> bool:
-    if entry.keys() != {"task", "arguments", "result"}:
+    try:
+        parse(str, entry["task"])
+        parse(dict[str, str], parse(dict[str, Any], entry["result"])["files"])
+    except (ValueError, KeyError):
         return False
-    result = entry["result"]
-    files = result.get("files") if isinstance(result, dict) else None
-    return (
-        isinstance(entry["task"], str)
-        and isinstance(files, dict)
-        and all(isinstance(each, str) for pair in files.items() for each in pair)
-    )
+    return entry.keys() == {"task", "arguments", "result"}

@@ -7,7 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from hostdev.checkpoint.folder import Chain, newest
+from hostdev.checkpoint.finding import newest
+from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
 from hostdev.core.errors import UserError

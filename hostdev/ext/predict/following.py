@@ -7,24 +7,38 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from hostdev.checkpoint.folder import FOLDER, is_checkpoint
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError
 from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.errors import UserError, in_words
-from hostdev.ext.predict.opening import open_checkpoint
-from hostdev.ext.stores.store import Store
-
-if TYPE_CHECKING:
-    from hostdev.ext.predict.predictor import Predictor
+from hostdev.core.stores import Store
+from hostdev.ext.predict.opening import Opened, open_checkpoint
 
 SECONDS = 0.5  # between two looks at a folder
 _SETTLE_NS = 2_000_000_000  # a damaged file that has changed since this time is read again
 
 
-class FollowingPredictor:
+class Replaceable(Protocol):
+    """A predictor that one of a newer checkpoint can replace; `Predictor` is one, and its module imports this one."""
+
+    path: Path
+    step: int
+    checksums: list[str]
+
+    def __call__(self, rows: Any) -> Any:
+        """Return predictions."""
+
+    def successor(self, opened: Opened) -> Self:
+        """Return the predictor of a newer checkpoint."""
+
+
+P = TypeVar("P", bound=Replaceable)
+
+
+class FollowingPredictor(Generic[P]):
     """A `Predictor` that is replaced when its folder has a newer checkpoint; returned by `Predictor.follow`.
 
     A thread looks at the folder. A new checkpoint's files are compared with their checksums, and its model is built
@@ -38,11 +52,11 @@ class FollowingPredictor:
 
     def __init__(
         self,
-        first: "Predictor",
+        first: P,
         path: Path,
         which: str | None,
         seconds: float,
-        on_change: "Callable[[Predictor], object]",
+        on_change: Callable[[P], object],
         on_problem: Callable[[str], object],
     ) -> None:
         self.current = first
@@ -79,7 +93,7 @@ class FollowingPredictor:
         self._stop.set()
         self._thread.join(timeout)
 
-    def __enter__(self) -> "FollowingPredictor":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -104,7 +118,7 @@ class FollowingPredictor:
             opened = open_checkpoint(self._path, self._which)
             for line in opened.found.broken:
                 self._say(f"{line}; predictions are still those of {self.current.path.name}")
-            if opened.chain[-1].manifest.checksum != self.current.checksum:
+            if opened.chain[-1].manifest.checksum != self.current.checksums[-1]:
                 known = self.current.checksums
                 verify([each for each in opened.chain if each.manifest.checksum not in known], segments=True)
                 self._take(self.current.successor(opened))
@@ -118,7 +132,7 @@ class FollowingPredictor:
         is_old = damaged is None or damaged[-1] < begun - _SETTLE_NS  # not written to since it was read
         self._seen = (there[0], damaged) if is_old else None
 
-    def _take(self, made: "Predictor") -> None:
+    def _take(self, made: P) -> None:
         with self._changed:
             self.current = made
             self._changed.notify_all()

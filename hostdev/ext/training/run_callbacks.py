@@ -11,9 +11,9 @@ from hostdev.core.errors import in_words
 from hostdev.core.progress import note
 from hostdev.core.run_events import CallbackError, CheckpointInfo, EndInfo, EpochInfo, RunInfo, RunObserver, StepInfo
 from hostdev.distributed.monitor import run_within
-from hostdev.ext.tracking.figures import RuntimeFigures
 from hostdev.ext.tracking.options import TrackingOptions, make_callbacks
 from hostdev.ext.tracking.tracker import Tracker
+from hostdev.runtime.figures import RuntimeFigures
 from hostdev.runtime.generators import get_generators
 from hostdev.runtime.runtime import Runtime
 from hostdev.train.interrupt import GracefulStop

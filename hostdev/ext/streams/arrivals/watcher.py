@@ -22,7 +22,7 @@ from hostdev.ext.streams.arrivals.seen import Seen
 
 AHEAD = 2  # files that are converted before they are needed, each in a thread
 _MOST_UNSETTLED = 1024  # next files whose states are compared in two looks
-_ATTEMPTS = 3  # to read a file that the system fails to read
+_ATTEMPTS = 3  # to read a file that the system fails to read, at one look each: no pauses of `core.patience`
 
 Result = Converted | Refused | Again
 

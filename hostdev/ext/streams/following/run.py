@@ -8,6 +8,7 @@ from typing import Any
 
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import naming
+from hostdev.core.outputs import write_json
 from hostdev.core.printable import printable
 from hostdev.core.progress import bar, note
 from hostdev.core.run_events import EpochInfo
@@ -29,7 +30,6 @@ from hostdev.ext.streams.options import POLL_SECONDS, QUIET_SECONDS, WINDOW, Fol
 from hostdev.train.checkpointing import Progress
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop
-from hostdev.train.rundir import write_json
 from hostdev.train.schedule import ENDLESS, Schedule
 from hostdev.train.session import BatchSource, TrainingData
 
