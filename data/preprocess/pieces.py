@@ -22,7 +22,7 @@ from hostdev.core.checksums import Crc32
 from hostdev.core.json_files import parse
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.raw import Layout, Place, RawRows
+from hostdev.data.preprocess.raw import RawRows, SourceLayout, SourcePosition
 from hostdev.data.preprocess.rejected import Rejected, read_rejected
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.preprocess.writer import write_arrow
@@ -58,7 +58,7 @@ class Facts:
     bag_values: tuple[tuple[int, ...], ...]
     lines: int
     rejected: int
-    end: Place
+    end: SourcePosition
     size: int
     checksum: str
     forms: dict[str, list[int]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Facts:
         return facts
 
 
-class Piece:
+class PieceFile:
     """A piece's file, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
@@ -125,7 +125,12 @@ class Piece:
 
 
 def write_piece(
-    path: Path, rows: RawRows, splits: npt.NDArray[np.uint8], count: int, layout: Layout, hashed: HashBuckets | None
+    path: Path,
+    rows: RawRows,
+    splits: npt.NDArray[np.uint8],
+    count: int,
+    layout: SourceLayout,
+    hashed: HashBuckets | None,
 ) -> "tuple[dict[str, Any], Survey | None]":
     """Write rows as a piece.
 
@@ -175,7 +180,7 @@ def write_piece(
         "checksum": write_lists(path, content),
         "forms": {name: sorted(forms) for name, forms in rows.forms.items()},
     }
-    return facts, None if hashed is not None else survey(Piece(path), len(layout.spaces))
+    return facts, None if hashed is not None else survey(PieceFile(path), len(layout.spaces))
 
 
 @dataclass(frozen=True)
@@ -206,7 +211,7 @@ def merge(surveys: Sequence[Survey]) -> Survey:
     return Survey(registers, tuple(map(join, *texts)) if len(texts) == len(surveys) else None)
 
 
-def survey(piece: Piece, spaces: int) -> Survey:
+def survey(piece: PieceFile, spaces: int) -> Survey:
     """Survey the values in a piece's training rows."""
     registers, texts = [], []
     for space in range(spaces):
@@ -222,7 +227,7 @@ def survey(piece: Piece, spaces: int) -> Survey:
 
 
 def _encoded(
-    part: RawRows, layout: Layout, ends: list[tuple[int, ...]]
+    part: RawRows, layout: SourceLayout, ends: list[tuple[int, ...]]
 ) -> tuple[list[Array], list[npt.NDArray[np.bool_]], dict[str, Any]]:
     """Encode values as dictionary indices.
 
@@ -254,7 +259,7 @@ def _encoded(
     return codes, is_missing, dictionaries
 
 
-def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64]:
+def _in_order(rows: RawRows, layout: SourceLayout, space: str) -> npt.NDArray[np.int64]:
     """Return an id space's keys, row by row, in column order within a row."""
     ones = [i for i, column in enumerate(layout.ids) if column.space == space]
     bags = [bag for bag, column in zip(rows.bags, layout.bags, strict=True) if column.space == space]

@@ -34,7 +34,7 @@ _SENT = "sent"  # the files that a store has
 _LEFT_OVER = "{out} is complete; the leftovers in {folder} can be removed"
 
 
-class Work:
+class WorkFolder:
     """The work folder of a data set; created by `claim`."""
 
     def __init__(self, folder: Path, out: Path) -> None:
@@ -161,7 +161,7 @@ class Work:
 
 
 @contextmanager
-def claim(out: Path) -> Iterator[Work]:
+def claim(out: Path) -> Iterator[WorkFolder]:
     """Lock the work folder of a data set for this process; wait while another process uses it.
 
     The work is removed on success and after a UserError. After TransientError, other errors and interruptions, a note
@@ -176,7 +176,7 @@ def claim(out: Path) -> Iterator[Work]:
         shutil.rmtree(folder, ignore_errors=True)
     _refuse_existing(out)
     with _locked(folder):
-        work = Work(folder, out)
+        work = WorkFolder(folder, out)
         try:
             _refuse_existing(out)  # another process may have created it meanwhile
             yield work

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-Rows = npt.NDArray[np.float32]
+from hostdev.kernels.arrays import Rows
 
 
 class DeviceRows:

@@ -15,7 +15,7 @@ from hostdev.core.addresses import address_of
 from hostdev.core.errors import HostdevError, StoreError, in_words
 from hostdev.core.progress import bar, note
 from hostdev.core.stores import About, Store
-from hostdev.core.workers import call_all
+from hostdev.core.workers import Worker, call_all
 
 _THREADS = 4
 _POLL = 0.2  # seconds
@@ -91,9 +91,9 @@ class Uploads:
         self._compared: dict[str, About] = {}  # files in the store that are intact, as they were then
         self._there: set[str] = set()  # checkpoints that the store has
         self._token = b""
-        self._changed = threading.Condition()
-        self._asked = self._done = self._left = self._sent = 0
-        self._thread: threading.Thread | None = None
+        self._counting = threading.Lock()
+        self._left = self._sent = 0
+        self._worker = Worker("hostdev-upload", self._try_upload)
 
     @classmethod
     def find(cls, path: Path) -> "Uploads | None":
@@ -126,34 +126,23 @@ class Uploads:
 
     def notify(self) -> int:
         """Ask for the folder's state to be brought to the store; return a number for `wait`."""
-        with self._changed:
-            self._asked += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hostdev-upload", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-            return self._asked
+        return self._worker.ask()
 
     def wait(self, number: int | None = None) -> None:
         """Wait until what was asked for has been uploaded or has failed: with `number`, or everything."""
-        with self._changed:
-            wanted = self._asked if number is None else number
-            if self._done >= wanted:
-                return
-            total = max(1, self._left)
-        seen = self._sent
+        wanted = self._worker.asked if number is None else number
+        if self.is_done(wanted):
+            return
+        total, seen = max(1, self._left), self._sent
         with bar(total, f"uploading to {self.store.shown}", "B", unit_scale=True) as shown:
-            while True:
-                with self._changed:
-                    if self._changed.wait_for(lambda: self._done >= wanted, _POLL):
-                        return
-                    sent = self._sent
+            while not self._worker.wait(wanted, _POLL):
+                sent = self._sent
                 shown.update(min(sent, seen + total) - seen)
                 total, seen = max(0, total - (sent - seen)), sent
 
     def is_done(self, number: int) -> bool:
         """Return whether an upload has ended, well or not."""
-        return self._done >= number
+        return self._worker.ended >= number
 
     def require(self, number: int) -> None:
         """Wait for an upload; raise StoreError if it has failed."""
@@ -161,22 +150,16 @@ class Uploads:
         if self.failure is not None:
             raise StoreError(self.failure)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._asked > self._done)
-                wanted = self._asked
-            try:
-                self._bring()
-                failure = None
-            except (HostdevError, OSError) as error:
-                failure = f"{in_words(error)} (the checkpoint is in {self.path})"
-            except BaseException as error:
-                failure = f"{type(error).__name__}: {error}"
-            with self._changed:
-                self.failure, self._done = failure, wanted
-                self.failures += failure is not None
-                self._changed.notify_all()
+    def _try_upload(self) -> None:
+        try:
+            self._bring()
+            failure = None
+        except (HostdevError, OSError) as error:
+            failure = f"{in_words(error)} (the checkpoint is in {self.path})"
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+        self.failure = failure
+        self.failures += failure is not None
 
     def _bring(self) -> None:
         names = folder.names_in(self.path)
@@ -213,7 +196,7 @@ class Uploads:
 
         def note_sent(file: File | None, about: About, copied: int) -> None:
             self._compared[f"{name}/{FILE_NAME if file is None else file.file}"] = about
-            with self._changed:
+            with self._counting:
                 self._sent += 0 if file is None else file.bytes
 
         send_checkpoint(

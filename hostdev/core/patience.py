@@ -4,9 +4,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import TypeVar
 
 from hostdev.core.errors import StoppedError, StoreError, raise_if_transient, write_stderr
+from hostdev.core.workers import run_in_thread
 
 LONGEST_SECONDS = 300.0  # of attempts, unless HOSTDEV_STORE_PATIENCE is set
 _PAUSES = 0.5, 30.0  # seconds: the first one, which doubles, and the longest
@@ -77,25 +79,11 @@ class Patience:
 
 def _call_abandonable(work: Callable[[], T], stop: threading.Event | None) -> T:
     """Return the result of `work` in a thread of its own, which is abandoned when `stop` is set: it may hang."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=run, name="hostdev-store", daemon=True).start()
-    while not done.wait(_POLL_SECONDS):
+    asked = run_in_thread("hostdev-store", work)
+    while not wait([asked], _POLL_SECONDS).done:
         if stop is not None and stop.is_set():
             raise StoppedError
-    if errors:
-        raise errors[0]
-    return results[0]
+    return asked.result()
 
 
 def _get_limit() -> float:

@@ -1,12 +1,10 @@
-"""The state of a network that is whole on a rank, and of its optimizer."""
+"""The state of dense layers and their optimizer, in the form in which it is digested and saved."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from hostdev.distributed.world import LocalChannel
 
 
 class DenseState(NamedTuple):
@@ -31,11 +29,3 @@ def get_buffer_names(network: nn.Module) -> list[str]:
     return [
         name for name, value in network.state_dict().items() if name not in parameters and isinstance(value, Tensor)
     ]
-
-
-def broadcast_tensors(tensors: Iterable[Tensor], channel: LocalChannel) -> None:
-    """Overwrite tensors with those of a channel's first rank."""
-    for tensor in tensors:
-        values = tensor.detach().cpu().contiguous()
-        channel.broadcast(values)
-        tensor.data.copy_(values)

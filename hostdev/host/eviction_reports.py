@@ -6,11 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Keys, Rows
 from hostdev.kernels.key_order import order_of
-
-Keys = npt.NDArray[np.int64]
-Rows = npt.NDArray[np.float32]
-Positions = npt.NDArray[np.int32]
 
 
 class EvictionReports:

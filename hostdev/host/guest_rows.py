@@ -2,10 +2,7 @@
 
 from collections import deque
 
-import numpy as np
-import numpy.typing as npt
-
-Rows = npt.NDArray[np.int32]
+from hostdev.kernels.arrays import RowNumbers
 
 
 class GuestRows:
@@ -16,10 +13,10 @@ class GuestRows:
         returned: Gets the rows then, from any thread.
     """
 
-    def __init__(self, rows: Rows, returned: deque[Rows]) -> None:
+    def __init__(self, rows: RowNumbers, returned: deque[RowNumbers]) -> None:
         self._rows, self._returned = rows, returned
 
-    def take(self) -> Rows:
+    def take(self) -> RowNumbers:
         """Return the rows; from now on, the caller decides when they can be used again."""
         rows, self._rows = self._rows, self._rows[:0]
         return rows

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Counts, Keys
 from hostdev.kernels.counter import mix64
 
-Keys = npt.NDArray[np.int64]
-Counts = npt.NDArray[np.int64]
 Total = Callable[[Counts], Counts]  # returns the sum of all ranks' arrays of this shape
 
 _DIGIT = 16  # bits

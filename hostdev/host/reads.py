@@ -12,10 +12,9 @@ import numpy.typing as npt
 
 from hostdev.core.checks import check_rows
 from hostdev.core.disk_storage import Disk
-from hostdev.core.errors import UserError
 from hostdev.core.ids import checked_ids, checked_positions
 from hostdev.core.initializers import Initializer
-from hostdev.core.memory import available_bytes, format_bytes
+from hostdev.core.memory import require_memory
 from hostdev.core.rounding import plane_formats
 from hostdev.core.table_dtypes import BF16, FP32
 from hostdev.core.tables import Owned
@@ -290,12 +289,8 @@ class ReadableTable(Owned):
 
     def _require_copies(self, what: str, columns: int) -> None:
         """Raise UserError unless a float32 copy, with `columns` columns of D values per row, fits in memory."""
-        needed, free = 4 * self.rows * self.dim * columns, available_bytes()
-        if needed > free:
-            raise UserError(
-                f"table {self.name!r}: a float32 copy of its {what} needs {format_bytes(needed)}, but "
-                f"{format_bytes(free)} of host memory is free; look up only the rows that you need"
-            )
+        copy = f"table {self.name!r}: a float32 copy of its {what}"
+        require_memory(4 * self.rows * self.dim * columns, copy, "look up only the rows that you need")
 
     def _check_whole(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
         """Raise an error unless `block` and `row_slots` have the dtypes and shapes that `read_rows` describes."""

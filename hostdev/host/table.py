@@ -132,7 +132,7 @@ class HostTable(ReadableTable):
         rows = stop - self.start
         dtype, slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
         if storage is None:
-            require_table(name, rows, dim, optimizer, available_bytes(), "host", dtype, slots_dtype)
+            require_table(name, rows, dim, optimizer, dtype=dtype, slots_dtype=slots_dtype)
         else:
             require_disk(name, rows, storage, available_bytes())
         self.name, self.seed = name, initial_seed(seed)

@@ -5,10 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Rows
 from hostdev.kernels.eight_bits import Codes, decode_rows
-
-Rows = npt.NDArray[np.float32]
-
 
 _READ_ONLY = (
     "this is a read-only view of a table, which does not see writes to it; change the table's values within "

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from numba import types, uint16, uint32, uint64
 from numba.extending import overload
 
+from hostdev.kernels.arrays import AnyIds, Rows
 from hostdev.kernels.bfloat16 import as_exact, to_float32
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode_plane, round_plane, store_plane, to_nearest
@@ -29,8 +30,6 @@ from hostdev.kernels.plane_formats import BFLOAT16, EIGHT_BITS, FLOAT32, UNSIGNE
 from hostdev.kernels.pool import Task, get_grain, parallel_for, tasks_over
 from hostdev.kernels.shards import id_at
 
-Ids = npt.NDArray[Any]
-Rows = npt.NDArray[np.float32]
 Bfloat16 = npt.NDArray[np.uint16]
 Stored = Rows | Bfloat16
 StoredSlots = Stored | Codes
@@ -146,7 +145,7 @@ def _round_into(start, stop, first_row, ids, key, steps, values, out):
             to[j] = _rounded_bits(weights[j], random[j])
 
 
-def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int, formats: tuple[int, ...]) -> None:
+def round_rows(block: Rows, ids: AnyIds, row_ids: AnyIds, key: int, formats: tuple[int, ...]) -> None:
     """Round planes of rows, in place, to values that the planes' formats can represent; the array remains float32.
 
     Args:
@@ -161,7 +160,7 @@ def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int, formats: tuple[int
     parallel_for(_round_rows, len(ids), *args, grain=get_grain(block.strides[0]))
 
 
-def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids: Ids | None = None) -> None:
+def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids: AnyIds | None = None) -> None:
     """Round weights, float32 [N, 1, D], to bfloat16, and write them to out, bfloat16 [N, D].
 
     The ids of the rows are `ids`, int64 [N], or first_row, first_row + 1, ... if `ids` is None.
@@ -462,7 +461,7 @@ def read_tasks(
     weights: Stored,
     slots: StoredSlots,
     unsigned: Flags,
-    ids: Ids,
+    ids: AnyIds,
     out: Rows,
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
@@ -477,7 +476,7 @@ def read_tasks(
     return tasks_over(_read, len(ids), ids, positions, weights, slots, unsigned, out, grain=get_grain(out.strides[0]))
 
 
-def read_here(weights: Stored, slots: StoredSlots, unsigned: Flags, ids: Ids, out: Rows) -> None:
+def read_here(weights: Stored, slots: StoredSlots, unsigned: Flags, ids: AnyIds, out: Rows) -> None:
     """Copy rows as the tasks of `read_tasks` do, using only this thread."""
     _read(0, len(ids), ids, None, weights, slots, unsigned, out)
 
@@ -486,7 +485,7 @@ def write_tasks(
     weights: Stored,
     slots: StoredSlots,
     unsigned: Flags,
-    ids: Ids,
+    ids: AnyIds,
     values: Rows,
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:

@@ -175,7 +175,7 @@ class PassPins:
 def find_tiers(groups: Sequence[Group]) -> list[TableTier]:
     """Return the tables of the groups that are on disk."""
     return [
-        TableTier(number, one.table.storage.tier, group.cache is not None, one.table.storage.window)
+        TableTier(number, one.table.storage.tier, group.is_cached, one.table.storage.window)
         for number, group in enumerate(groups)
         for one in group.embeddings
         if isinstance(one.table, HostTable) and isinstance(one.table.storage, DiskStorage)

@@ -1,6 +1,7 @@
 """Build a training run from its options, its data, and the parts that its command chooses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,10 +9,9 @@ import torch
 from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import EXCHANGES
-from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.device import backend
-from hostdev.distributed.world import ALONE_WORLD
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.model import Model
 from hostdev.pipeline.hooks import PipelineHooks
@@ -19,7 +19,7 @@ from hostdev.train import checkpointing
 from hostdev.train.build import estimate_uses, make_cache_specs, seed_torch, warm_up_kernels
 from hostdev.train.config import TrainConfig
 from hostdev.train.logs import RunLogs, get_trace_path
-from hostdev.train.network import Network, Setup
+from hostdev.train.network import Network
 from hostdev.train.processes import ProcessSession, make_run_dir
 from hostdev.train.session import BatchSource, Session, TrainingData
 from hostdev.train.trainer import StepSettings, Trainer
@@ -34,14 +34,14 @@ class RunParts(NamedTuple):
     Attributes:
         make_source: Returns the source of batches.
         make_model: Returns the model for data with a schema.
-        make_network: Returns the dense layers, given a batch with the shapes of the model's inputs; None if each rank
-            has the whole model.
+        make_network: Returns the dense layers, given `Trainer`'s arguments for them, and as `sample` a batch with the
+            shapes of the model's inputs; None if each rank has the whole model.
         load: Loads tables and layers into a new run, and returns lines about them; None if they are initial ones.
     """
 
     make_source: Callable[[Any, TrainingData], BatchSource]
     make_model: Callable[[Any, Schema], Model]
-    make_network: Callable[[Setup, Mapping[str, Any], Batch], Network] | None = None
+    make_network: Callable[..., Network] | None = None
     load: Callable[[Trainer], list[str]] | None = None
 
 
@@ -64,14 +64,14 @@ def build(
     Raises:
         UserError: The input or the options are wrong; no file is left.
     """
-    world = ALONE_WORLD if processes is None else processes.ranks
+    world: World = ALONE_WORLD if processes is None else processes.ranks
     source = parts.make_source(config, data)
     device = _prepare_device(config)
     trace = get_trace_path(config.trace, world)
     files = make_run_dir(config, processes)
-    logs = RunLogs(files, device, trace, world.rank if world.size > 1 else None)
+    logs = RunLogs(files, device, trace, world.label)
     try:
-        trainer = _make_trainer(config, data, parts, device, logs, processes)
+        trainer = _make_trainer(config, data, parts, device, logs, world)
         session = Session(config, data, source, logs, trainer, processes)
         session.load(start, parts.load)
     except BaseException:
@@ -103,11 +103,10 @@ def _make_trainer(
     parts: RunParts,
     device: torch.device,
     logs: RunLogs,
-    processes: ProcessSession[Any] | None,
+    world: World,
 ) -> Trainer:
     """Return the model with its tables, after its kernels are compiled."""
     assert config.batch_size is not None
-    ranks = None if processes is None else processes.ranks
     sample = next(data.train.batches(min(config.batch_size, _SAMPLE)))
     seed_torch(config.seed)
     model = parts.make_model(config, data.manifest.schema)
@@ -117,9 +116,9 @@ def _make_trainer(
         sample,
         data.manifest.id_type,
         bf16=config.precision == "bf16",
-        cached=cache is not None,
+        cached=bool(cache),
         squares=config.l2 == "table",
-        processes=1 if ranks is not None else min(_COMPILING, available_cpus()),
+        processes=min(_COMPILING, available_cpus()) if world.size == 1 else 1,
     )
     make = parts.make_network
     return Trainer(
@@ -130,12 +129,12 @@ def _make_trainer(
         most_uses=estimate_uses(model, sample, config.batch_size),
         saves=config.saves,
         schema=data.manifest.schema,
-        make_network=None if make is None else lambda setup, reading: make(setup, reading, sample),
+        make_network=None if make is None else partial(make, sample=sample),
         cache=cache,
         depth=config.pipeline_depth,
         log=logs.ops,
         hooks=PipelineHooks(staleness=config.staleness),
         timeline=logs.timeline,
-        ranks=ranks,
+        world=world,
         dense_exchange=config.dense_exchange or EXCHANGES[0],
     )

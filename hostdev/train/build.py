@@ -12,7 +12,6 @@ import torch
 
 from hostdev.cache.planner import warm_up as warm_up_planner
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes
 from hostdev.core.optimizers import build_optimizer
 from hostdev.core.progress import bar
 from hostdev.core.table_dtypes import FP32
@@ -134,7 +133,7 @@ def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader)
     groups = groups_of(model)
     if len(groups) > 1 or model.tables[groups[0][0]].rows != found.schema.rows or found.vocabulary is None:
         return None
-    require({_COUNTS: 8 * found.schema.rows}, available_bytes())
+    require({_COUNTS: 8 * found.schema.rows})
     counts = read_counts(data, found)
     dense = len(found.schema.dense)
     if not (ids_of(model, next(reader.batches(1)), groups[0][0]) < dense).any():
@@ -153,7 +152,7 @@ def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -
         return [known]
     groups = groups_of(model)
     sizes = [model.tables[tables[0]].rows for tables in groups]
-    require({_COUNTS: 8 * sum(sizes)}, available_bytes())
+    require({_COUNTS: 8 * sum(sizes)})
     made = [np.zeros(rows, np.int64) for rows in sizes]
     with bar(reader.steps(_COUNTED_ROWS), "counting", "step") as progress:
         for batch in reader.batches(_COUNTED_ROWS):
@@ -165,10 +164,10 @@ def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -
 
 def make_cache_specs(
     settings: TrainConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
-) -> dict[str, CacheSpec] | None:
-    """Return each group's cache for `Runtime`, by the group's first table; None if the settings have no cache."""
+) -> dict[str, CacheSpec]:
+    """Return each group's cache for `Runtime`, by the group's first table; empty if the settings have no cache."""
     if settings.cache_policy is None:
-        return None
+        return {}
     assert settings.cache_rows is not None
     groups = groups_of(model)
     counts: list[Any] = [None] * len(groups)

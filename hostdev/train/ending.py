@@ -33,7 +33,7 @@ class Ending:
         with run.logs.lock:
             if isinstance(run.logs.clock, EventClock):
                 # A device that waits for a dead rank would never finish.
-                run.logs.clock.drain(wait=run.ranks is None or status != "failed")
+                run.logs.clock.drain(wait=run.world.size == 1 or status != "failed")
             content = self._write_summary(status, digest)
             self.is_complete = True
         return content
@@ -46,10 +46,9 @@ class Ending:
     def count_exchanged(self) -> None:
         """Add up the bytes that all ranks have sent, for summary.json. All ranks must call this."""
         run = self.run
-        if run.ranks is not None:
-            mine = run.trainer.exchanged_bytes()
-            each = run.ranks.control.gather(np.array(list(mine.values()), np.int64))
-            self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
+        mine = run.trainer.exchanged_bytes()
+        each = run.world.control.gather(np.array(list(mine.values()), np.int64))
+        self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
     def draw(self) -> str | None:
         """Draw the run's picture on rank 0, and return None, or the error as text; return "" on other ranks."""
@@ -180,7 +179,7 @@ class Ending:
             **({"keys": run.logs.keys.last} if run.logs.keys is not None and run.logs.keys.last else {}),
             **summary.get_caches(run.trainer.caches, ops),
             **summary.get_disks(run.trainer.tables.values()),
-            **summary.get_ranks(run.ranks, run.trainer, run.config.mesh, self._exchanged),
+            **summary.get_ranks(run.world, run.trainer, run.config.mesh, self._exchanged),
             **({"checkpoints": run.saver.summary()} if run.saver is not None else {}),
             **summary.get_ops_log(run.logs.files.ops),
             "ops": ops,

@@ -14,9 +14,10 @@ from hostdev.core.primitive import OpLog, Primitive
 from hostdev.data.batch import Batch
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.averages import Averages
-from hostdev.distributed.dense_state import DenseState, broadcast_tensors, get_dense_state
-from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.world import ALONE_WORLD
+from hostdev.distributed.dense import broadcast_tensors
+from hostdev.distributed.dense_state import DenseState, get_dense_state
+from hostdev.distributed.mesh import Layout, Mesh
+from hostdev.distributed.world import World
 from hostdev.host.table import HostTable
 from hostdev.kernels.norm import total
 from hostdev.models.losses import TargetLoss
@@ -55,7 +56,7 @@ class Setup(NamedTuple):
     model: Model
     runtime: Runtime
     micro_batches: MicroBatches
-    ranks: Ranks | None
+    world: World
     l2: str
     precision: str
     lr: float
@@ -85,38 +86,20 @@ class Result:
 
 
 class Network:
-    """Base class of networks, with the optimizer and the end of each step.
+    """Base class of a model's dense layers on this rank, with the optimizer and the end of each step.
+
+    `WholeNetwork` has all layers on each rank. Networks that are divided over ranks are extensions: kind "network" of
+    `hostdev.core.registry`.
+
+    Attributes:
+        description: Describes the parts of a network that is divided over ranks; None for a whole network.
 
     Args:
         setup: The training run.
         parameters: Parameters of this rank's layers, on the device.
     """
 
-    @property
-    def description(self) -> str | None:
-        """The parts of a network that is split over ranks, as text; None for a whole network."""
-        return None
-
-    @property
-    def sent_bytes(self) -> int | None:
-        """Bytes sent between these parts; None for a whole network."""
-        return None
-
-    def train(self, parts: Iterable[Batch]) -> Generator[Result, None, None]:
-        """Take a step per batch; see `Trainer.train`."""
-        raise NotImplementedError
-
-    def score(self, parts: Iterable[Batch]) -> Scored:
-        """Yield the logits of each of this rank's micro-batches, and the micro-batch."""
-        raise NotImplementedError
-
-    def state(self) -> DenseState:
-        """Return the layers' and the optimizer's state."""
-        raise NotImplementedError
-
-    def load(self, model: Any, optimizer: Any) -> None:
-        """Load the layers' and the optimizer's state."""
-        raise NotImplementedError
+    description: str | None = None
 
     def __init__(self, setup: Setup, parameters: Sequence[Tensor]) -> None:
         self.setup, self.parameters = setup, list(parameters)
@@ -125,6 +108,56 @@ class Network:
         self.adam = Adam(self.parameters, lr=setup.lr, eps=DENSE_EPS, fused=True)
         self._start_adam()
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=setup.log)
+
+    @classmethod
+    def require(cls, model: Model, layout: Layout, mesh: Mesh | None, sample: Batch, *, searched: bool) -> None:
+        """Raise UserError if the layout does not fit the model's layers, before processes wait for each other.
+
+        Args:
+            mesh: The mesh; None if it is to be chosen.
+            sample: A batch with the shapes of the model's inputs.
+            searched: Whether `choose` will be called; no layer then needs a strategy yet.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def choose(
+        cls, model: Model, layout: Layout, mesh: Mesh | None, sample: Batch, *, world: World, **options: Any
+    ) -> tuple[Mesh, Layout, list[str]]:
+        """Measure layouts on all ranks; return the fastest mesh and layout, and lines about the measurements.
+
+        Args:
+            layout: The parts of the layout that are fixed.
+            mesh: A fixed mesh; None searches for a mesh.
+            sample: A batch with the shapes of the model's inputs.
+            world: The ranks.
+            options: samples and micro_batches of a step over all ranks, device, and autocast: a dtype, or None.
+        """
+        raise NotImplementedError
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes that this rank has sent in training to ranks with other parts; None for a whole network."""
+        return None
+
+    def train(self, parts: Iterable[Batch]) -> Generator[Result, None, None]:
+        """Take a step per batch; see `Trainer.train`."""
+        raise NotImplementedError
+
+    def score(self, parts: Iterable[Batch]) -> Scored:
+        """Yield the logits of each of this rank's micro-batches, and the micro-batch.
+
+        The logits are None if the micro-batch has no samples, or if another rank has the logits.
+        """
+        raise NotImplementedError
+
+    def state(self) -> DenseState:
+        """Return the state of the whole network and its optimizer; if it is divided, an empty one above rank 0."""
+        raise NotImplementedError
+
+    def load(self, model: Any, optimizer: Any) -> None:
+        """Load this rank's part of a state that `state` returned."""
+        raise NotImplementedError
 
     def _start_adam(self) -> None:
         """Create the optimizer's state by a step without updates, so that it exists even if the first step fails."""
@@ -166,14 +199,12 @@ class WholeNetwork(Network):
     """
 
     def __init__(self, setup: Setup, reading: Mapping[str, Any]) -> None:
-        world = setup.ranks or ALONE_WORLD
-        if world.size > 1:  # avoids copies to and from the host
-            broadcast_tensors([*setup.model.parameters(), *setup.model.buffers()], world.control)
+        broadcast_tensors([*setup.model.parameters(), *setup.model.buffers()], setup.world.control)
         super().__init__(setup, list(setup.model.to(setup.runtime.device).parameters()))
         self._reading = reading
         divided = setup.micro_batches.count > 1
         # without micro-batches, the layers update their averages themselves
-        self._averages = Averages([setup.model] if divided else [], world.channel())
+        self._averages = Averages([setup.model] if divided else [], setup.world.channel())
         self._forward = Primitive(
             "DenseForward", _objective, scope="network", log=setup.log
         )  # a bound method would be a reference cycle

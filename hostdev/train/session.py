@@ -12,8 +12,7 @@ import numpy as np
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import AsyncWriter
 from hostdev.core.errors import UserError, naming
-from hostdev.core.progress import Progress as Shown
-from hostdev.core.progress import TimeLeft
+from hostdev.core.progress import ProgressBar, TimeLeft
 from hostdev.core.run_events import RunInfo, RunObserver, StepInfo
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
@@ -138,8 +137,7 @@ class Session:
         processes: ProcessSession[Any] | None,
     ) -> None:
         self.config, self.data, self.source, self.logs, self.trainer = config, data, source, logs, trainer
-        self.ranks = None if processes is None else processes.ranks
-        self.world: World = self.ranks or ALONE_WORLD
+        self.world: World = ALONE_WORLD if processes is None else processes.ranks
         self._root = logs.files.path if processes is None else processes.root
         source.session = self
         self.progress = source.make_progress(None)
@@ -155,17 +153,14 @@ class Session:
     def load(self, start: checkpointing.Start | None, load: Callable[[Trainer], list[str]] | None) -> None:
         """Load the checkpoint to resume from, or else call `load`; and prepare the saving of checkpoints."""
         config, data = self.config, self.data.manifest
-        if self.ranks is None:
-            start = checkpointing.begin(config, data, start, self._resume)
-        elif start is not None:  # rank 0 has verified it
-            self._resume(start)
+        start = checkpointing.begin(config, data, start, self._resume)
         if load is not None and start is None:
             print("\n".join(load(self.trainer)), flush=True)
         self.loaded_from = start.path if start is not None else None
         if config.saves:
             self._data_files = checkpointing.data_files(self.data.root, data)
             path = checkpointing.get_folder(config, self._root)
-            self.saver = CheckpointSchedule(config, path, self.trainer.runtime.write_back, self._save, self.ranks)
+            self.saver = CheckpointSchedule(config, path, self.trainer.runtime.write_back, self._save, self.world)
             self.saver.start(start.chain if start is not None else None, self.trainer.tables.values())
             if config.early_stop is not None and self.quality.best is not None:
                 self.saver.manager.best_steps.append(self.quality.best.step)
@@ -198,7 +193,7 @@ class Session:
         self.quality = Quality(self.config.early_stop, self.data.split, self.data.manifest.schema.labels)
         # if --max-steps ended the epoch early, its evaluation is dropped: the epoch continues and is evaluated again
         self.quality.restore(more["quality"], epoch if is_unfinished else np.inf)
-        self.trainer.load(start.chain, check=self.ranks is None)
+        self.trainer.load(start.chain, check=not start.is_verified)
         for line in report.form_lines(self.trainer.tables):
             print(f"resume   {line}", flush=True)
         self.source.restore(more)
@@ -214,7 +209,9 @@ class Session:
         with self.logs.timeline.span("checkpoint", self.steps):
             self.saver.save(self.steps)
 
-    def take_steps(self, batches: Iterator[Batch], epoch: int, taken: int, stop: GracefulStop, progress: Shown) -> None:
+    def take_steps(
+        self, batches: Iterator[Batch], epoch: int, taken: int, stop: GracefulStop, progress: ProgressBar
+    ) -> None:
         """Take a step with each batch, until a signal; the epoch's first `taken` steps are done."""
         results = self.trainer.train(batches)
         start = time.perf_counter()
@@ -239,12 +236,10 @@ class Session:
 
         With several ranks, return whether all ranks learned of such a signal in the last step.
         """
-        if self.ranks is None:
-            return stop.requested is not None
-        self.ranks.contributed[STOP] = int(stop.requested or 0)
-        if self.ranks.reduced[STOP] and stop.requested is None:
-            stop.requested = signal.Signals(self.ranks.reduced[STOP])
-        return self.ranks.reduced[STOP] > 0
+        number = self.world.contribute(STOP, int(stop.requested or 0))
+        if number and stop.requested is None:
+            stop.requested = signal.Signals(number)
+        return number > 0
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step, which has been queued."""
@@ -258,7 +253,7 @@ class Session:
         """The step after which a checkpoint was last due."""
         return self._due
 
-    def _record(self, epoch: int, step: int, result: Result, progress: Shown) -> None:
+    def _record(self, epoch: int, step: int, result: Result, progress: ProgressBar) -> None:
         """Write a step's losses and update the progress bar."""
         losses = result.value
         with self.logs.lock, naming(self.logs.files.path):

@@ -23,8 +23,7 @@ from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.averages import require_own_averages
 from hostdev.distributed.dense_state import DenseState
-from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.world import ALONE_WORLD
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.models.losses import TargetLoss
@@ -40,7 +39,7 @@ from hostdev.train.network import DEEP, Network, Result, Setup, Table, WholeNetw
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
 from hostdev.train.table_storage import agree_on_capacity
 from hostdev.train.target_scores import TargetScores
-from hostdev.train.together import Together
+from hostdev.train.together import collect_scores
 
 
 class StepSettings(NamedTuple):
@@ -87,7 +86,8 @@ class Trainer:
         saves: Whether checkpoints will be saved, for the memory estimate.
         schema: The data's schema, which describes the labels; None for a single label of 0 or 1.
         make_network: Returns the dense layers of this rank; None if each rank has the whole model.
-        cache, depth, ranks: As for `Runtime`.
+        cache, depth: As for `Runtime`.
+        world: Processes that share the micro-batches and the tables' rows.
         runtime: Other arguments of `Runtime`, such as `log`, `timeline`, `dense_exchange` and `hooks`.
     """
 
@@ -104,15 +104,15 @@ class Trainer:
         make_network: Callable[[Setup, Mapping[str, Any]], Network] | None = None,
         cache: CacheSpec | dict[str, CacheSpec] | None = None,
         depth: int = 0,
-        ranks: Ranks | None = None,
+        world: World = ALONE_WORLD,
         log: OpLog | None = None,
         **runtime: Any,
     ) -> None:
-        _require_options(model, steps.l2, cached=cache is not None, micro_batches=steps.micro_batches)
+        _require_options(model, steps.l2, cached=bool(cache), micro_batches=steps.micro_batches)
         require_own_averages(model)
         log = log or OpLog()
-        self.ranks, self.model, self._device = ranks, model, device
-        world = ranks or ALONE_WORLD
+        self.model, self._device = model, device
+        self._world = world
         agree_on_capacity(model, world)
         share, part = world.share(), world.part()
         self._micro_batches = MicroBatches(steps.micro_batches, steps.gradients, steps.seed, device, share)
@@ -123,15 +123,15 @@ class Trainer:
             kept = estimate_host_memory(model, cache, part, device, depth=depth, uses=uses, saves=saves)
             self.host_budget = make_host_budget(kept)
         if host_device_mix and is_accelerator(device):
-            require_copies(model.tables, uses, depth + 2, free, cached=cache is not None)
+            require_copies(model.tables, uses, depth + 2, free, cached=bool(cache))
         self._make_tables(steps.seed, part if host_device_mix else None, on_host=host_device_mix)
         features = {name: _bind(feature, self.tables, steps.precision) for name, feature in model.features.items()}
-        self.runtime = Runtime(features, device=device, cache=cache, depth=depth, ranks=ranks, log=log, **runtime)
+        self.runtime = Runtime(features, device=device, cache=cache, depth=depth, ranks=world, log=log, **runtime)
         frozen = NOTHING_FROZEN if schema is None or not steps.frozen else freeze_columns(model, schema, steps.frozen)
         self._loss = TargetLoss() if schema is None else TargetLoss(schema.labels, schema.targets)
         rate = model.lr if steps.lr is None else steps.lr
         how = steps.l2, steps.precision, rate
-        setup = Setup(model, self.runtime, self._micro_batches, ranks, *how, self.tables, log, self._loss, frozen)
+        setup = Setup(model, self.runtime, self._micro_batches, world, *how, self.tables, log, self._loss, frozen)
         reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # neither function draws random numbers
         self._network: Network
         self._network = WholeNetwork(setup, reading) if make_network is None else make_network(setup, reading)
@@ -206,15 +206,13 @@ class Trainer:
                 TargetScores(self._loss.labels, self._loss.targets, folder, counted=counted) as scores,
                 closing(self._network.score(self._micro_batches.divide(batches))) as results,
             ):
-                together = None if self.ranks is None else Together(self.ranks, scores, len(self._loss.labels))
-                to = scores if together is None else together
+                to = collect_scores(self._world, scores, len(self._loss.labels))
                 for number, (logits, batch) in enumerate(results, 1):
                     if logits is not None:
                         to.add(logits, batch.label)
                         scored(logits, batch.label)
                     if number % self._micro_batches.here == 0:
-                        if together is not None:
-                            together.end_batch(batch.step_rows)
+                        to.end_batch(batch.step_rows)
                         progress()
                 found = to.figures()
         finally:
@@ -229,7 +227,7 @@ class Trainer:
     def state_sha256(self) -> str:
         """Return the digest of the tables and the dense state."""
         self.runtime.write_back()
-        return state_sha256(self.tables.values(), self.dense_state(), self.ranks)
+        return state_sha256(self.tables.values(), self.dense_state(), self._world)
 
     def dense_state(self) -> DenseState:
         """Return the dense state. If the network is split over ranks, rank 0 gets all of it, the others get none."""

@@ -14,7 +14,7 @@ from hostdev.data.preprocess.cluster import tasks
 from hostdev.data.preprocess.cluster.connection import Connection
 from hostdev.data.preprocess.cluster.first import Result
 from hostdev.data.preprocess.cluster.job import Reference
-from hostdev.data.preprocess.work import Work
+from hostdev.data.preprocess.work import WorkFolder
 
 _POLLED = 1.0  # seconds between looks at the scheduler
 _THREADS_SECONDS = 5.0
@@ -52,7 +52,12 @@ class Runner:
     """
 
     def __init__(
-        self, connection: Connection, reference: Reference, work: Work, mark: str, entries: Iterable[dict[str, Any]]
+        self,
+        connection: Connection,
+        reference: Reference,
+        work: WorkFolder,
+        mark: str,
+        entries: Iterable[dict[str, Any]],
     ) -> None:
         self._connection, self._reference, self._work, self._mark = connection, reference, work, mark
         self._known = {entry["task"]: entry for entry in entries if _is_sound(entry)}

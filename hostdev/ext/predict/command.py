@@ -21,8 +21,8 @@ from hostdev.data import manifest
 from hostdev.data.folder import require
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.meaning import difference, with_known_ids
-from hostdev.data.preprocess.reading import Reading, all_readings
-from hostdev.data.preprocess.unlabelled import Part, rows_in
+from hostdev.data.preprocess.reading import ReadSettings, all_readings
+from hostdev.data.preprocess.unlabelled import EncodedPart, rows_in
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.ext.predict.groups import By
@@ -113,10 +113,10 @@ def _by(arguments: argparse.Namespace, predictor: Predictor) -> By | None:
         return By(name, all_readings(predictor.data.options, [name])[name])
     found = manifest.read(path)
     if name not in found.schema.ids:
-        return By(name, Reading())  # refused at the first rows
+        return By(name, ReadSettings())  # refused at the first rows
     encoding = Encoding(found, None if found.vocabulary is None else path / found.vocabulary)
     [missing] = encoding.find_ids(name, pa.nulls(1, pa.string())).tolist()
-    return By(name, Reading(), -1 if missing < found.schema.first_value else missing)
+    return By(name, ReadSettings(), -1 if missing < found.schema.first_value else missing)
 
 
 def _find_data(path: Path) -> Path:
@@ -135,7 +135,7 @@ class _Work(NamedTuple):
     total: int
     unit: str
     labelled: bool
-    parts: Iterator[Part]
+    parts: Iterator[EncodedPart]
 
 
 def _open_rows(arguments: argparse.Namespace, predictor: Predictor, kept: list[str], prog: str) -> _Work:
@@ -161,7 +161,7 @@ def _open_rows(arguments: argparse.Namespace, predictor: Predictor, kept: list[s
         batches = (
             with_known_ids(batch, found.schema, known) for batch in reader.batches(predictor.batch_size)
         )  # ids that are newer than the checkpoint's vocabulary count as unknown
-        return _Work(reader.rows, "row", True, (Part(batch, None, len(batch), len(batch)) for batch in batches))
+        return _Work(reader.rows, "row", True, (EncodedPart(batch, None, len(batch), len(batch)) for batch in batches))
     if arguments.split is not None:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave out --split")
     by = [] if arguments.by is None else [arguments.by]

@@ -1,7 +1,6 @@
 """A predictor that takes newer checkpoints of a folder while it predicts."""
 
 import contextlib
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError
 from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.stores import Store
+from hostdev.core.workers import Worker
 from hostdev.ext.predict.opening import Opened, open_checkpoint
 
 SECONDS = 0.5  # between two looks at a folder
@@ -60,15 +60,13 @@ class FollowingPredictor(Generic[P]):
         on_problem: Callable[[str], object],
     ) -> None:
         self.current = first
-        self._path, self._which, self._seconds = path, which, seconds
+        self._path, self._which = path, which
         self._on_change, self._on_problem = on_change, on_problem
         self._seen: Any = None  # the folder's content when it was last opened
         self._damaged: Path | None = None  # the file for which the newest checkpoint was refused
         self._said = ""
-        self._stop = threading.Event()
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="hostdev-follow", daemon=True)
-        self._thread.start()
+        self._worker = Worker("hostdev-follow", self._try_look, seconds=seconds)
+        self._worker.start()
 
     @property
     def step(self) -> int:
@@ -81,8 +79,7 @@ class FollowingPredictor(Generic[P]):
 
     def wait(self, step: int, timeout: float | None = None) -> bool:
         """Wait until the current checkpoint is of this training step or a later one; return whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.step >= step, timeout)
+        return self._worker.wait_for(lambda: self.step >= step, timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Stop looking for checkpoints; predictions go on from the current one.
@@ -90,8 +87,7 @@ class FollowingPredictor(Generic[P]):
         Args:
             timeout: The largest number of seconds to wait for a look that has begun; None means without a limit.
         """
-        self._stop.set()
-        self._thread.join(timeout)
+        self._worker.close(timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -101,12 +97,11 @@ class FollowingPredictor(Generic[P]):
     ) -> None:
         self.close()
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._seconds):
-            try:
-                self._look()
-            except Exception as error:  # a folder that cannot be read now may be readable later
-                self._say(f"{shown_place(self._path)} cannot be read ({in_words(error)}); trying again")
+    def _try_look(self) -> None:
+        try:
+            self._look()
+        except Exception as error:  # a folder that cannot be read now may be readable later
+            self._say(f"{shown_place(self._path)} cannot be read ({in_words(error)}); trying again")
 
     def _look(self) -> None:
         """Take the folder's newest checkpoint if it is another one than the current."""
@@ -133,9 +128,9 @@ class FollowingPredictor(Generic[P]):
         self._seen = (there[0], damaged) if is_old else None
 
     def _take(self, made: P) -> None:
-        with self._changed:
+        with self._worker.changed:
             self.current = made
-            self._changed.notify_all()
+            self._worker.changed.notify_all()
         self._said = ""
         self._on_change(made)
 

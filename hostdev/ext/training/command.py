@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import hostdev
-from hostdev.checkpoint.loading import verify_others
+from hostdev.core import registry
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import DiskFullError, TableFullError, UserError
 from hostdev.core.run_events import CallbackError, RunObserver
@@ -29,15 +29,14 @@ from hostdev.data.remote import describe_place
 from hostdev.device import backend
 from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.distributed.start import start_processes, wait_for
-from hostdev.distributed.world import ALONE_WORLD
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.advice.cache.auto import choose_cache
 from hostdev.ext.tracking.options import require_tracking
 from hostdev.ext.training import starting
 from hostdev.ext.training.config import CommandConfig
 from hostdev.ext.training.initial_vectors import make_model
-from hostdev.ext.training.layouts import get_layout, laid_out, require_layout, require_shares, resolve_mesh
+from hostdev.ext.training.layouts import choose_layout, get_layout, require_layout, require_shares, resolve_mesh
 from hostdev.ext.training.run_callbacks import make_run_callbacks
-from hostdev.ext.training.staged_network import StagedNetwork
 from hostdev.kernels.numa import in_words
 from hostdev.train import checkpointing, report
 from hostdev.train.assembly import RunParts, build
@@ -63,13 +62,15 @@ def train(settings: CommandConfig) -> dict[str, Any]:
         Interrupted: Ctrl-C, SIGTERM or SIGHUP ended the run; the logs are complete.
     """
     with join_processes(settings, _resolve) as processes:
+        world: World = ALONE_WORLD
         if processes is not None:
-            settings = resolve_batch(processes.settings, processes.ranks.mesh.data)
+            world = processes.ranks
+            settings = resolve_batch(processes.settings, world.mesh.data)
         else:
             require_tracking(settings)
-        settings, data = _find_data(settings, processes)
+        settings, data = _find_data(settings, world)
         with _report_memory():
-            settings = _choose(settings, data, processes)
+            settings = _choose(settings, data, world)
         return _Command(settings, data, processes).run()
 
 
@@ -109,30 +110,28 @@ def _resolve(settings: CommandConfig, ranks: int) -> CommandConfig:
     return settings
 
 
-def _find_data(settings: CommandConfig, processes: Processes | None) -> tuple[CommandConfig, TrainingData]:
+def _find_data(settings: CommandConfig, world: World) -> tuple[CommandConfig, TrainingData]:
     """Return the resolved settings and the data set: without --data, a synthetic one, which rank 0 makes."""
     data = settings.data
     if data is None:
-        if processes is not None and processes.ranks.rank:
-            processes.ranks.control.barrier()
+        if world.rank:
+            world.control.barrier()
         data, made = lookalike.ensure()
-        if processes is not None and not processes.ranks.rank:
-            processes.ranks.control.barrier()
+        if not world.rank:
+            world.control.barrier()
         print(f"no --data: a synthetic data set of {lookalike.ROWS:,} samples, {'made in' if made else 'from'} {data}")
-        if processes is not None:  # the rendezvous has compared a data set given by --data
-            identity = manifest.read(data).identity
-            processes.ranks.agree("data", "the synthetic data set", {"the data set": identity})
+        # the rendezvous has compared a data set given by --data
+        world.agree("data", "the synthetic data set", {"the data set": manifest.read(data).identity})
     settings = settings.resolved()
     return settings, TrainingData(data, manifest.read(data), settings)
 
 
-def _choose(settings: CommandConfig, data: TrainingData, processes: Processes | None) -> CommandConfig:
+def _choose(settings: CommandConfig, data: TrainingData, world: World) -> CommandConfig:
     """Return the settings with the layout and the cache that measurements choose; print why."""
-    ranks = None if processes is None else processes.ranks
-    if ranks is not None and settings.parallel == "auto":
-        settings, why = laid_out(settings, data.root, data.manifest, ranks)
+    if world.size > 1 and settings.parallel == "auto":
+        settings, why = choose_layout(settings, data.root, data.manifest, world)
         print("\n".join(why), flush=True)
-    settings, why = choose_cache(settings, data.root, data.manifest, ranks)
+    settings, why = choose_cache(settings, data.root, data.manifest, world)
     for line in why:
         print(line, flush=True)
     return settings
@@ -149,6 +148,7 @@ class _Command:
 
     def __init__(self, settings: CommandConfig, data: TrainingData, processes: Processes | None) -> None:
         self._settings, self._data, self._processes = settings, data, processes
+        self._world: World = ALONE_WORLD if processes is None else processes.ranks
         self._ending: Ending | None = None
 
     def run(self) -> dict[str, Any]:
@@ -156,8 +156,7 @@ class _Command:
         stopping = GracefulStop(self._abandon, _deadline(self._settings, self._processes))
         with stopping as stop, _report_memory(), without_compiler(), ExitStack() as closing:
             start = self._find_start()
-            first = self._processes is None or self._processes.ranks.rank == 0
-            observer = make_run_callbacks(self._settings, stop, first=first)
+            observer = make_run_callbacks(self._settings, stop, first=self._world.rank == 0)
             parts = self._make_parts(is_new=start is None)
             session = build(self._settings, self._data, parts, start, self._processes)
             closing.callback(session.trainer.close)
@@ -176,23 +175,20 @@ class _Command:
         """Return the checkpoint to resume from; None for a new run."""
         if self._settings.resume is None:
             return None
-        found = self._data.manifest
-        if self._processes is None:
-            start, line = checkpointing.find(self._settings, found, verify_others)  # rows are verified while they load
-        else:
-            start, line = checkpointing.find_together(self._settings, found, self._processes.ranks)
+        start, line = checkpointing.find(self._settings, self._data.manifest, self._world)
         print(line, flush=True)
         return start
 
     def _make_parts(self, *, is_new: bool) -> RunParts:
         """Return the parts of the run that extensions provide."""
         settings, data, load = self._settings, self._data, None
-        world = ALONE_WORLD if self._processes is None else self._processes.ranks
         if settings.start_from is not None and is_new:
-            origin = starting.find_together(settings, data.root, data.manifest, world)
+            origin = starting.find(settings, data.root, data.manifest, self._world)
             load = partial(starting.load, origin, frozen=settings.frozen_vectors)
-        network = partial(StagedNetwork, layout=get_layout(settings)) if world.has_parts else None
-        if settings.follow is not None and world.size > 1:
+        network = None
+        if self._world.has_parts:
+            network = partial(registry.find("network", "parts"), layout=get_layout(settings))
+        if settings.follow is not None and self._world.size > 1:
             raise UserError("--follow trains in one process; start it without a launcher")
         return RunParts(_make_source, make_model, network, load)
 

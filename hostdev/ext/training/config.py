@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from hostdev.core.options import When, choice, option
-from hostdev.distributed.mesh import SCHEDULES, parse_mesh
-from hostdev.ext.parallel.plan_text import parse_plan
+from hostdev.distributed.mesh import SCHEDULES, parse_mesh, parse_plan
 from hostdev.ext.report.extra import ReportOptions
 from hostdev.ext.streams.options import FollowOptions
 from hostdev.ext.tracking.options import TrackingOptions

@@ -25,11 +25,9 @@ from hostdev.host.disk.segments import SEGMENT_BYTES
 from hostdev.host.disk.sizes import MemorySize, count_most, get_location_bytes
 from hostdev.host.disk.store import SegmentStore, end_table
 from hostdev.kernels import disk_records, frames
+from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.buffers import give_back, reserved
 from hostdev.kernels.disk_records import Format
-
-Ids = npt.NDArray[Any]
-Positions = npt.NDArray[np.int32]
 
 
 class NoFramesError(UserError):
@@ -70,7 +68,7 @@ class Tier:
         nbytes: int,
         row_bytes: int,
         allocate: Callable[[int, npt.NDArray[np.int64]], Planes],
-        get_keys: Callable[[Ids], Ids],
+        get_keys: Callable[[AnyIds], AnyIds],
         fill: Callable[[Positions, npt.NDArray[np.int64]], None],
         segment_bytes: int | None = None,
         *,
@@ -119,7 +117,7 @@ class Tier:
             self.forget(np.arange(start, min(self.rows, start + (1 << 20))))
 
     def try_pin(
-        self, rows: Ids, *, change: bool, reserve: bool = False, read: bool = True, exceed: bool = False
+        self, rows: AnyIds, *, change: bool, reserve: bool = False, read: bool = True, exceed: bool = False
     ) -> Pinned | None:
         """Pin rows: keep them in memory until `unpin`, and begin to read those that are on disk.
 
@@ -169,7 +167,7 @@ class Tier:
                 self._arrived(new)  # nobody waits for them in vain
         return pinned
 
-    def _pin(self, rows: Ids, *, change: bool, read: bool) -> tuple[Pinned, Positions]:
+    def _pin(self, rows: AnyIds, *, change: bool, read: bool) -> tuple[Pinned, Positions]:
         """Pin rows, for which there are enough free frames; return also the frames that need initial values."""
         n, store = len(rows), self.store
         found, missing, positions = np.empty(n, np.int32), np.empty(n + 1, np.int32), np.empty(n + 1, np.int64)
@@ -207,7 +205,7 @@ class Tier:
 
         return Pinned(found, store.read(positions, keys, targets, self.planes, done)), new
 
-    def _keys_of(self, rows: Ids) -> npt.NDArray[np.int64]:
+    def _keys_of(self, rows: AnyIds) -> npt.NDArray[np.int64]:
         """Return the rows' keys, int64 [N], as records have them."""
         return self._get_keys(rows).astype(np.int64, copy=False)
 
@@ -331,19 +329,19 @@ class Tier:
             chosen.append(out[:c])
         return np.concatenate(chosen)
 
-    def let_go(self, rows: Ids) -> None:
+    def let_go(self, rows: AnyIds) -> None:
         """Note rows that may leave the memory before others, as soon as no batch has pinned them."""
         out = np.empty(len(rows) + 1, np.int32)
         with self._changed:
             if count := frames.mark_leaving(rows, self.where, self._state, out):
                 self._leaving.append(out[:count])
 
-    def keep(self, rows: Ids) -> None:
+    def keep(self, rows: AnyIds) -> None:
         """Undo `let_go`."""
         with self._changed:
             frames.mark_staying(rows, self.where, self._state)
 
-    def forget(self, rows: Ids) -> None:
+    def forget(self, rows: AnyIds) -> None:
         """Give rows their initial values, unless they are pinned."""
         with self._changed:
             state = self.where, self._row_of, self._pins, self._saved, self._state, self._free
@@ -351,7 +349,7 @@ class Tier:
             self._free_count = frames.forget(rows, *state, self._free_count, store.live, store.format.per_segment)
             self._changed.notify_all()
 
-    def locate(self, rows: Ids) -> npt.NDArray[np.int64]:
+    def locate(self, rows: AnyIds) -> npt.NDArray[np.int64]:
         """Return where the values of some rows are on disk, int64 [N]: position + 1, or 0 for initial values.
 
         Changed rows are written first. The rows must not change meanwhile. The records are there until a read ends that
@@ -378,7 +376,7 @@ class Tier:
                 return found
             self.store.await_room()
 
-    def write_back(self, rows: Ids) -> None:
+    def write_back(self, rows: AnyIds) -> None:
         """Write those of the rows [N] that are in memory, changed and not pinned; they stay in memory.
 
         Raises:
@@ -400,7 +398,7 @@ class Tier:
             if len(rows):
                 self.store.await_room()
 
-    def _write(self, at: Positions, rows: Ids) -> npt.NDArray[np.int64]:
+    def _write(self, at: Positions, rows: AnyIds) -> npt.NDArray[np.int64]:
         """Write changed rows, which stay in their frames, and return their positions; needs the lock."""
         positions, done, store = np.empty(len(at), np.int64), 0, self.store
         for first, n in store.append(at, self.keys[at], rows, self.planes):
@@ -420,14 +418,14 @@ class Tier:
         with self._changed:
             self.store.end_read(number)
 
-    def adopt(self, rows: Ids, positions: npt.NDArray[np.int64]) -> None:
+    def adopt(self, rows: AnyIds, positions: npt.NDArray[np.int64]) -> None:
         """Take the records at positions [N], which the store has adopted, for rows [N] that are nowhere yet."""
         per_segment, live = self.store.format.per_segment, self.store.live
         with self._changed:
             self.where[rows] = positions + 1
             live += np.bincount(positions // per_segment, minlength=len(live))
 
-    def find(self, rows: Ids) -> Positions:
+    def find(self, rows: AnyIds) -> Positions:
         """Return the frames of rows that are pinned, int32 [N]."""
         out = np.empty(len(rows), np.int32)
         frames.find(0, len(rows), rows, self.where, out)
@@ -435,7 +433,7 @@ class Tier:
         return out
 
     @contextmanager
-    def held(self, rows: Ids, *, change: bool, read: bool = True) -> Iterator[None]:
+    def held(self, rows: AnyIds, *, change: bool, read: bool = True) -> Iterator[None]:
         """Pin distinct rows for a `with` block outside of the pipeline."""
         pinned = self.try_pin(rows, change=change, read=read, exceed=True)
         assert pinned is not None
@@ -451,7 +449,7 @@ class Tier:
         finally:
             self.unpin(pinned)
 
-    def copy(self, rows: Ids, planes: Planes, fill: Callable[[Positions, npt.NDArray[np.int64]], None]) -> None:
+    def copy(self, rows: AnyIds, planes: Planes, fill: Callable[[Positions, npt.NDArray[np.int64]], None]) -> None:
         """Copy rows to the first N rows of other planes, wherever they are, without moving them.
 
         Args:
@@ -493,7 +491,7 @@ class Tier:
         if errors:
             raise errors[0]
 
-    def _arriving(self, rows: Ids, places: Positions) -> bool:
+    def _arriving(self, rows: AnyIds, places: Positions) -> bool:
         """Find rows, as `find` does; return whether one of them is still being read."""
         frames.find(0, len(rows), rows, self.where, places)
         here = places[places >= 0]

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from hostdev.core.signals import uninterruptible
+from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.pool import urgent
 from hostdev.pipeline import remote
 from hostdev.pipeline.context import Context
@@ -40,7 +41,6 @@ from hostdev.pipeline.results import (
     SteppedBatch,
     UniqueBatch,
 )
-from hostdev.pipeline.row_ids import Ids
 from hostdev.pipeline.scheduling.in_flight import InFlight, Unfinished
 from hostdev.pipeline.scheduling.passes import PassOptions, look_ahead, raise_held
 from hostdev.pipeline.scheduling.queues import End, PipelineQueues, Stopped
@@ -400,7 +400,7 @@ class OverlappedPass:
             queues.wait(lambda: queues.update_error or queues.in_flight.updated >= queues.finished)
         self._raise_update_error()
 
-    def reload(self, table: Any, ids: Ids | None) -> None:
+    def reload(self, table: Any, ids: AnyIds | None) -> None:
         """See `Pass`."""
         queues = self._queues
         if threading.get_ident() != self._caller:

@@ -16,7 +16,7 @@ from hostdev.core.errors import HostdevError, StoppedError, StoreError, Transien
 from hostdev.core.progress import counted
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.inputs import is_empty
-from hostdev.data.preprocess.raw import BEGINNING, WrongRowError
+from hostdev.data.preprocess.raw import BEGINNING, InvalidRowError
 from hostdev.data.preprocess.rejected import Rejected
 from hostdev.data.preprocess.row_counts import MAX_REJECTED
 from hostdev.data.rows import Piece
@@ -197,7 +197,7 @@ def _convert(
                 raise StoppedError
             try:
                 rows = source.parse(block, hashed=True)
-            except WrongRowError as error:
+            except InvalidRowError as error:
                 raise UserError(f"{error.file}, row {lines + error.row}, {error.reason}") from None
             before, lines = lines, lines + len(rows) + len(rows.rejected)
             if lines <= part.after:

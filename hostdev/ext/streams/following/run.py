@@ -22,10 +22,9 @@ from hostdev.ext.streams.arrivals.watcher import Watcher
 from hostdev.ext.streams.following import report
 from hostdev.ext.streams.following.logs import Expected, FileLogs
 from hostdev.ext.streams.following.next_file import NextFile
-from hostdev.ext.streams.following.progress import RecentProgress, RecentQuality
-from hostdev.ext.streams.following.progressive import Collector, Window
+from hostdev.ext.streams.following.progress import RecentProgress, RecentQuality, WaitingLine
+from hostdev.ext.streams.following.progressive import OutputSums, ScoreWindow
 from hostdev.ext.streams.following.state import FollowState
-from hostdev.ext.streams.following.waiting import Waiting
 from hostdev.ext.streams.options import POLL_SECONDS, QUIET_SECONDS, WINDOW, FollowOptions, Until, parse_until
 from hostdev.train.checkpointing import Progress
 from hostdev.train.config import TrainConfig
@@ -49,7 +48,7 @@ class FollowedFiles(BatchSource):
         self._takes_grown, self._batch_size = options.follow_grown, config.batch_size
         labels, targets = data.manifest.schema.labels, data.manifest.schema.targets
         self._is_number = tuple(name in targets.numeric for name in labels)
-        self.state = FollowState(Window(options.follow_window or WINDOW, self._is_number))
+        self.state = FollowState(ScoreWindow(options.follow_window or WINDOW, self._is_number))
         self.schedule = Schedule(1, ENDLESS, config.max_steps, 0)
         self._loss_bytes: int | None = None  # of loss.log at the checkpoint
         self._key_counts: dict[str, Any] = {}  # the state of keys.log then; {} for a new run
@@ -57,7 +56,7 @@ class FollowedFiles(BatchSource):
         self._needed: dict[int, dict[str, Any]] = {}  # by step of a checkpoint that is being written
         self._recent = RecentQuality()
         self._cutter = BatchCutter(self._batch_size)
-        self._waiting = Waiting()
+        self._waiting = WaitingLine()
 
     def make_progress(self, values: Mapping[str, Any] | None) -> Progress:
         """Return the progress that a checkpoint has, or that of a new run; both know the last steps only."""
@@ -170,7 +169,7 @@ class FollowedFiles(BatchSource):
     def _score(self, file: Converted, stop: GracefulStop) -> bool:
         """Score a file, record that it is taken, and report its quality; return False at a signal."""
         schema = self.data.manifest.schema
-        collector = Collector(schema.labels, schema.targets)
+        collector = OutputSums(schema.labels, schema.targets)
         batches = itertools.takewhile(lambda _: not self.session.is_stopped(stop), batches_of(file, self._batch_size))
         title = printable(f"scoring {file.name}")
         with (
