@@ -34,11 +34,11 @@ from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
-from hostdev.train import config
 from hostdev.train.build import model_of
 from hostdev.train.checkpointing import Progress, data_files, values
+from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality
-from hostdev.train.trainer import Trainer
+from hostdev.train.trainer import StepSettings, Trainer
 
 DIM, UNIQUE_IDS = 80, 200_000
 BLOCK = 1 << 26
@@ -148,10 +148,10 @@ def predicting(path: Path, data: Path, rounds: int) -> dict[str, float]:
     """Measure the latency of Wide & Deep's predictions from ids, and from one row as a dict."""
     found = manifest.read(data)
     rows = found.schema.rows
-    settings = config.TrainConfig(data=data, emb_dim=DIM).resolved()
+    settings = TrainConfig(data=data, emb_dim=DIM).resolved()
     model = model_of(settings, found.schema)
     device = backend.select("cpu")
-    trainer = Trainer(model, host_device_mix=True, device=device, seed=1)
+    trainer = Trainer(model, host_device_mix=True, device=device, steps=StepSettings(1))
     with hostdev.checkpoint.manager.CheckpointManager(path / "p") as to:
         to.lock()
         more = values(settings, found, "cpu", Progress(), Quality())

@@ -19,10 +19,10 @@ import pyarrow as pa
 from pyarrow import csv
 
 from bench.record import get_versions, make_parser, record
+from hostdev.core.keys import RAW
 from hostdev.core.memory import format_bytes, parse_bytes
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import COLUMNS, CriteoText
-from hostdev.data.preprocess.options import RAW
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.kernels.pool import host_threads
 

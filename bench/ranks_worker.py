@@ -36,7 +36,7 @@ from hostdev.models.wide_deep.network import LAYERS, WideDeep
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.pipeline.results import Gradients, Request, StepBatch
-from hostdev.train.trainer import Trainer
+from hostdev.train.trainer import StepSettings, Trainer
 
 ALONE_WITH_RANKS = "BENCH_RANKS_PORT"  # a port for a rank that exchanges with itself
 FIRST_CPU = "BENCH_RANKS_CPU"  # the first rank's CPU, as an index into the available CPUs; without it none is bound
@@ -94,9 +94,8 @@ class Worker:
             model,
             host_device_mix=True,
             device=torch.device("cpu"),
-            seed=1,
+            steps=StepSettings(1, micro_batches=micro_batches),
             depth=depth,
-            micro_batches=micro_batches,
             world=self.ranks or ALONE_WORLD,
         )
         start, stop = cut(batch, self.size)[self.rank]

@@ -11,7 +11,7 @@ from hostdev.data.schema import Column, Schema, Space
 from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import LAYERS, WideDeep
 from hostdev.runtime.spec import Bag, CacheSpec
-from hostdev.train.trainer import Trainer
+from hostdev.train.trainer import StepSettings, Trainer
 
 FIELDS = 39
 
@@ -61,6 +61,7 @@ def make_trainer(
     mix: bool = True,
     cache: str | None = None,
     layers: Sequence[int] = LAYERS,
+    precision: str = "fp32",
     **options: Any,
 ) -> Trainer:
     """Return a trainer with a wide and a deep table of `rows` rows, which the same 39 fields look up."""
@@ -68,4 +69,5 @@ def make_trainer(
     schema = Schema("label", (), columns, (Space("values", 0, 1, rows - 1),), rows)
     model = FieldsModel(schema, dim, seed=1, layers=layers)
     spec = None if cache is None else CacheSpec(cache)
-    return Trainer(model, host_device_mix=mix, device=device, seed=1, cache=spec, **options)
+    steps = StepSettings(1, precision=precision)
+    return Trainer(model, host_device_mix=mix, device=device, steps=steps, cache=spec, **options)

@@ -26,6 +26,18 @@ def commands() -> str:
     return "\n\n".join(sections)
 
 
+def options() -> str:
+    """Return a table for each group of options of `hostdev train`."""
+    from hostdev.core.options import describe
+    from hostdev.ext.training.config import CommandConfig
+
+    sections = []
+    for section, rows in describe(CommandConfig.groups()):
+        lines = [f"| `{name}` | {value} | {text} |".replace("%%", "%") for name, value, text in rows]
+        sections.append("\n".join([f"## {section}\n", "| key | value | meaning |", "|---|---|---|", *lines]))
+    return "\n\n".join(sections)
+
+
 def _help(parser: Any) -> str:
     return f"```text\n{parser.format_help().rstrip()}\n```"
 
@@ -59,7 +71,7 @@ def _directives(module: str, names: Sequence[str]) -> str:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the placeholders in a page; see the documentation of hooks in MkDocs."""
-    for mark, make in (("<!-- commands -->", commands), ("<!-- names -->", names)):
+    for mark, make in (("<!-- commands -->", commands), ("<!-- options -->", options), ("<!-- names -->", names)):
         if mark in markdown:
             markdown = markdown.replace(mark, make())
     return markdown

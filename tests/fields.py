@@ -10,7 +10,7 @@ import torch
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.models.wide_deep.network import LAYERS, WideDeep
 from hostdev.runtime.spec import Bag, CacheSpec
-from hostdev.train.trainer import Trainer
+from tests.trainers import make_trainer
 
 FIELDS = 39
 SMALL = (32, 16)  # hidden layers: a simulated device is slow, and sees no more in a large network
@@ -80,4 +80,4 @@ def trainer_of(
     layers = layers or (SMALL if "tests.standin.plugin" in sys.modules else LAYERS)
     model = FieldsModel(schema_of(rows, fields), dim, seed=seed, layers=layers)
     model.tables = {name: replace(spec, dtype=dtype, slots=slots) for name, spec in model.tables.items()}
-    return Trainer(model, host_device_mix=mix, device=device, seed=seed, cache=cache_of(cache), **options)
+    return make_trainer(model, host_device_mix=mix, device=device, seed=seed, cache=cache_of(cache), **options)

@@ -39,7 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
     *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "numba", "numpy", "pyarrow.compute"),
-    *("pyarrow.csv", "pyarrow.dataset", "tqdm", "psutil", "hostdev", "hostdev.ops", "hostdev.train.command"),
+    *("pyarrow.csv", "pyarrow.dataset", "tqdm", "psutil", "hostdev", "hostdev.ops", "hostdev.ext.training.command"),
     *("hostdev.distributed.start", "hostdev.train.processes", "hostdev.train.curve", "hostdev.data.preprocess.build"),
 )
 # Variables that libraries read when they are imported, by how their names begin.

@@ -8,13 +8,13 @@ import torch
 
 from hostdev import SGD, UserError
 from hostdev.cache.prices import Costs
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.device import backend
 from hostdev.ext.advice.cache import auto as auto_cache
 from hostdev.ext.advice.cache import curves as cache_advice
 from hostdev.ext.advice.cache.curves import TableGroup
+from hostdev.ext.training import cli as train
 from hostdev.runtime import room as runtime_room
 from hostdev.train import room, trainer
 from hostdev.train.config import TrainConfig
@@ -141,7 +141,7 @@ def test_tables_without_common_ids_get_a_share(trained, small_data, tmp_path):
 
 def test_what_does_not_go_together(trained, small_data, capsys):
     for options, words in [
-        (["--l2", "table"], "--l2 table cannot be combined with --cache-rows"),
+        (["--l2", "table"], "--cache-rows auto cannot be combined with --l2 table"),
         (["--staleness", 1], "--staleness cannot be combined with --cache-rows"),
     ]:
         assert trained(small_data, "--cache-rows", "auto", *options) == 2

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from hostdev import commands
-from hostdev.commands import console, train
+from hostdev.commands import console
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.serving import cli as serve
+from hostdev.ext.training import cli as train
 from tests.conftest import ROOT, environment
 
 WRONG = {

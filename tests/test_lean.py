@@ -14,7 +14,7 @@ from tests.conftest import environment
 
 CODE = """
 import sys
-from hostdev.commands import train
+from hostdev.ext.training import cli as train
 from hostdev.core import cli
 
 code = cli.run(train.PROG, train.main, sys.argv[1:])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hostdev.train import config, ending, run
+from hostdev.train import ending, options, session
 from tests.test_train import OPS_LINE, small, trained  # noqa: F401  (a fixture)
 
 MIX = ("--host-device-mix", "--max-steps", 3)
@@ -23,9 +23,10 @@ def test_ops_log_is_of_bounded_size(trained, small_data, tmp_path, capsys, monke
     assert size > 2400
     capsys.readouterr()
 
-    monkeypatch.setattr(config, "LEAST_OPS_LOG", 1)
-    record = run.Run._record
-    monkeypatch.setattr(run.Run, "_record", lambda self, *step: [self.log.flush(), record(self, *step)])
+    monkeypatch.setattr(options, "LEAST_OPS_LOG", 1)
+    record = session.Session._record
+    flush_and_record = lambda self, *step: [self.logs.ops.flush(), record(self, *step)]  # noqa: E731
+    monkeypatch.setattr(session.Session, "_record", flush_and_record)
     assert trained(*small(small_data, *MIX, "--ops-log", "1200")) == 0
     out, err = capsys.readouterr()
     parts = [(tmp_path / "run" / f"ops.log{number}").read_text() for number in ("", ".1", ".2", ".3")]

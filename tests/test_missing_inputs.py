@@ -2,7 +2,6 @@
 
 import pytest
 
-from hostdev.commands import quickstart, train
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.advice import cli as advise
 from hostdev.ext.checkpoints import cli as checkpoint
@@ -11,6 +10,8 @@ from hostdev.ext.neighbours import cli as neighbours
 from hostdev.ext.predict import cli as predict
 from hostdev.ext.report import cli as report
 from hostdev.ext.serving import cli as serve
+from hostdev.ext.training import cli as train
+from hostdev.ext.training import quickstart_cli as quickstart
 from hostdev.ext.verify import cli as verify
 
 CASES = [

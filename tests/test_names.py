@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hostdev import HostTable, LazyAdam, Runtime, UserError
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.core.errors import write_stderr
 from hostdev.data import manifest
@@ -21,6 +20,7 @@ from hostdev.distributed.world import ALONE_WORLD
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.parallel import saving
 from hostdev.ext.predict import cli as predict
+from hostdev.ext.training import cli as train
 from tests import forks
 
 ODD = Path(os.fsdecode(b"caf\xe9"))  # in Latin-1

@@ -25,7 +25,7 @@ PLACES = {"hostdev": "hostdev", "models": "hostdev.models", "data": "hostdev.dat
 ROOMS = [
     ("commands", "__main__", "frameworks", "ext"),
     ("ext.testing",),
-    ("ext.verify", "ext.advice", "ext.warm_up"),
+    ("ext.verify", "ext.training", "ext.advice", "ext.warm_up"),
     ("ext.launch",),
     ("ext.neighbours",),
     ("ext.serving",),
@@ -144,7 +144,10 @@ def test_a_module_has_one_name(tmp_path):
                 "hostdev.ext.predict",
             ),
         ),
-        ("hostdev.ext.predict", ("hostdev.host", "hostdev.pipeline", "hostdev.runtime.runtime", "hostdev.train.run")),
+        (
+            "hostdev.ext.predict",
+            ("hostdev.host", "hostdev.pipeline", "hostdev.runtime.runtime", "hostdev.train.session"),
+        ),
         ("hostdev.data", ("torch", "hostdev.host", "hostdev.device", "hostdev.models")),
         ("hostdev.models", ("hostdev.host", "hostdev.device", "hostdev.pipeline", "hostdev.data.shards")),
     ],

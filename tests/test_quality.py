@@ -13,7 +13,7 @@ from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
-from hostdev.train import curve, run
+from hostdev.train import curve, trainer
 from hostdev.train.quality import Point, Quality
 from hostdev.train.sample import TrainingSample
 from hostdev.train.trainer import Evaluation
@@ -97,7 +97,7 @@ def test_a_run_stops_early(trained, small_data, tmp_path, capsys, monkeypatch): 
     def evaluate(self, batches, progress, folder, counted):
         return Evaluation(next(aucs), 0.5, sum(len(batch) for batch in batches))
 
-    monkeypatch.setattr(run.Trainer, "evaluate", evaluate)
+    monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate)
     options = ["--host-device-mix", "--batch-size", 2000, "--epochs", 9, "--early-stop", 2, "--cache-rows", "10%"]
     assert trained(*small(small_data, *options)) == 0
     out, err = capsys.readouterr()
@@ -116,7 +116,7 @@ def test_a_run_stops_early(trained, small_data, tmp_path, capsys, monkeypatch): 
 
 
 def test_no_early_stop_where_the_last_epoch_is_over_anyway(trained, small_data, tmp_path, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.setattr(run.Trainer, "evaluate", lambda *arguments, **options: Evaluation(0.7, 0.5, 10))
+    monkeypatch.setattr(trainer.Trainer, "evaluate", lambda *arguments, **options: Evaluation(0.7, 0.5, 10))
     options = ["--host-device-mix", "--batch-size", 3000, "--epochs", 3, "--early-stop", 1, "--max-steps", 3]
     assert trained(*small(small_data, *options)) == 0  # the limit comes with the second epoch
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"

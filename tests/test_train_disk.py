@@ -14,9 +14,9 @@ import pytest
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.loading import verify as verify_files
-from hostdev.commands import train
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.predict import cli as predict
+from hostdev.ext.training import cli as train
 from hostdev.ext.verify import cli as verify
 from hostdev.host.disk import segments as segments_module
 from hostdev.kernels import disk_records
@@ -149,11 +149,11 @@ def test_a_full_disk_is_saved(run, in_process, every, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--table-dir", "disk"], "--table-dir needs --table-memory; give both"),
-        (["--table-memory", "1GiB"], "--table-memory needs --table-dir; give both"),
+        (["--table-dir", "disk"], "--table-dir has no effect without --table-memory"),
+        (["--table-memory", "1GiB"], "--table-memory has no effect without --table-dir"),
         ([*ON_DISK[:3], "much"], "--table-memory: a size must be a number of bytes"),
         ([*ON_DISK, "--emb-dim", 1], "--table-dir has no effect: no table has rows of 64 bytes or more"),
-        ([*ON_DISK, "--model", "wide_deep", "--l2", "table"], "--l2 table would read all rows from disk in every step"),
+        ([*ON_DISK, "--model", "wide_deep", "--l2", "table"], "--table-dir cannot be combined with --l2 table"),
         (["--table-window", 4], "--table-window has no effect without --table-dir; leave out --table-window"),
         ([*ON_DISK, "--table-window", 2_000], "--table-window must be in 0..1024 batches, not 2000"),
     ],
@@ -180,7 +180,7 @@ def begin(*arguments, **options):  # from the first checkpoint on, so that each 
     return save(*arguments, **options)
 
 CheckpointManager.save = begin
-from hostdev.commands import train
+from hostdev.ext.training import cli as train
 train.main(sys.argv[1:])
 """
 

@@ -8,14 +8,14 @@ import pyarrow.csv
 import pytest
 
 import hostdev
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.advice import cli as advise
 from hostdev.ext.predict import cli as predict
+from hostdev.ext.training import cli as train
+from hostdev.ext.training import raw_start
 from hostdev.ext.verify import cli as verify
-from hostdev.train import raw_start
 from tests import forks
 from tests.conftest import digest_of
 from tests.data import events
@@ -191,12 +191,15 @@ def test_ids_of_a_vocabulary_are_keys(run, data, tmp_path):
         (["--admit-count", 2], "--admit-count has no effect without --tables dynamic; leave out --admit-count"),
         (["--tables", "dynamic"], "--tables dynamic needs --host-device-mix"),
         ([*OPTIONS, "--l2", "table"], "--l2 table"),
-        ([*OPTIONS, "--admit-count", 0], "--admit-count must be from 1 to"),
+        ([*OPTIONS, "--admit-count", 0], "--admit-count must be in 1.."),
         ([*OPTIONS, "--evict-unused", 0], "--evict-unused must be at least 1 step, not 0"),
         ([*OPTIONS, "--capacity", "much"], "--capacity: a size must be a number of bytes"),
         ([*OPTIONS, "--capacity", "1"], "capacity"),
         ([*OPTIONS, "--capacity", "900TiB"], "keys take"),
-        ([*OPTIONS, "--order", "stored", "--shuffle-window", 2], "--shuffle-window has no effect with --order stored"),
+        (
+            [*OPTIONS, "--order", "stored", "--shuffle-window", 2],
+            "--shuffle-window cannot be combined with --order stored",
+        ),
         ([*OPTIONS, "--staleness", 1], "--staleness"),
     ],
     ids=str,

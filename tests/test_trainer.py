@@ -14,9 +14,9 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import LAYERS, WideDeep
-from hostdev.train.trainer import Trainer
 from tests.fields import SMALL
 from tests.torch_twin import Twin
+from tests.trainers import make_trainer
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def make(schema, dim=8, *, mix=True, l2="none", precision="fp32", seed=3, lr=None, device=CPU):
     large = device.type == "cpu" and precision == "fp32"  # others are slow, and see no more in a large network
     model = WideDeep(schema, dim, seed=seed, layers=LAYERS if large else SMALL)
-    return Trainer(model, host_device_mix=mix, device=device, l2=l2, precision=precision, seed=seed, lr=lr)
+    return make_trainer(model, host_device_mix=mix, device=device, l2=l2, precision=precision, seed=seed, lr=lr)
 
 
 def step(trainer, batch):

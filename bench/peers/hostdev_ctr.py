@@ -14,7 +14,7 @@ from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.shards import ShardReader
 from hostdev.models import make
-from hostdev.train.trainer import Trainer
+from hostdev.train.trainer import StepSettings, Trainer
 
 
 def main():
@@ -33,7 +33,7 @@ def main():
         optimizer = hostdev.LazyAdam(lr=rate)
         model = make(name, found.schema, config["dim"], seed=1, optimizer=optimizer, **config["options"])
         device = torch.device("cpu")
-        return Trainer(model, host_device_mix=True, device=device, seed=1, lr=rate, depth=2)
+        return Trainer(model, host_device_mix=True, device=device, steps=StepSettings(1, lr=rate), depth=2)
 
     for _ in make_trainer().train(itertools.islice(reader.batches(size), 2)):  # compiles the kernels
         pass

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.core.keys import is_raw
 from hostdev.core.memory import available_bytes
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.counting import Counter, add_counts, count_bytes, require_room
-from hostdev.data.preprocess.options import is_raw
 from hostdev.data.preprocess.stored import DamagedError, StoredRows, each_shard, get_size, read_parts, wrong_values
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Space

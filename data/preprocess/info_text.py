@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from hostdev.core.keys import is_raw
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import counted
 from hostdev.data.preprocess.earlier_vocabulary import growth
 from hostdev.data.preprocess.info import TOPS, Curve, Information, shortened
-from hostdev.data.preprocess.options import ids_in_words, is_raw
+from hostdev.data.preprocess.options import ids_in_words
 from hostdev.data.schema import Column
 
 _MOST_NAME = 24  # characters of a column's name

@@ -5,15 +5,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hostdev.core.errors import UserError
+from hostdev.core.keys import RAW, is_raw
 from hostdev.data.preprocess.dense import MODES
 
-RAW = 2**62  # hash buckets of raw ids: so many that values hardly ever share one
 FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "validation_fraction", "rows_per_shard")
-
-
-def is_raw(ids: int) -> bool:
-    """Return whether a data set with this number of ids, or of hash buckets, has raw ids."""
-    return ids >= RAW
 
 
 def ids_in_words(ids: int) -> str:

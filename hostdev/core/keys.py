@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+RAW = 2**62  # hash buckets of raw ids: so many that values hardly ever share one
 SHARED, ZEROS, INITIAL = UNKNOWN = "shared", "zeros", "initial"  # what keys without a row read
 
 
@@ -71,3 +72,8 @@ def decayed(uses: npt.NDArray[np.uint32], factor: float, times: int = 1) -> npt.
             break
         uses = np.floor(uses * factor).astype(np.uint32)
     return uses
+
+
+def is_raw(ids: int) -> bool:
+    """Return whether a data set with this number of ids, or of hash buckets, has raw ids."""
+    return ids >= RAW

@@ -1,6 +1,6 @@
-"""Create the model, layout, caches and device that the options describe; shared by `train`, `verify` and `advise`."""
+"""Create the model, caches and device that the options describe; shared by `train`, `verify` and `advise`."""
 
-import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,18 +11,14 @@ import numpy.typing as npt
 import torch
 
 from hostdev.cache.planner import warm_up as warm_up_planner
-from hostdev.core import registry as extensions
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import build_optimizer
 from hostdev.core.progress import bar
 from hostdev.core.table_dtypes import FP32
-from hostdev.data import manifest
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
-from hostdev.distributed.mesh import Layout, Mesh, parse_layout, parse_mesh
-from hostdev.distributed.world import World
 from hostdev.host.disk.warm_up import warm_up_disk
 from hostdev.host.key_warm_up import warm_up_keys
 from hostdev.host.warm_up import warm_up_batches, warm_up_deduplication, warm_up_feature, warm_up_table
@@ -34,9 +30,7 @@ from hostdev.runtime.features import read_ids
 from hostdev.runtime.room import require
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
-from hostdev.train.disk_options import set_disks
-from hostdev.train.initial_vectors import set_initial_vectors
-from hostdev.train.key_options import require_kind, set_keys
+from hostdev.train.table_storage import require_kind, set_disks, set_keys
 
 _COUNTED_ROWS = 1 << 16  # samples per batch of the counting pass
 _COUNTS = "row counts"
@@ -47,8 +41,15 @@ def seed_torch(seed: int) -> None:
     torch.manual_seed(key64(seed, "torch") >> 1)  # 63 bits, because some devices take signed seeds
 
 
-def model_of(settings: TrainConfig, schema: Schema) -> Model:
-    """Return the model that the options select, for data with this schema; raise UserError if an option is wrong."""
+def model_of(
+    settings: TrainConfig,
+    schema: Schema,
+    set_vectors: Callable[[Model, TrainConfig, Schema], object] = lambda model, settings, schema: None,
+) -> Model:
+    """Return the model that the options select, for data with this schema; raise UserError if an option is wrong.
+
+    `set_vectors` sets the initial vectors of a model's tables.
+    """
     require_kind(settings, schema)
     optimizer = None
     if settings.table_optimizer is not None:
@@ -68,7 +69,7 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
     if settings.table_slots != FP32:
         model.tables = {name: replace(spec, slots=settings.table_slots) for name, spec in model.tables.items()}
     if settings.initial_vectors is not None:
-        set_initial_vectors(model, settings, schema)
+        set_vectors(model, settings, schema)
     set_keys(model, settings)
     set_disks(model, settings)
     return model
@@ -89,55 +90,6 @@ def _decay(model: Model, decay: float) -> None:
             )
         tables[name] = replace(spec, optimizer=optimizer)
     model.tables = tables
-
-
-def get_layout(settings: TrainConfig) -> Layout:
-    """Return the stages and slices into which the options split the model."""
-    return parse_layout(settings.schedule, settings.stage_cut, settings.plan)
-
-
-def get_mesh(settings: TrainConfig) -> Mesh | None:
-    """Return the mesh that the options fix, or None."""
-    return None if settings.mesh is None else parse_mesh(settings.mesh)
-
-
-def require_layout(settings: TrainConfig, data: Path) -> None:
-    """Raise UserError if the layout does not fit the model's layers. Call this before processes wait for each other."""
-    mesh, searched = get_mesh(settings), settings.parallel == "auto"
-    if mesh.data == mesh.size if mesh is not None else not searched:
-        return
-    model, sample = _model_with_sample(settings, data, manifest.read(data))
-    extensions.find("network", "parts").require(model, get_layout(settings), mesh, sample, searched=searched)
-
-
-def choose_layout(settings: TrainConfig, data: Path, found: Manifest, world: World) -> tuple[TrainConfig, list[str]]:
-    """Measure layouts; return the settings with the fastest mesh, stages and slices, and lines about the measurements.
-
-    All ranks must call this before anything depends on the axes of the mesh. It also sets `world.mesh`.
-    """
-    seed_torch(settings.seed)
-    model, sample = _model_with_sample(settings, data, found)
-    world.mesh, layout, lines = extensions.find("network", "parts").choose(
-        model,
-        get_layout(settings),
-        get_mesh(settings),
-        sample,
-        world=world,
-        samples=settings.batch_size,
-        micro_batches=settings.micro_batches,
-        device=device_of(settings.device, tf32=settings.tf32),
-        autocast=torch.bfloat16 if settings.precision == "bf16" else None,
-    )
-    plan = ",".join(f"{name}={strategy}" for name, strategy in layout.plan)
-    cut = ",".join(layout.begins or ())
-    return replace(settings, mesh=str(world.mesh), plan=plan or None, stage_cut=cut or None), lines
-
-
-def _model_with_sample(settings: TrainConfig, data: Path, found: Manifest) -> tuple[Model, Batch]:
-    """Return the model, and a batch with the shapes of its inputs."""
-    model = model_of(settings, found.schema)
-    [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
-    return model, sample
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:

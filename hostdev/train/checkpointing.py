@@ -27,9 +27,9 @@ from hostdev.checkpoint.writer import AsyncWriter
 from hostdev.core import json_files
 from hostdev.core.addresses import checkpoint_path, shown_place
 from hostdev.core.errors import HostdevError, StoreError, UserError, in_words
+from hostdev.core.options import flag_of
 from hostdev.core.progress import note
 from hostdev.core.run_files import CONFIG, SUMMARY
-from hostdev.core.table_dtypes import FP32
 from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
 from hostdev.data.manifest import Manifest
 from hostdev.data.manifest import read as read_data
@@ -41,54 +41,6 @@ from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality
 
 KEEP = 3
-# Besides the data, results depend on these options: a resumed run must have the same values.
-# Compared by their effect on the model:
-IN_EFFECT = ("emb_dim", "table_optimizer", "table_lr", "table_weight_decay", "lr")
-FIXED = (
-    "model",
-    "emb_dim",
-    "batch_size",
-    "table_optimizer",
-    "table_lr",
-    "table_weight_decay",
-    "lr",
-    "l2",
-    "precision",
-    "tf32",
-    "seed",
-    "micro_batches",
-    "gradients",
-    "torch_threads",
-    "shuffle_window",
-    "order",
-    "tables",
-    "admit_count",
-    "unknown_ids",
-    "evict_unused",
-    "table_dtype",
-    "table_slots",
-    "initial_vectors",
-    "frozen_vectors",
-    "follow_mark",
-)
-_BEFORE = {  # values for files that were written before the option existed
-    "micro_batches": 1,
-    "gradients": None,
-    "torch_threads": None,
-    "shuffle_window": 1,
-    "order": "shuffled",
-    "tables": "vocabulary",
-    "admit_count": None,
-    "unknown_ids": None,
-    "evict_unused": None,
-    "table_dtype": FP32,
-    "table_slots": FP32,
-    "table_weight_decay": 0.0,
-    "initial_vectors": None,
-    "frozen_vectors": None,
-    "follow": None,
-    "follow_mark": None,
-}
 
 
 class CheckpointError(UserError):
@@ -239,20 +191,20 @@ def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Call
 
 
 def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
-    then = _BEFORE | start.more["settings"]
+    then = settings.defaults() | start.more["settings"]
     if (name := _find_difference(settings, then, data)) is not None:
-        option = "--" + name.replace("_", "-")
         raise UserError(
-            f"{shown_place(start.path)} was trained with {_format_option(option, then[name])}, not "
-            f"{_format_option(option, getattr(settings, name))}; use the checkpoint's value, or start a new run "
+            f"{shown_place(start.path)} was trained with {_format_option(name, then[name])}, not "
+            f"{_format_option(name, getattr(settings, name))}; use the checkpoint's value, or start a new run "
             "without --resume"
         )
-    if (settings.follow is None) != (then["follow"] is None):
-        how = "without --follow" if then["follow"] is None else "with --follow"
-        raise UserError(
-            f"{start.path} was trained {how}; resume it likewise, or start a new run from it with --start-from instead "
-            "of --resume"
-        )
+    for name, item in settings.options().items():
+        if item.is_kind and (getattr(settings, name) is None) != (then[name] is None):
+            how = f"{'without' if then[name] is None else 'with'} {flag_of(name)}"
+            raise UserError(
+                f"{start.path} was trained {how}; resume it likewise, or start a new run from it with --start-from "
+                "instead of --resume"
+            )
     if start.more["data"] != data.identity:
         raise UserError(
             f"{shown_place(start.path)} was trained on a data set other than {settings.data}: the samples or their "
@@ -263,22 +215,23 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
 
 
 def _find_difference(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
-    """Return the first option in FIXED whose value differs from its value in `then`, or None if all are equal.
+    """Return the first fixed option whose value differs from its value in `then`, or None if all are equal.
 
-    Options in IN_EFFECT count as equal if they have the same effect: a model's default may be given or left out.
+    Options that have an effect on the model count as equal if the model is: its default may be given or left out.
     """
-    found = [name for name in FIXED if getattr(settings, name) != then[name]]
-    if not found or not set(found) <= set(IN_EFFECT):
-        return next((name for name in found if name not in IN_EFFECT), None)
-    mine = _get_effect(settings, data)
-    if _get_effect(replace(settings, **{name: then[name] for name in found}), data) == mine:
+    options = settings.options()
+    names = [name for name, item in options.items() if item.is_fixed and getattr(settings, name) != then[name]]
+    if not names or any(not options[name].has_effect for name in names):
+        return next((name for name in names if not options[name].has_effect), None)
+    effect = _get_effect(settings, data)
+    if _get_effect(replace(settings, **{name: then[name] for name in names}), data) == effect:
         return None
-    alone = (name for name in found if _get_effect(replace(settings, **{name: then[name]}), data) != mine)
-    return next(alone, found[0])
+    alone = (name for name in names if _get_effect(replace(settings, **{name: then[name]}), data) != effect)
+    return next(alone, names[0])
 
 
 def _get_effect(settings: TrainConfig, data: Manifest) -> tuple[Any, ...]:
-    """Return what the options in IN_EFFECT set: tables with their optimizers, and the dense layers' learning rate."""
+    """Return what options with `has_effect` set: tables with their optimizers, and the dense layers' learning rate."""
     model = model_of(settings, data.schema)
     tables = {name: (spec.rows, spec.dim, spec.optimizer) for name, spec in model.tables.items()}
     return tables, model.lr if settings.lr is None else settings.lr
@@ -289,7 +242,7 @@ def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
     if settings.run_dir is None or not (settings.run_dir / CONFIG).exists():
         return
     try:
-        then = _BEFORE | json_files.read(settings.run_dir / CONFIG)
+        then = settings.defaults() | json_files.read(settings.run_dir / CONFIG)
         summary = settings.run_dir / SUMMARY
         status = json_files.read(summary)["status"] if summary.exists() else "killed"
         same = _find_difference(settings, then, data) is None and then["preprocess"] == data.options
@@ -302,7 +255,8 @@ def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
         )
 
 
-def _format_option(option: str, value: Any) -> str:
+def _format_option(name: str, value: Any) -> str:
+    option = flag_of(name)
     if value is None or value is False:
         return f"no {option}"
     return option if value is True else f"{option} {value}"

@@ -6,24 +6,23 @@ from typing import Any
 import numpy as np
 
 from hostdev.core.addresses import shown_place
-from hostdev.core.errors import FullError, TableFullError, naming
+from hostdev.core.errors import FullError, TableFullError
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.progress import counted
-from hostdev.core.run_files import REPORT
+from hostdev.core.run_events import CallbackError
 from hostdev.device import backend
 from hostdev.device.clock import EventClock
 from hostdev.kernels.pool import host_threads
 from hostdev.train import summary
-from hostdev.train.callbacks import CallbackError
 from hostdev.train.checkpointing import CheckpointError
 from hostdev.train.interrupt import Interrupted
-from hostdev.train.run import Run
+from hostdev.train.session import Session
 
 
 class Ending:
     """Completes a run's files."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Session) -> None:
         self.run = run
         self.is_complete = False
         self._exchanged: dict[str, int] = {}  # bytes that all ranks have sent
@@ -31,10 +30,10 @@ class Ending:
     def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
         """Complete the logs, write summary.json and return its content."""
         run = self.run
-        with run.lock:
-            if isinstance(run.clock, EventClock):
+        with run.logs.lock:
+            if isinstance(run.logs.clock, EventClock):
                 # A device that waits for a dead rank would never finish.
-                run.clock.drain(wait=run.world.size == 1 or status != "failed")
+                run.logs.clock.drain(wait=run.world.size == 1 or status != "failed")
             content = self._write_summary(status, digest)
             self.is_complete = True
         return content
@@ -42,8 +41,7 @@ class Ending:
     def end(self, status: str, digest: str | None = None) -> None:
         """Complete the logs, and call the callbacks' `on_end`."""
         content = self.finish(status, digest)
-        if self.run.callbacks:
-            self.run.callbacks.end(status, content)
+        self.run.observer.end(status, content)
 
     def count_exchanged(self) -> None:
         """Add up the bytes that all ranks have sent, for summary.json. All ranks must call this."""
@@ -58,23 +56,10 @@ class Ending:
         if run.world.rank:
             return ""
         try:
-            run.draw()
-            if run.keys is not None:
-                run.keys.draw()
+            run.source.draw()
+            if run.logs.keys is not None:
+                run.logs.keys.draw()
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
-
-    def report(self) -> str | None:
-        """With --report, write the page on rank 0, and return None, or the error as text."""
-        run = self.run
-        if run.world.rank or not run.settings.report:
-            return None
-        from hostdev.ext.report.command import write
-
-        try:
-            write([run.files.path], run.files.path / REPORT)
-        except Exception as error:  # the run itself has succeeded
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -84,11 +69,10 @@ class Ending:
         The main thread can write nothing afterwards, so the caller must end the process.
         """
         run = self.run
-        run.lock.acquire()  # never released, so that the main thread writes nothing more
+        run.logs.lock.acquire()  # never released, so that the main thread writes nothing more
         if not self.is_complete:
             self._write_summary(status, None)
-        if run.callbacks:
-            run.callbacks.abandon(status)
+        run.observer.abandon(status)
         newest = run.loaded_from if run.saver is None else run.saver.newest or run.loaded_from
         if newest is not None and newest.is_dir():
             how = f"continue with --resume {shown_place(newest)}"
@@ -114,12 +98,12 @@ class Ending:
         at_once = later = resumed = "a --table-dir with more space, or a larger --table-memory"
         if isinstance(error, TableFullError):
             at_once, resumed = "a larger --capacity, or a smaller --batch-size", "a larger --capacity"
-            sooner = "--evict-unused" if run.settings.evict_unused is None else "a smaller --evict-unused"
+            sooner = "--evict-unused" if run.config.evict_unused is None else "a smaller --evict-unused"
             later = f"a larger --capacity or --admit-count, or {sooner}"
         if run.steps == 0:
             self.close_saver(save=False)
             self.end("failed")
-            run.discard()
+            run.logs.discard()
             return type(error)(error.fact, f"give {at_once}")
         self.close_saver(save=True)
         self.end("failed")
@@ -161,51 +145,43 @@ class Ending:
 
     def _describe_steps(self) -> str:
         run = self.run
-        if not run.files.has_logs:
-            return f"{counted(run.steps, 'step')} taken; the logs in {run.files.path} were removed"
-        return f"{_count_steps(run.steps)} in the logs in {run.files.path}"
+        if not run.logs.files.has_logs:
+            return f"{counted(run.steps, 'step')} taken; the logs in {run.logs.files.path} were removed"
+        return f"{_count_steps(run.steps)} in the logs in {run.logs.files.path}"
 
     def _write_summary(self, status: str, digest: str | None) -> dict[str, Any]:
         run = self.run
-        try:
-            with naming(run.files.path):
-                run.log.close()
-        except OSError:
-            run.files.close()
-            raise
-        run.timeline.close()
-        if run.keys is not None:
-            run.keys.close()
+        run.logs.close()
         content = self._summarise(status, digest)
-        run.files.close(content)
+        run.logs.files.close(content)
         return content
 
     def _summarise(self, status: str, digest: str | None) -> dict[str, Any]:
         run = self.run
-        seconds, ops = run.progress.seconds, run.log.summary()
+        seconds, ops = run.progress.seconds, run.logs.ops.summary()
         return {
             "status": status,
             "steps": min(run.steps, run.trainer.steps),  # an abandoned step may have no update yet
-            **run.summary(),
+            **run.source.summary(),
             "samples_per_second": round(run.progress.samples / seconds, 1) if seconds else 0.0,
             "state_sha256": digest,
-            "device": backend.describe(run.device),
-            "host_device_mix": run.settings.host_device_mix,
+            "device": backend.describe(run.trainer.runtime.device),
+            "host_device_mix": run.config.host_device_mix,
             "host_threads": host_threads(),
             "peak_rss_bytes": peak_rss_bytes(),
-            **summary.get_memory(run.trainer, on_host=run.settings.host_device_mix),
+            **summary.get_memory(run.trainer, on_host=run.config.host_device_mix),
             "pipeline": {
-                "depth": run.settings.pipeline_depth,
-                "staleness": run.settings.staleness,
-                "exact": not run.settings.staleness,
-                **run.timeline.summary(),
+                "depth": run.config.pipeline_depth,
+                "staleness": run.config.staleness,
+                "exact": not run.config.staleness,
+                **run.logs.timeline.summary(),
             },
-            **({"keys": run.keys.last} if run.keys is not None and run.keys.last else {}),
+            **({"keys": run.logs.keys.last} if run.logs.keys is not None and run.logs.keys.last else {}),
             **summary.get_caches(run.trainer.caches, ops),
             **summary.get_disks(run.trainer.tables.values()),
-            **summary.get_ranks(run.world, run.trainer, run.settings.mesh, self._exchanged),
+            **summary.get_ranks(run.world, run.trainer, run.config.mesh, self._exchanged),
             **({"checkpoints": run.saver.summary()} if run.saver is not None else {}),
-            **summary.get_ops_log(run.files.ops),
+            **summary.get_ops_log(run.logs.files.ops),
             "ops": ops,
         }
 

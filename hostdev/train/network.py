@@ -198,7 +198,7 @@ class WholeNetwork(Network):
         reading: Arguments of `Runtime.train` and `predict` that define how to read batches.
     """
 
-    def __init__(self, setup: Setup, reading: dict[str, Any]) -> None:
+    def __init__(self, setup: Setup, reading: Mapping[str, Any]) -> None:
         broadcast_tensors([*setup.model.parameters(), *setup.model.buffers()], setup.world.control)
         super().__init__(setup, list(setup.model.to(setup.runtime.device).parameters()))
         self._reading = reading

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Generic, TextIO, TypeVar
 
 from hostdev.cache.options import AUTO
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import HostdevError, TableFullError, UserError, in_words, write_stderr
 from hostdev.core.memory import share_memory
+from hostdev.core.options import OptionError, flag_of
+from hostdev.core.run_events import CallbackError
 from hostdev.core.run_files import EVAL_LOG, LOSS_LOG, OPS_LOG
 from hostdev.data import manifest
 from hostdev.distributed.agreement import shown
@@ -25,18 +27,13 @@ from hostdev.distributed.monitor import run_within
 from hostdev.distributed.process_group import RENDEZVOUS_SECONDS, TIMEOUT, Ranks
 from hostdev.distributed.rank_environment import RankEnvironment, find_rank_environment
 from hostdev.distributed.session import leave_together, take_host_share
-from hostdev.distributed.start import start_processes, wait_for
 from hostdev.models import registry
-from hostdev.train.callbacks import CallbackError
-from hostdev.train.config import TrainConfig, to_flags
+from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import Interrupted
 from hostdev.train.rundir import RunDir
 
 OUTPUT = "output.log"
-_OWN = (
-    *("data", "run_dir", "checkpoint_dir", "trace", "host_threads", "ops_log", "dist_timeout", "dist_url"),
-    *("dist_backend", "batch_per_rank", "cache_policy", "cache_window", "device"),
-)
+C = TypeVar("C", bound=TrainConfig)
 _LOG_SECONDS = 5.0  # time to complete the logs when another rank has failed
 
 
@@ -76,7 +73,7 @@ class _Output(io.TextIOBase):
         self._file.write("".join(self._buffered))
 
 
-class ProcessSession:
+class ProcessSession(Generic[C]):
     """This process and the other ranks of a training run.
 
     Attributes:
@@ -86,7 +83,7 @@ class ProcessSession:
         on_fault: Called before this process ends because another rank has failed. The run sets it to complete its logs.
     """
 
-    def __init__(self, environment: RankEnvironment, settings: TrainConfig) -> None:
+    def __init__(self, environment: RankEnvironment, settings: C) -> None:
         self.on_fault: Callable[[], object] = lambda: None
         self._answer: Callable[[], object] = lambda: None  # a rank may fail during the rendezvous
         self._environment, self.settings = environment, settings
@@ -156,7 +153,8 @@ def get_shared_values(settings: TrainConfig, ranks: int) -> dict[str, Any]:
     mesh = parse_mesh(settings.mesh) if settings.mesh is not None else Mesh(data=ranks)
     given = resolve_batch(settings, mesh.data).resolved()
     found: dict[str, Any] = {"the data set": None if settings.data is None else _identity(settings.data)}
-    found |= {f"--{name.replace('_', '-')}": value for name, value in given.as_json().items() if name not in _OWN}
+    local = {name for name, item in given.options().items() if item.is_local}
+    found |= {flag_of(name): value for name, value in given.as_json().items() if name not in local}
     with contextlib.suppress(UserError):  # raised again after the rendezvous
         found["--emb-dim"] = given.emb_dim or registry.default_dim(given.model)
     found["--pipeline-depth"] = shown(given.pipeline_depth > 0, str(given.pipeline_depth))
@@ -174,7 +172,7 @@ def _identity(data: Path) -> list[Any]:
     return shown(identity, f"checksum {identity[:12]} ({shown_place(data)})")
 
 
-def make_run_dir(settings: TrainConfig, session: ProcessSession | None) -> RunDir:
+def make_run_dir(settings: TrainConfig, session: ProcessSession[Any] | None) -> RunDir:
     """Make the run directory, or on ranks above 0 this rank's folder in it."""
     make = partial(RunDir, again=settings.resume is not None, ops_log=settings.ops_log_bytes)
     if session is None:
@@ -187,36 +185,25 @@ def make_run_dir(settings: TrainConfig, session: ProcessSession | None) -> RunDi
 
 
 @contextmanager
-def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], object]) -> Iterator[ProcessSession | None]:
+def join_processes(settings: C, resolve: Callable[[C, int], C]) -> Iterator[ProcessSession[C] | None]:
     """Join the other processes that a launcher has started, and yield the session; yield None if there are no others.
 
     Args:
-        require: Called with the settings before the rendezvous; raises UserError for wrong options.
+        resolve: Called with the settings and the number of processes before the rendezvous; returns the settings with
+            the mesh, and raises UserError for wrong options.
     """
     environment = find_rank_environment()
     if environment.alone:
-        resolve_mesh(settings, 1)
-        own = (
-            "dist_timeout",
-            "dist_backend",
-            "dist_url",
-            "batch_per_rank",
-            "dense_exchange",
-            "exchange_levels",
-            "mesh",
-        )
-        for name in own:
-            if getattr(settings, name) is not None:
-                option = "--" + name.replace("_", "-")
-                raise UserError(
-                    f"{option} has no effect in one process; leave out {option}, or start several processes"
+        resolve(settings, 1)
+        for name, item in settings.options().items():
+            if item.is_shared and getattr(settings, name) is not None:
+                raise OptionError(
+                    name, f" has no effect in one process; leave out {flag_of(name)}, or start several processes"
                 )
         yield None
         return
     try:
-        settings = resolve_mesh(settings, environment.ranks)
-        require_shares(settings, environment.ranks)
-        require(settings)
+        settings = resolve(settings, environment.ranks)
     except HostdevError:
         if environment.rank:
             raise SystemExit(2) from None  # rank 0 reports it
@@ -231,93 +218,8 @@ def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], objec
         yield session
 
 
-def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
-    """Return the settings with the mesh that --parallel selects.
-
-    Raises:
-        UserError: --parallel contradicts --mesh or the number of ranks.
-    """
-    how = settings.parallel
-    mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
-    if how is None:
-        return settings
-    if how == "none":
-        if ranks > 1:
-            raise UserError(
-                f"--parallel none requires one process, but {ranks} were started; start one process, or leave out "
-                "--parallel"
-            )
-        return settings
-    if ranks == 1:
-        raise UserError(
-            f"--parallel {how} has no effect in one process; leave out --parallel, or start several processes"
-        )
-    if how == "data" and mesh is not None and mesh.data != mesh.size:
-        raise UserError(
-            f"--parallel data splits samples only, unlike --mesh {mesh}; leave out --parallel, or give --parallel semi"
-        )
-    if how == "semi" and mesh is None:
-        return replace(settings, mesh=f"model={ranks}")
-    return settings
-
-
-def require_shares(settings: TrainConfig, ranks: int) -> None:
-    """Raise UserError unless this number of processes can share the work."""
-    if not settings.host_device_mix:
-        raise UserError(f"{ranks} processes can share tables only in host memory; give --host-device-mix")
-    if settings.mesh is None and settings.parallel == "auto":  # the chosen mesh will fit
-        return
-    mesh = Mesh(data=ranks) if settings.mesh is None else parse_mesh(settings.mesh)
-    if mesh.size != ranks:
-        raise UserError(
-            f"--mesh {settings.mesh} needs {mesh.size} processes, the product of its axes, but {ranks} were started; "
-            f"start {mesh.size}, or give another --mesh"
-        )
-    if settings.dense_exchange is not None and mesh.data == 1:
-        raise UserError(
-            f"--dense-exchange {settings.dense_exchange} has no effect with --mesh {settings.mesh}, whose data axis "
-            "has size 1; leave out --dense-exchange"
-        )
-    M = settings.micro_batches
-    if M % mesh.data:
-        up = -(-M // mesh.data) * mesh.data
-        who = f"{ranks} processes" if mesh.data == ranks else f"the {mesh.data} shares of --mesh {settings.mesh}"
-        raise UserError(
-            f"--micro-batches {M} cannot be divided equally among {who}; give --micro-batches {up}, or another "
-            f"multiple of {mesh.data}"
-        )
-    count = M // mesh.data
-    if settings.schedule == "interleaved" and count % max(1, count // mesh.pipe):
-        up = -(-count // mesh.pipe) * mesh.pipe * mesh.data
-        raise UserError(
-            f"--schedule interleaved takes micro-batches in rounds of {mesh.pipe}, but --micro-batches {M} gives each "
-            f"process {count}; give --micro-batches {up}, or another schedule"
-        )
-    if mesh.data * mesh.pipe > M:
-        raise UserError(
-            f"--mesh {settings.mesh} has {mesh.pipe} stages, so each process needs at least {mesh.pipe} micro-batches; "
-            f"give --micro-batches {mesh.data * mesh.pipe} or more"
-        )
-
-
-def resolve_batch(settings: TrainConfig, shares: int) -> TrainConfig:
+def resolve_batch(settings: C, shares: int) -> C:
     """Return the settings with --batch-per-rank replaced by the equivalent --batch-size of all ranks."""
     if settings.batch_per_rank is None:
         return settings
     return replace(settings, batch_size=settings.batch_per_rank * shares, batch_per_rank=None)
-
-
-def spawn(settings: TrainConfig) -> int:
-    """Start the processes of --spawn on this host and wait for them.
-
-    Returns:
-        The exit code of the first process that failed, or 0.
-    """
-    assert settings.spawn is not None
-    if not find_rank_environment().alone:
-        raise UserError(
-            "--spawn has no effect in a process that a launcher started as one of several; leave out --spawn"
-        )
-    require_shares(resolve_mesh(settings, settings.spawn), settings.spawn)
-    command = [sys.executable, "-m", "hostdev.train", *to_flags(replace(settings, spawn=None))]
-    return wait_for(start_processes(settings.spawn, command))

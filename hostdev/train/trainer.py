@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from hostdev.checkpoint.loading import load_tables, require_tables, values_of
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.tree import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
-from hostdev.core import registry
 from hostdev.core.errors import UserError
-from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
@@ -25,24 +23,55 @@ from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.averages import require_own_averages
 from hostdev.distributed.dense_state import DenseState
-from hostdev.distributed.mesh import Layout
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.models.losses import TargetLoss
 from hostdev.models.model import Model
-from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature, TableSpec
+from hostdev.train.config import TrainConfig
 from hostdev.train.evaluation import Evaluation, evaluation_of
 from hostdev.train.frozen import NOTHING_FROZEN, freeze_columns
-from hostdev.train.key_options import agree_on_capacity
 from hostdev.train.micro_batches import MicroBatches
 from hostdev.train.network import DEEP, Network, Result, Setup, Table, WholeNetwork
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
+from hostdev.train.table_storage import agree_on_capacity
 from hostdev.train.target_scores import TargetScores
 from hostdev.train.together import collect_scores
+
+
+class StepSettings(NamedTuple):
+    """How a step is computed from a batch.
+
+    Attributes:
+        seed: Seed of the tables' initial values, and of layers such as dropout in micro-batches.
+        l2: Regularization of the table "deep": "none", "batch" or "table".
+        precision: "fp32", or "bf16" for the dense layers' arithmetic over float32 weights.
+        lr: Learning rate of the dense layers' Adam; None for the model's `lr`.
+        micro_batches: Micro-batches per batch; the order in which gradients are summed depends only on this number.
+        gradients: "mean" to weight each micro-batch's mean loss by its number of samples; "sum" to add the mean losses.
+        frozen: Columns whose embeddings do not change; requires a schema.
+    """
+
+    seed: int
+    l2: str = "none"
+    precision: str = "fp32"
+    lr: float | None = None
+    micro_batches: int = 1
+    gradients: str = "mean"
+    frozen: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "StepSettings":
+        """Return the options of a training run."""
+        names = ("seed", "l2", "precision", "lr", "micro_batches")
+        return cls(
+            **{name: getattr(config, name) for name in names},
+            gradients=config.gradients or "mean",
+            frozen=config.frozen_columns,
+        )
 
 
 class Trainer:
@@ -51,20 +80,15 @@ class Trainer:
     Args:
         model: Declares its tables, and computes logits from dense columns and rows. The model is moved to the device.
         host_device_mix: Whether to place the tables, and the ops on them, on the host.
-        precision: "fp32", or "bf16" for the dense layers' arithmetic over float32 weights.
-        lr: Learning rate of the dense layers' Adam; None for the model's `lr`.
+        device: The device of the dense layers.
+        steps: How a step is computed.
         most_uses: Maximum number of ids in a batch, for the memory estimate.
         saves: Whether checkpoints will be saved, for the memory estimate.
-        micro_batches: Micro-batches per batch; the order in which gradients are summed depends only on this number.
-        gradients: "mean" to weight each micro-batch's mean loss by its number of samples; "sum" to add the mean losses.
-        world: Processes that share the micro-batches and the tables' rows.
-        l2: Regularization of the table "deep": "none", "batch" or "table".
-        layout: Stages and slices of the model; None if each rank has the whole model.
-        sample: A batch with the shapes of the model's inputs; required with `layout`.
         schema: The data's schema, which describes the labels; None for a single label of 0 or 1.
-        frozen: Columns whose embeddings do not change; requires `schema`.
-
-    The arguments cache, depth, log, timeline, dense_exchange and hooks are passed to `Runtime`.
+        make_network: Returns the dense layers of this rank; None if each rank has the whole model.
+        cache, depth: As for `Runtime`.
+        world: Processes that share the micro-batches and the tables' rows.
+        runtime: Other arguments of `Runtime`, such as `log`, `timeline`, `dense_exchange` and `hooks`.
     """
 
     def __init__(
@@ -73,34 +97,25 @@ class Trainer:
         *,
         host_device_mix: bool,
         device: torch.device,
-        l2: str = "none",
-        precision: str = "fp32",
-        seed: int,
-        lr: float | None = None,
-        log: OpLog | None = None,
+        steps: StepSettings,
         most_uses: int = 0,
+        saves: bool = False,
+        schema: Schema | None = None,
+        make_network: Callable[[Setup, Mapping[str, Any]], Network] | None = None,
         cache: CacheSpec | dict[str, CacheSpec] | None = None,
         depth: int = 0,
-        saves: bool = False,
-        timeline: Timeline | None = None,
-        micro_batches: int = 1,
-        gradients: str = "mean",
         world: World = ALONE_WORLD,
-        layout: Layout | None = None,
-        sample: Batch | None = None,
-        dense_exchange: str = EXCHANGES[0],
-        hooks: PipelineHooks | None = None,
-        schema: Schema | None = None,
-        frozen: Sequence[str] = (),
+        log: OpLog | None = None,
+        **runtime: Any,
     ) -> None:
-        _require_options(model, l2, cached=bool(cache), micro_batches=micro_batches)
+        _require_options(model, steps.l2, cached=bool(cache), micro_batches=steps.micro_batches)
         require_own_averages(model)
         log = log or OpLog()
         self.model, self._device = model, device
         self._world = world
         agree_on_capacity(model, world)
         share, part = world.share(), world.part()
-        self._micro_batches = MicroBatches(micro_batches, gradients, seed, device, share)
+        self._micro_batches = MicroBatches(steps.micro_batches, steps.gradients, steps.seed, device, share)
         free = require_room(model.tables, host_device_mix, device, part)
         self.host_budget = HostBudget(free, {})
         uses = -(-most_uses // share[1])
@@ -109,42 +124,30 @@ class Trainer:
             self.host_budget = make_host_budget(kept)
         if host_device_mix and is_accelerator(device):
             require_copies(model.tables, uses, depth + 2, free, cached=bool(cache))
+        self._make_tables(steps.seed, part if host_device_mix else None, on_host=host_device_mix)
+        features = {name: _bind(feature, self.tables, steps.precision) for name, feature in model.features.items()}
+        self.runtime = Runtime(features, device=device, cache=cache, depth=depth, ranks=world, log=log, **runtime)
+        frozen = NOTHING_FROZEN if schema is None or not steps.frozen else freeze_columns(model, schema, steps.frozen)
+        self._loss = TargetLoss() if schema is None else TargetLoss(schema.labels, schema.targets)
+        rate = model.lr if steps.lr is None else steps.lr
+        how = steps.l2, steps.precision, rate
+        setup = Setup(model, self.runtime, self._micro_batches, world, *how, self.tables, log, self._loss, frozen)
+        reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # neither function draws random numbers
+        self._network: Network
+        self._network = WholeNetwork(setup, reading) if make_network is None else make_network(setup, reading)
+        self.adam, self.cut = self._network.adam, self._network.description
+
+    def _make_tables(self, seed: int, part: tuple[int, int] | None, *, on_host: bool) -> None:
+        """Create the tables on the host or on the device."""
         self.server = ParameterServer()
         self.tables: dict[str, Table] = {}
-        for name, spec in model.tables.items():
+        for name, spec in self.model.tables.items():
+            if on_host:
+                self.tables[name] = self.server.add(_make_host_table(name, spec, seed, part))
+                continue
             shape = (spec.rows, spec.dim, spec.optimizer)
-            self.tables[name] = (
-                self.server.add(_make_host_table(name, spec, seed, part))
-                if host_device_mix
-                else DeviceTable(
-                    *shape, device, name=name, seed=seed, init=spec.init, dtype=spec.dtype, slots=spec.slots
-                )
-            )
-        features = {name: _bind(feature, self.tables, precision) for name, feature in model.features.items()}
-        self.runtime = Runtime(
-            features,
-            device=device,
-            cache=cache,
-            depth=depth,
-            ranks=world,
-            log=log,
-            timeline=timeline,
-            dense_exchange=dense_exchange,
-            hooks=hooks,
-        )
-        rate = model.lr if lr is None else lr
-        still = NOTHING_FROZEN if schema is None or not frozen else freeze_columns(model, schema, frozen)
-        self._loss = TargetLoss() if schema is None else TargetLoss(schema.labels, schema.targets)
-        setup = Setup(
-            model, self.runtime, self._micro_batches, world, l2, precision, rate, self.tables, log, self._loss, still
-        )
-        reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # neither function draws random numbers
-        if layout is None:
-            self._network: Network = WholeNetwork(setup, reading)
-        else:
-            assert sample is not None
-            self._network = registry.find("network", "parts")(setup, reading, layout, sample)
-        self.adam, self.cut = self._network.adam, self._network.description
+            how: Any = {"name": name, "seed": seed, "init": spec.init, "dtype": spec.dtype, "slots": spec.slots}
+            self.tables[name] = DeviceTable(*shape, self._device, **how)
 
     @property
     def timeline(self) -> Timeline:

@@ -16,8 +16,8 @@ from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import WideDeep
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.spec import CacheSpec
-from hostdev.train.trainer import Trainer
 from tests.test_pipeline import ROWS, adversarial, outcome, trainer_of
+from tests.trainers import make_trainer
 
 SIZES = (0, 1, "1%", "10%", 100, "100%")
 POLICIES = ("lookahead", "lru", "lfu", "static")
@@ -137,7 +137,8 @@ def test_every_policy_and_size_on_the_real_sample(criteo_sample, tmp_path, seed)
     def result(depth, **cache):
         spec = CacheSpec(**cache, counts=counts) if cache else None
         model = WideDeep(found.schema, 8, seed=seed)
-        trainer = Trainer(model, host_device_mix=True, device=torch.device("cpu"), seed=seed, depth=depth, cache=spec)
+        device = torch.device("cpu")
+        trainer = make_trainer(model, host_device_mix=True, device=device, seed=seed, depth=depth, cache=spec)
         losses = [tuple(step.value) for step in trainer.train(batches)]
         return losses, trainer.state_sha256()
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hostdev.commands import train
 from hostdev.core import cli
+from hostdev.ext.training import cli as train
 
 
 @pytest.fixture

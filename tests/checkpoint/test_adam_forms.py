@@ -8,10 +8,10 @@ import pytest
 import hostdev
 from hostdev import Adam, Disk, HostTable, Runtime, UserError
 from hostdev.checkpoint import finding, folder, manifest
-from hostdev.commands import train
 from hostdev.core import optimizers
 from hostdev.core.checksums import json_checksum
 from hostdev.ext.checkpoints import diff
+from hostdev.ext.training import cli as train
 from tests.conftest import digest_of
 
 ROWS, DIM = 300, 3

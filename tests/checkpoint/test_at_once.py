@@ -14,7 +14,7 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.checkpoints import compact
 from hostdev.ext.predict import cli as predict
-from hostdev.train import quickstart
+from hostdev.ext.training import quickstart
 from hostdev.train.rundir import RunDir
 from tests.checkpoint.runs import MIX, small
 
@@ -26,7 +26,7 @@ def run(module, *arguments):
 @pytest.fixture(scope="module")
 def run_dir(small_data, tmp_path_factory):
     """A run that took 3 steps, and saved each."""
-    from hostdev.commands import train
+    from hostdev.ext.training import cli as train
 
     path = tmp_path_factory.mktemp("runs") / "run"
     options = [*MIX, "--checkpoint-every", 1, "--max-steps", 3, "--keep-checkpoints", 9]

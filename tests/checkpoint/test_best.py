@@ -8,12 +8,12 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import finding, folder
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.checkpoints import best
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.predict import cli as predict
+from hostdev.ext.training import cli as train
 from tests.data import movies
 
 

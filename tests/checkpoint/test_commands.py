@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from hostdev.checkpoint import finding, folder, manifest
 from hostdev.checkpoint.layers import Layers
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.checkpoints import compact
+from hostdev.ext.training import cli as train
 
 OWN = ["--model", "tests.own_models:ThreeTables"]
 

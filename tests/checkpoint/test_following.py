@@ -13,7 +13,6 @@ import torch
 
 import hostdev
 from hostdev.checkpoint import folder
-from hostdev.commands import train
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
@@ -21,6 +20,7 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
 from hostdev.ext.checkpoints import deliver
+from hostdev.ext.training import cli as train
 from tests.distributed.processes import wait_until
 
 SECONDS, PATIENCE = 0.02, 60

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
@@ -19,6 +18,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.neighbours import cli as neighbours
 from hostdev.ext.predict import exporter, onnx_export
+from hostdev.ext.training import cli as train
 from tests.conftest import ROOT
 from tests.data import movies
 from tests.own_models import ThreeTables

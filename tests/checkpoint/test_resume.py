@@ -13,10 +13,10 @@ import torch
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.ranges import HashedFile
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.checkpoints import cli as checkpoint
+from hostdev.ext.training import cli as train
 from hostdev.train import checkpointing
 from tests import forks
 from tests.checkpoint.runs import MIX, leftovers, logs, names, small
@@ -402,7 +402,7 @@ def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, comman
         "from hostdev.checkpoint.ranges import HashedFile\n"
         "from hostdev.checkpoint import manager\n"
         "from hostdev.core import cli\n"
-        "from hostdev.commands import train\n"
+        "from hostdev.ext.training import cli as train\n"
         "write, begun = HashedFile.write, []\n"
         "def slow(self, data):\n"
         "    if manager.CheckpointManager.slow: print('writing', flush=True); time.sleep(60)\n"

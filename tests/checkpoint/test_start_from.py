@@ -15,7 +15,6 @@ import hostdev
 from hostdev.checkpoint.fitting import fit_tables, load_shared
 from hostdev.checkpoint.folder import names_in, read_chain
 from hostdev.checkpoint.layers import Layers
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
@@ -24,14 +23,15 @@ from hostdev.data.preprocess.meaning import with_known_ids
 from hostdev.data.shards import ShardReader
 from hostdev.ext.predict import cli as predict
 from hostdev.ext.predict.predictor import probabilities
+from hostdev.ext.training import cli as train
+from hostdev.ext.training import starting
 from hostdev.models.wide_deep.network import WideDeep
-from hostdev.train import starting
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
-from hostdev.train.trainer import Trainer
 from tests.checkpoint.runs import MIX
 from tests.conftest import SMALL
 from tests.data import movies
+from tests.trainers import make_trainer
 
 COLUMNS = [
     *("--label", "liked", "--numeric", "age", "--categorical", "user,item"),
@@ -157,7 +157,7 @@ def test_frozen_ids_are_the_checkpoints(days, first, tmp_path):
 
 def trainer_of(settings, schema, *, mix=True):
     model = model_of(settings, schema)
-    return Trainer(model, host_device_mix=mix, device=torch.device("cpu"), seed=settings.seed, lr=settings.lr)
+    return make_trainer(model, host_device_mix=mix, device=torch.device("cpu"), seed=settings.seed, lr=settings.lr)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def others(days):
             r"table 'first_order' has optimizer LazyAdam\(b.*, but SGD in the program",
         ),
         ("two", ["--table-dtype", "bf16"], "the weights of table 'first_order' are fp32, but bf16 in the program"),
-        ("two", ["--resume", "x"], "--start-from has no effect with --resume x; leave out one of the two"),
+        ("two", ["--resume", "x"], "--start-from cannot be combined with --resume DIR"),
         ("two", ["--start-from", "nowhere"], "--start-from nowhere: there is no such checkpoint"),
     ],
 )

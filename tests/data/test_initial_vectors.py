@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import hostdev
-from hostdev.commands import train
 from hostdev.core.initializers import GivenRows, Normal
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.training import cli as train
 from hostdev.ext.verify import cli as verify
 
 N, ITEMS, DIM = 600, 30, 4

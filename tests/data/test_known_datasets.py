@@ -5,10 +5,10 @@ import shlex
 
 import pytest
 
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.training import cli as train
 from tests.conftest import ROOT
 from tests.data import published
 

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.shards import ShardReader
 from hostdev.ext.predict import cli as predict
+from hostdev.ext.training import cli as train
 from tests.data import movies
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hostdev import UserError
-from hostdev.commands import train
 from hostdev.device import backend
+from hostdev.ext.training import cli as train
 from hostdev.ext.verify import cli as verify
 
 

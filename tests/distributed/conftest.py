@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from hostdev.commands import train
 from hostdev.core import cli
+from hostdev.ext.training import cli as train
 from tests.conftest import made_once
 from tests.distributed.hosts import Hosts
 from tests.distributed.processes import Processes

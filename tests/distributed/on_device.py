@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from hostdev.commands import train
 from hostdev.core import cli
+from hostdev.ext.training import cli as train
 
 UNAVAILABLE = 77  # the code where torch does not let the device be registered
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hostdev import LazyAdam, UserError
-from hostdev.commands import train
 from hostdev.distributed import rendezvous
 from hostdev.distributed.exchange import Exchange
 from hostdev.distributed.key_exchange import require_all
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import RankEnvironment
+from hostdev.ext.training import cli as train
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import room
 from hostdev.train.config import TrainConfig
@@ -75,7 +75,7 @@ def test_micro_batches_that_processes_cannot_share_out_equally(refused, as_one_o
         ("--mesh pipe=2 --model tests.own_models:FewRows", "FewRows cannot be cut into stages"),
         ("--mesh pipe=2 --dense-exchange tree", "--dense-exchange tree has no effect with --mesh pipe=2"),
         ("--mesh pipe=2 --schedule interleaved --micro-batches 5", "takes micro-batches in rounds of 2, but"),
-        ("--mesh data=2 --schedule gpipe", "--schedule has no effect without --mesh pipe=N"),
+        ("--mesh data=2 --schedule gpipe", "--schedule gpipe has no effect without --mesh pipe=N"),
         ("--stage-cut deep.2", "--stage-cut has no effect without --mesh pipe=N"),
     ],
 )
@@ -127,7 +127,7 @@ def test_what_has_no_effect_in_one_process(refused, flags):
     [
         (
             ("--batch-per-rank", 100, "--batch-size", 200),
-            "--batch-size counts the samples of all processes, --batch-per-rank the samples of each",
+            "--batch-per-rank cannot be combined with --batch-size",
         ),
         (("--dist-timeout", 0), "--dist-timeout must be a number above 0, not 0.0"),
         (("--dist-timeout", "nan"), "--dist-timeout must be a number above 0, not nan"),
@@ -138,7 +138,7 @@ def test_what_has_no_effect_in_one_process(refused, flags):
         (("--batch-per-rank", 0), "--batch-per-rank must be at least 1, not 0"),
         (("--torch-threads", 0), "--torch-threads must be at least 1, not 0"),
         (("--gradients", "sum"), "--gradients sum has no effect without --micro-batches"),
-        (("--l2", "table", "--micro-batches", 2), "--l2 table cannot be combined with --micro-batches"),
+        (("--l2", "table", "--micro-batches", 2), "--micro-batches cannot be combined with --l2 table"),
     ],
     ids=str,
 )

@@ -13,12 +13,12 @@ import pyarrow
 import pyarrow.csv
 import pytest
 
-from hostdev.commands import train
 from hostdev.core.run_files import GROWN, REPLACED
 from hostdev.ext.streams.arrivals.changes import SAME, UNSETTLED, examine
 from hostdev.ext.streams.arrivals.endings import has_end
 from hostdev.ext.streams.arrivals.folder import Folder, State
 from hostdev.ext.streams.arrivals.seen import Seen, Taken, digest_bits
+from hostdev.ext.training import cli as train
 from tests.conftest import digest_of
 from tests.follow.arriving import DAYS, END, MODEL, NAMES, QUICK, ROWS, RULES, day, lines, write
 

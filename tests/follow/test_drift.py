@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from hostdev.commands import train
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.predict import cli as predict
+from hostdev.ext.training import cli as train
 from tests.data import drift
 
 MODEL = [

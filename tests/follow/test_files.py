@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.csv
 import pyarrow.parquet
 
-from hostdev.commands import train
+from hostdev.ext.training import cli as train
 from tests.conftest import digest_of
 from tests.follow.arriving import (
     DAYS,

@@ -19,8 +19,8 @@ from hostdev.ext.streams.following.logs import FileLogs
 from hostdev.ext.streams.following.progress import MOST_FILES, MOST_STEPS, RecentProgress, RecentQuality
 from hostdev.ext.streams.following.progressive import Histogram, OutputSums, ScoreWindow
 from hostdev.ext.streams.following.state import FollowState
+from hostdev.ext.streams.options import Until, parse_until
 from hostdev.train import metrics
-from hostdev.train.follow_options import Until, parse_until
 
 
 def digest(number):

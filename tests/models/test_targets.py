@@ -11,9 +11,9 @@ from hostdev.models import make, names
 from hostdev.models.losses import TargetLoss
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.target_scores import Errors
-from hostdev.train.trainer import Trainer
 from tests.models.samples import SMALL, batch_of, schema_of
 from tests.models.twins import train_twin
+from tests.trainers import make_trainer
 
 SEVERAL = Targets(more=("buy", "stars"), numeric=("stars",), weight="w")
 TARGETS = {
@@ -29,7 +29,7 @@ CASES += [("deepfm", "a number"), ("wide_deep", "weights")]
 def trainer_of(name, schema, *, mix=True, **options):
     model = make(name, schema, 8, seed=1, **SMALL[name])
     device = torch.device("cpu")
-    return Trainer(model, host_device_mix=mix, device=device, seed=1, schema=schema, **options)
+    return make_trainer(model, host_device_mix=mix, device=device, seed=1, schema=schema, **options)
 
 
 @pytest.mark.parametrize(("name", "targets"), CASES)

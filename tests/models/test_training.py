@@ -13,9 +13,9 @@ from hostdev.data.shards import ShardReader
 from hostdev.models import make, names
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train import metrics
-from hostdev.train.trainer import Trainer
 from tests.models.samples import SMALL, batch_of, schema_of
 from tests.models.twins import Twin, train_twin
+from tests.trainers import make_trainer
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def real(criteo_sample, tmp_path_factory):
 
 def trainer_of(name, schema, dim, device=CPU, *, mix=True, options=None, **others):
     model = make(name, schema, dim, seed=1, **(options or {}))
-    return Trainer(model, host_device_mix=mix, device=device, seed=1, **others)
+    return make_trainer(model, host_device_mix=mix, device=device, seed=1, **others)
 
 
 @pytest.mark.parametrize("name", names())

@@ -5,9 +5,9 @@ import json
 import pyarrow.csv
 import pytest
 
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.training import cli as train
 from tests.conftest import made_once
 from tests.data import events
 from tests.modes.features import FEATURES, MODES, is_possible, strongest

@@ -12,11 +12,11 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint.layers import Layers
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.neighbours import METRICS, faiss_export, rows
 from hostdev.ext.neighbours.source import open_source
+from hostdev.ext.training import cli as train
 
 faiss = pytest.importorskip("faiss")
 OPTIONS = ["--model", "deepfm", "--batch-size", 200, "--emb-dim", 4, "--device", "cpu", "--max-steps", 3]

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from hostdev.commands import train
 from hostdev.core import cli
+from hostdev.ext.training import cli as train
 from tests.conftest import ROOT
 from tests.distributed.processes import Processes
 

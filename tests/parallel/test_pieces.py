@@ -178,6 +178,7 @@ def test_names_of_a_models_pieces():
 def test_torchs_schedules_are_loaded_where_there_are_stages():
     """They take two seconds, in every process."""
     program = (
-        "import sys, hostdev.train.run, hostdev.models.dcn; sys.exit('torch.distributed.pipelining' in sys.modules)"
+        "import sys, hostdev.train.assembly, hostdev.models.dcn\n"
+        "sys.exit('torch.distributed.pipelining' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -5,9 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.training import cli as train
 from tests.conftest import made_once
 from tests.serving.helpers import Served
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hostdev.commands import train
+from hostdev.ext.training import cli as train
 from tests import forks
 from tests.conftest import ROOT, digest_of, environment
 from tests.own_models import __name__ as own_models

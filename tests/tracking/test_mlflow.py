@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from mlflow.tracking import MlflowClient
 
-from hostdev.commands import train
 from hostdev.core.errors import UserError
 from hostdev.core.run_files import MLFLOW
 from hostdev.ext.tracking import MLflowWriter
 from hostdev.ext.tracking import mlflow_sending as sending
+from hostdev.ext.training import cli as train
 from tests.conftest import digest_of
 from tests.tracking.cases import FLAGS, keep_checkpoint, read_evaluations, read_losses
 
@@ -128,7 +128,7 @@ def test_a_server_that_closes_connections(in_process, small_data, tmp_path, clie
 
 def test_a_store_that_is_not_there(in_process, small_data, tmp_path, client, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    monkeypatch.setattr("hostdev.train.tracking_options.find_spec", lambda name: None if name == "sqlalchemy" else name)
+    monkeypatch.setattr("hostdev.ext.tracking.options.find_spec", lambda name: None if name == "sqlalchemy" else name)
     code, _, error = in_process(train, "--data", small_data, *FLAGS, "--run-dir", "run", *LOG)
     assert code == 2 and len(error.splitlines()) == 1 and "MLFLOW_TRACKING_URI" in error
     assert not (tmp_path / "run").exists()

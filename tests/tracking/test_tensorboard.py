@@ -7,9 +7,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hostdev
-from hostdev.commands import train
 from hostdev.ext.tracking.callback import EndInfo, EpochInfo, RunInfo
 from hostdev.ext.tracking.tensorboard import TensorBoardTracker
+from hostdev.ext.training import cli as train
 from tests.conftest import digest_of
 from tests.tracking.cases import FLAGS, keep_checkpoint, read_evaluations, read_losses, read_scalars
 
@@ -157,7 +157,7 @@ def test_a_wrong_name(in_process, small_data, tmp_path, value, words):
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
 def test_a_package_that_is_missing(in_process, small_data, tmp_path, monkeypatch, name):
-    monkeypatch.setattr("hostdev.train.tracking_options.find_spec", lambda wanted: None if wanted == name else object())
+    monkeypatch.setattr("hostdev.ext.tracking.options.find_spec", lambda wanted: None if wanted == name else object())
     code, _, error = in_process(train, "--data", small_data, *FLAGS, "--run-dir", "run", "--log-to", name)
     assert code == 2 and len(error.splitlines()) == 1 and "pip install" in error and name in error
     assert not (tmp_path / "run").exists()

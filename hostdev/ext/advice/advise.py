@@ -15,11 +15,11 @@ from hostdev.cache.simulation import OPTIMUM
 from hostdev.core import pictures
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
+from hostdev.core.keys import is_raw
 from hostdev.core.memory import available_bytes, dense_bytes, format_bytes
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
-from hostdev.data.preprocess.options import is_raw
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.bus import Bus, measure
@@ -29,13 +29,15 @@ from hostdev.distributed.start import start_processes, wait_for
 from hostdev.ext.advice.admission import advise_admission
 from hostdev.ext.advice.cache.curves import CachePoint, Curves, TableGroup, flags, gains, recommend, simulate
 from hostdev.ext.advice.disk import advise_disk
+from hostdev.ext.training.config import CommandConfig
+from hostdev.ext.training.layouts import choose_layout, require_layout
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import TableSpec
-from hostdev.train import config
-from hostdev.train.build import choose_layout, groups_of, ids_of, model_of, require_layout
+from hostdev.train.build import groups_of, ids_of, model_of
 from hostdev.train.config import TrainConfig
+from hostdev.train.options import REFERENCE_BATCH_SIZE
 from hostdev.train.report import kind
 
 
@@ -183,7 +185,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
 def _open(settings: TrainConfig, data: Path, found: Manifest) -> tuple[ShardReader, int]:
     """Return the training samples and the batch size, and set the number of threads."""
     reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
-    size = settings.batch_size or min(config.REFERENCE_BATCH_SIZE, max(1, reader.rows // 20))
+    size = settings.batch_size or min(REFERENCE_BATCH_SIZE, max(1, reader.rows // 20))
     reader.require(size)
     if settings.host_threads is not None:
         set_host_threads(settings.host_threads)
@@ -218,7 +220,7 @@ def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
     return needed + dense_bytes(len(batch), inputs, get_hidden_widths(model)) if dense else needed
 
 
-def advise_mesh(settings: TrainConfig, processes: int) -> None:
+def advise_mesh(settings: CommandConfig, processes: int) -> None:
     """Measure and print the time per step of each way to distribute the model over several processes.
 
     Start the processes, unless a launcher has started this process as one of several.

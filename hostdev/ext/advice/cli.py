@@ -4,17 +4,16 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from hostdev.cache.options import MOST_WINDOW, WINDOW
+from hostdev.cache.options import WINDOW
 from hostdev.core import cli, pictures
 from hostdev.core.addresses import local_path
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
 from hostdev.core.memory import parse_bytes
+from hostdev.core.options import flag_of
 from hostdev.data import folder
-from hostdev.train import config
-from hostdev.train.config import TrainConfig
-from hostdev.train.config_checks import require_table_window
+from hostdev.ext.training.config import CommandConfig
 
 PROG = "hostdev.advise"
 HELP = "recommend an embedding cache for your data"
@@ -38,7 +37,7 @@ OPTIONS = (
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Recommend an embedding cache for your data by simulating all policies and sizes.")
-    config.add_flags(made, OPTIONS)
+    CommandConfig.add_flags(made, OPTIONS)
     made.inputs["data"] = folder.require_input
     made.add_argument(
         "--cache-window",
@@ -93,20 +92,17 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     _check_disk(arguments)
     if arguments.mesh is not None:
         arguments.parallel = "auto"
-        settings = _for_mesh(config.from_flags(arguments, [*OPTIONS, "parallel"]), arguments)
+        settings = _for_mesh(CommandConfig.from_flags(arguments, [*OPTIONS, "parallel"]), arguments)
         with cli.importing(prog):
             from hostdev.ext.advice.advise import advise_mesh
         advise_mesh(settings, arguments.mesh)
         return
-    settings = config.from_flags(arguments, OPTIONS)
+    settings = CommandConfig.from_flags(arguments, OPTIONS)
     alone()  # this command uses one process, even if a launcher started several
     for name in MESH_OPTIONS:
-        if getattr(settings, name) != getattr(TrainConfig, name):
-            raise UserError(
-                f"--{name.replace('_', '-')} has no effect without --mesh; leave out --{name.replace('_', '-')}"
-            )
-    if not 0 <= arguments.cache_window <= MOST_WINDOW:
-        raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {arguments.cache_window}")
+        if getattr(settings, name) != getattr(CommandConfig, name):
+            raise UserError(f"{flag_of(name)} has no effect without --mesh; leave out {flag_of(name)}")
+    CommandConfig.options()["cache_window"].require("cache_window", arguments.cache_window)
     memory = parse_bytes(arguments.memory) if arguments.memory is not None else None
     settings.require_data()
     if arguments.disk is not None:
@@ -129,7 +125,7 @@ def _check_disk(arguments: argparse.Namespace) -> None:
                 raise UserError(f"{name} has no effect without --disk; leave out {name}")
         return
     if arguments.table_window is not None:
-        require_table_window(arguments.table_window)
+        CommandConfig.options()["table_window"].require("table_window", arguments.table_window)
     if arguments.mesh is not None:
         raise UserError("--disk and --mesh are different questions; give one of them")
     for name, given in (("--memory", arguments.memory is not None), ("--out", arguments.out is not None)):
@@ -141,12 +137,12 @@ def _check_disk(arguments: argparse.Namespace) -> None:
         raise UserError(f"--step-ms must be a positive number of milliseconds, not {arguments.step_ms}")
 
 
-def _for_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> TrainConfig:
+def _for_mesh(settings: CommandConfig, arguments: argparse.Namespace) -> CommandConfig:
     """Return the settings; raise UserError if an option has no effect with --mesh, or --mesh is less than 2."""
     for name, given in (("--memory", arguments.memory), ("--out", arguments.out)):
         if given is not None:
             raise UserError(f"{name} is for caches and has no effect with --mesh; leave out {name}")
-    if settings.shuffle_window != TrainConfig.shuffle_window:
+    if settings.shuffle_window != CommandConfig.shuffle_window:
         raise UserError("--shuffle-window has no effect with --mesh; leave out --shuffle-window")
     if arguments.mesh < 2:
         raise UserError(f"--mesh must be a number of processes, 2 or more, not {arguments.mesh}")

@@ -25,7 +25,7 @@ from hostdev.kernels.disk_records import Format
 from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
 from hostdev.train.build import groups_of, ids_of
-from hostdev.train.disk_options import LEAST_ROW
+from hostdev.train.table_storage import LEAST_ROW
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 _SECONDS = 1.0  # of writing, and of reading

@@ -3,7 +3,7 @@
 The engine finds `StagedNetwork` as the network "parts" of its registry.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ class StagedNetwork(Network):
         sample: A batch with the shapes of the model's inputs.
     """
 
-    def __init__(self, setup: Setup, reading: dict[str, Any], layout: Layout, sample: Batch) -> None:
+    def __init__(self, setup: Setup, reading: Mapping[str, Any], layout: Layout, sample: Batch) -> None:
         self._world, self._reading = setup.world, reading
         self._has_l2 = setup.l2 != "none"
         self._like = partial(inputs_like, setup.model, sample, setup.autocast)

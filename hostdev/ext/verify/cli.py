@@ -9,7 +9,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
 from hostdev.data import folder
 from hostdev.distributed.mesh import SCHEDULES, Mesh, parse_layout, parse_mesh
-from hostdev.train import config
+from hostdev.ext.training.config import CommandConfig
 
 PROG = "hostdev.verify"
 HELP = "show on your data that every mode gives the same bits"
@@ -48,7 +48,7 @@ OPTIONS = (
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Show on your data that training gives the same bits in every mode.")
-    config.add_flags(made, OPTIONS)
+    CommandConfig.add_flags(made, OPTIONS)
     made.inputs["data"] = folder.require_input
     made.add_argument("--steps", type=int, default=20, metavar="N", help="steps per mode (default 20)")
     made.add_argument(
@@ -82,7 +82,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     arguments = parser(prog).parse_args(argv)
     alone()  # even if a launcher started several processes: verify itself starts the processes to compare
     on_host = arguments.tables == "dynamic" or arguments.table_dir is not None
-    settings = config.from_flags(arguments, OPTIONS, host_device_mix=on_host)
+    settings = CommandConfig.from_flags(arguments, OPTIONS, host_device_mix=on_host)
     if arguments.steps < 2:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")
     meshes, micro_batches = _meshes(arguments)

@@ -19,11 +19,12 @@ from hostdev.device import backend
 from hostdev.distributed.mesh import STRATEGIES, Layout, Mesh
 from hostdev.ext.parallel.layout import resolve_layout
 from hostdev.ext.parallel.plan import divides, pairable
+from hostdev.ext.training.initial_vectors import make_model
 from hostdev.ext.verify.modes import Mode, Record, compare, get_batch_size, modes, read_batches, train
 from hostdev.ext.verify.processes import compare_meshes
 from hostdev.kernels.pool import host_threads
 from hostdev.models.model import Model
-from hostdev.train.build import device_of, groups_of, ids_of, model_of, vector_tables
+from hostdev.train.build import device_of, groups_of, ids_of, vector_tables
 from hostdev.train.config import TrainConfig
 from hostdev.train.network import inputs_like
 
@@ -57,7 +58,7 @@ def verify(
     batches = read_batches(reader, size, settings.seed, steps)
     if settings.tables == "dynamic" and settings.capacity is None:
         settings = replace(settings, capacity=str(_count_ids(settings, found.schema, batches)))
-    model = model_of(settings, found.schema)
+    model = make_model(settings, found.schema)
     placed = [(mesh, adapt_layout(mesh, layout or Layout(), model, batches[0])) for mesh in meshes]
     groups, dims = groups_of(model), sorted({spec.dim for spec in vector_tables(model).values()})
     report(f"data     {shown_place(data)}: {steps} steps of {size:,} samples, {ids_in_words(found.schema.rows)}")
@@ -150,7 +151,7 @@ def _compare_all(
 
 def _count_ids(settings: TrainConfig, schema: Schema, batches: Sequence[Batch]) -> int:
     """Return the number of distinct ids of the batches in the group of tables that has the most."""
-    model = model_of(settings, schema)
+    model = make_model(settings, schema)
     return max(
         len(np.unique(np.concatenate([ids_of(model, batch, tables[0]) for batch in batches])))
         for tables in groups_of(model)

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from hostdev.cache.options import WINDOW
+from hostdev.core import registry
 from hostdev.core.progress import bar
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
@@ -19,6 +21,7 @@ from hostdev.device import backend
 from hostdev.distributed.dense_state import DenseState
 from hostdev.distributed.mesh import Layout
 from hostdev.distributed.world import ALONE_WORLD, World
+from hostdev.ext.training.initial_vectors import make_model
 from hostdev.host.key_table import KeyTable
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
@@ -27,10 +30,10 @@ from hostdev.models.model import Model
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import dense_arrays
 from hostdev.runtime.spec import CacheSpec
-from hostdev.train import config
-from hostdev.train.build import groups_of, ids_of, model_of, seed_torch
+from hostdev.train.build import groups_of, ids_of, seed_torch
 from hostdev.train.config import TrainConfig
-from hostdev.train.trainer import Trainer
+from hostdev.train.options import REFERENCE_BATCH_SIZE
+from hostdev.train.trainer import StepSettings, Trainer
 
 DEPTHS = (1, 2, 4)
 _FAULT_SECONDS = 0.03  # delay of an update, so that a lookup that does not wait for the update reads old rows
@@ -153,7 +156,7 @@ def train(
     local_ids: list[Any] = []  # by group, the ids of this rank's rows, or the keys of rows; None if rows are ids
     names: list[list[Any]] = []  # (table, state names) by group; `after_update` must not keep the trainer alive
     seed_torch(settings.seed)
-    model = model_of(settings, schema)
+    model = make_model(settings, schema)
     if not mode.on_disk:
         model.tables = {name: replace(spec, disk=None) for name, spec in model.tables.items()}
 
@@ -170,23 +173,20 @@ def train(
     hooks = PipelineHooks(after_update=after_update)
     if faulty_group is not None:
         hooks = PipelineHooks(after_update=after_update, ignore_hazards=[faulty_group], before_stage=delay)
+    parts = None
+    if layout is not None:
+        parts = partial(registry.find("network", "parts"), layout=layout, sample=batches[0])
     trainer = Trainer(
         model,
         host_device_mix=mode.host_device_mix,
         device=backend.select(settings.device),
-        l2=settings.l2,
-        precision=settings.precision,
-        seed=settings.seed,
-        lr=settings.lr,
-        depth=mode.depth,
-        cache=caches(mode, model, batches),
-        hooks=hooks,
-        micro_batches=micro_batches,
-        world=world,
-        layout=layout,
-        sample=batches[0],
+        steps=StepSettings.of(settings)._replace(micro_batches=micro_batches),
         schema=schema,
-        frozen=settings.frozen_columns,
+        make_network=parts,
+        cache=caches(mode, model, batches),
+        depth=mode.depth,
+        world=world,
+        hooks=hooks,
     )
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
@@ -268,7 +268,7 @@ def _sort_rows(rows: tuple[npt.NDArray[Any], Hashes]) -> tuple[npt.NDArray[Any],
 def get_batch_size(settings: TrainConfig, reader: ShardReader, steps: int) -> int:
     """Return the number of samples in a step."""
     reader.require(settings.batch_size or 1)
-    return settings.batch_size or min(config.REFERENCE_BATCH_SIZE, -(-reader.rows // steps))
+    return settings.batch_size or min(REFERENCE_BATCH_SIZE, -(-reader.rows // steps))
 
 
 def read_batches(reader: ShardReader, size: int, seed: int, steps: int, part: tuple[int, int] = (0, 1)) -> list[Batch]:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hostdev.core import cli
+from hostdev.ext.training.config import CommandConfig
 from hostdev.ext.verify.cli import OPTIONS
-from hostdev.train import config
 
 PROG = "hostdev.ext.verify.processes"
 _OPTIONS = (*OPTIONS, "host_device_mix")  # which `verify` sets itself
@@ -15,8 +15,8 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line and run one process."""
     steps, micro_batches, depth, cache, folder, mesh, layout = argv[:7]
     parser = cli.parser(prog, "Run one of the processes that hostdev.verify starts.")
-    config.add_flags(parser, _OPTIONS)
-    settings = config.from_flags(parser.parse_args(argv[7:]), _OPTIONS)
+    CommandConfig.add_flags(parser, _OPTIONS)
+    settings = CommandConfig.from_flags(parser.parse_args(argv[7:]), _OPTIONS)
     with cli.importing(prog):
         from hostdev.ext.verify.modes import Mode
         from hostdev.ext.verify.processes import run_rank

@@ -28,7 +28,7 @@ from hostdev.distributed.start import start_processes, wait_for
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.verify.modes import Mode, Record, compare, get_batch_size, read_batches, train
 from hostdev.train.build import device_of
-from hostdev.train.config import TrainConfig, to_flags
+from hostdev.train.config import TrainConfig
 
 _MODULE = "hostdev.ext.verify.processes"  # run by the processes
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
@@ -90,7 +90,7 @@ def _train_processes(
         more = [*map(str, (steps, micro_batches, mode.depth)), mode.cache or "", folder, str(mesh), json.dumps(layout)]
         output = Path(folder) / "output.log"
         with output.open("wb") as log:
-            command = [sys.executable, "-m", _MODULE, *more, *to_flags(settings)]
+            command = [sys.executable, "-m", _MODULE, *more, *settings.to_flags()]
             code = wait_for(start_processes(mesh.size, command, stdout=log, stderr=subprocess.STDOUT))
         if code:
             lines = output.read_text(errors="replace").strip().splitlines()

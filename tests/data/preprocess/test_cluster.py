@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from hostdev.core.errors import UserError
+from hostdev.core.keys import RAW
 from hostdev.data.preprocess import delimited, sparse_text
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.cluster import learning
 from hostdev.data.preprocess.cluster.prepare import prepare
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
-from hostdev.data.preprocess.options import RAW
 from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.scaling import ColumnScaling
 from hostdev.data.preprocess.synthetic import Synthetic, write_text

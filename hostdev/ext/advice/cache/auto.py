@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,10 +44,11 @@ from hostdev.train.room import estimate_host_memory, measure_free_after_step
 _LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # limits of the simulation
 _SAMPLE = 1000  # samples in the batch from which the shapes of the model's inputs are read
 
+Config = TypeVar("Config", bound=TrainConfig)
 Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids of each batch, and their occurrences
 
 
-def choose_cache(settings: TrainConfig, data: Path, found: Manifest, world: World) -> tuple[TrainConfig, list[str]]:
+def choose_cache(settings: Config, data: Path, found: Manifest, world: World) -> tuple[Config, list[str]]:
     """Replace --cache-rows auto by a number of rows and a policy; return the settings, and lines about the choice.
 
     All ranks must call this. Rank 0 chooses, for the device with the least free memory.

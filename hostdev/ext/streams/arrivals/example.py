@@ -8,13 +8,13 @@ import pyarrow as pa
 
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
+from hostdev.core.keys import is_raw
 from hostdev.data import ragged
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import earlier_flags, scaling
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
-from hostdev.data.preprocess.options import is_raw
 from hostdev.data.preprocess.raw import RawRows, Source, SourceLayout
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions

@@ -17,7 +17,7 @@ from hostdev.ext.streams.arrivals.seen import Taken, digest_bits
 from hostdev.ext.streams.arrivals.watcher import AHEAD, Look, Watcher
 from hostdev.ext.streams.following.logs import Expected, FileLogs
 from hostdev.ext.streams.following.state import FollowState
-from hostdev.train.follow_options import Until
+from hostdev.ext.streams.options import Until
 
 _SECONDS = 0.1  # between two looks at the signals
 _SPARE = 1024  # names of files that are gone which are kept before they are forgotten

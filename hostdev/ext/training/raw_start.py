@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from hostdev.core.errors import UserError
-from hostdev.core.keys import FormerIds
+from hostdev.core.keys import FormerIds, is_raw
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.encoding import Encoding
-from hostdev.data.preprocess.options import is_raw
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 
 _MOST_USES = 2**32 - 1

@@ -23,9 +23,15 @@ from hostdev.data.preprocess.vectors import WrongNumberError, require_numbers
 from hostdev.data.schema import Schema
 from hostdev.kernels.arrays import LongIds, Rows
 from hostdev.models.model import Model
+from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
 
 _LARGEST = float(np.finfo(np.float32).max)
+
+
+def make_model(settings: TrainConfig, schema: Schema) -> Model:
+    """Return the model that the options select, with its initial vectors, as `model_of`."""
+    return model_of(settings, schema, set_initial_vectors)
 
 
 def set_initial_vectors(model: Model, settings: TrainConfig, schema: Schema) -> None:

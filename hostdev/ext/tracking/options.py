@@ -1,32 +1,34 @@
-"""The options of `hostdev train` that say where a run reports to, and what they name."""
+"""The options of trackers and callbacks: where a run reports to, and what the options name."""
 
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 from hostdev.core.errors import UserError
 from hostdev.core.named_classes import load_class
+from hostdev.core.options import OptionError, OptionGroup, option
 from hostdev.ext.tracking.callback import METHODS
-from hostdev.train.option_fields import flag
 
 TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny"}  # by name, the package to install
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackingOptions:
-    """The options of `hostdev train` about trackers and callbacks; `TrainConfig` has all options."""
+class TrackingOptions(OptionGroup):
+    """Trackers and callbacks."""
 
-    log_to: str | None = flag(
+    section: ClassVar[str] = "tracking"
+    title: ClassVar[str] = "what the run writes"
+    log_to: str | None = option(
         "also write losses, metrics, speed and histograms to tensorboard (RUN/tensorboard), mlflow "
         "(MLFLOW_TRACKING_URI), or both, separated by a comma",
-        kind=str,
+        str,
         metavar="NAMES",
     )
-    callback: str | None = flag(
+    callback: str | None = option(
         "your class, as package.module:Class, that receives steps, epochs, checkpoints and the end (hostdev.Callback); "
         "separate several by commas",
-        kind=str,
+        str,
         metavar="CLASS",
     )
 
@@ -40,16 +42,15 @@ class TrackingOptions:
         """The classes in --callback."""
         return () if self.callback is None else tuple(self.callback.split(","))
 
-
-def check_tracking(settings: TrackingOptions) -> None:
-    """Raise UserError if --log-to names something else than trackers, or a name is given twice."""
-    for option, names in (("--log-to", settings.trackers), ("--callback", settings.callback_classes)):
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(f"{option} names {name!r} twice; name it once")
-    for name in settings.trackers:
-        if name not in TRACKERS:
-            raise UserError(f"--log-to has no {name!r}; choose one or both of {','.join(TRACKERS)}")
+    def check(self) -> None:
+        """Raise OptionError if --log-to names something else than trackers, or a name is given twice."""
+        for key, names in (("log_to", self.trackers), ("callback", self.callback_classes)):
+            for name in names:
+                if names.count(name) > 1:
+                    raise OptionError(key, f" names {name!r} twice; name it once")
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise OptionError("log_to", f" has no {name!r}; choose one or both of {','.join(TRACKERS)}")
 
 
 def require_tracking(settings: TrackingOptions) -> None:

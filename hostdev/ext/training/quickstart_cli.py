@@ -10,7 +10,7 @@ from hostdev.core.addresses import local_path, require_input
 from hostdev.core.errors import UserError
 from hostdev.data import folder
 from hostdev.data.preprocess.options import Options, add_options, parse_options
-from hostdev.train import config
+from hostdev.ext.training.config import CommandConfig
 
 PROG = "hostdev.train.quickstart"
 HELP = "preprocess Criteo text, or synthetic data, and train on it"
@@ -41,7 +41,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         help="folder of the data sets (default %(default)s)",
     )
     add_options(made, Options(threshold=THRESHOLD))
-    config.add_flags(made)
+    CommandConfig.add_flags(made)
     made.inputs["data"] = folder.require_input
     for action in made._actions:
         if action.dest in ("data", "host_device_mix"):  # --data is rejected, and --host-device-mix is always on
@@ -60,8 +60,8 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     arguments.host_device_mix = True
     if arguments.epochs is None:
         arguments.epochs = EPOCHS
-    config.from_flags(arguments)  # check the options before the work begins
+    CommandConfig.from_flags(arguments)  # check the options before the work begins
     options = parse_options(arguments, threshold=THRESHOLD)
     with cli.importing(prog):
-        from hostdev.train.quickstart import run
+        from hostdev.ext.training.quickstart import run
     run(arguments, options, ROWS)

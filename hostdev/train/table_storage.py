@@ -1,16 +1,15 @@
-"""The options of `hostdev train` for tables by key: --tables dynamic and those that belong to it."""
+"""Where a model's tables are stored, as the options say: by key, and on disk."""
 
 from bisect import bisect_left
 from dataclasses import replace
-from typing import Any
 
 from hostdev.checkpoint.manager import SAVING_BYTES
 from hostdev.core.admission import MinCount
+from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.eviction import Unused
-from hostdev.core.keys import SHARED
+from hostdev.core.keys import SHARED, is_raw
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
-from hostdev.data.preprocess.options import is_raw
 from hostdev.data.schema import Schema
 from hostdev.distributed.agreement import take_least
 from hostdev.distributed.process_group import ranks
@@ -20,13 +19,15 @@ from hostdev.host.key_options import KEY_BYTES
 from hostdev.models.model import Model
 from hostdev.runtime import room
 from hostdev.runtime.spec import CacheSpec, KeySpec
-from hostdev.train.config_checks import parse_capacity
+from hostdev.train.config import TrainConfig
+from hostdev.train.storage_options import parse_capacity
 
+LEAST_ROW = 64  # bytes; for smaller rows, what is kept in memory to find them would take about as much as the rows
 _SHARE = 0.8  # of this process's free memory, if no capacity is given; batches take some of the rest
 _MOST_ROWS = 1 << 29
 
 
-def require_kind(settings: Any, schema: Schema) -> None:
+def require_kind(settings: TrainConfig, schema: Schema) -> None:
     """Raise UserError if the data has raw ids, which only tables by key have room for."""
     if is_raw(schema.rows) and settings.tables != "dynamic":
         raise UserError(
@@ -34,7 +35,7 @@ def require_kind(settings: Any, schema: Schema) -> None:
         )
 
 
-def set_keys(model: Model, settings: Any) -> None:
+def set_keys(model: Model, settings: TrainConfig) -> None:
     """Make a model's tables tables by key, if the options of a `TrainConfig` say so.
 
     All tables have the same keys, and share the memory that --capacity gives.
@@ -71,7 +72,7 @@ def set_keys(model: Model, settings: Any) -> None:
     model.tables = {name: replace(spec, rows=rows, keys=keys) for name, spec in model.tables.items()}
 
 
-def _find_capacity(model: Model, settings: Any) -> int:
+def _find_capacity(model: Model, settings: TrainConfig) -> int:
     """Return how many keys the free memory of this process allows, with all that is kept for each of them."""
     cache = None
     if settings.cache_policy is not None and settings.cache_rows is not None:
@@ -91,3 +92,25 @@ def agree_on_capacity(model: Model, world: World) -> None:
     mine = {name: spec.rows for name, spec in model.tables.items() if spec.keys is not None}
     least = take_least(mine, world.control.share(mine))
     model.tables = {name: replace(spec, rows=least.get(name, spec.rows)) for name, spec in model.tables.items()}
+
+
+def set_disks(model: Model, settings: TrainConfig) -> None:
+    """Put a model's tables on disk, if the options of a `TrainConfig` say so.
+
+    The memory is shared in proportion to the bytes of the tables' rows. Tables whose rows have less than 64 bytes stay
+    in memory, such as those of one column.
+    """
+    if settings.table_dir is None:
+        return
+    sizes = {name: spec.rows * spec.shape.nbytes(1) for name, spec in model.tables.items()}
+    sizes = {name: size for name, size in sizes.items() if model.tables[name].shape.nbytes(1) >= LEAST_ROW}
+    if not sizes:
+        raise UserError(
+            f"--table-dir has no effect: no table has rows of {LEAST_ROW} bytes or more, and smaller rows stay in "
+            "memory; leave out --table-dir"
+        )
+    memory, total = parse_bytes(settings.table_memory or "0"), sum(sizes.values())
+    window = Disk.window if settings.table_window is None else settings.table_window
+    for name, size in sizes.items():
+        disk = Disk(settings.table_dir, memory * size // total, window)
+        model.tables = {**model.tables, name: replace(model.tables[name], disk=disk)}

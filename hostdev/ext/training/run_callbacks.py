@@ -7,26 +7,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hostdev.core.errors import UserError, in_words
+from hostdev.core.errors import in_words
 from hostdev.core.progress import note
+from hostdev.core.run_events import CallbackError, CheckpointInfo, EndInfo, EpochInfo, RunInfo, RunObserver, StepInfo
 from hostdev.distributed.monitor import run_within
-from hostdev.ext.tracking.callback import CheckpointInfo, EndInfo, EpochInfo, RunInfo, StepInfo
+from hostdev.ext.tracking.options import TrackingOptions, make_callbacks
 from hostdev.ext.tracking.tracker import Tracker
 from hostdev.runtime.figures import RuntimeFigures
 from hostdev.runtime.generators import get_generators
 from hostdev.runtime.runtime import Runtime
 from hostdev.train.interrupt import GracefulStop
-from hostdev.train.tracking_options import TrackingOptions, make_callbacks
 
 EVERY = 20  # steps between two records of speed, waits and op times
 _ABANDON_SECONDS = 2.0
 
 
-class CallbackError(UserError):
-    """A callback has raised an exception, and the run has ended."""
-
-
-class RunCallbacks:
+class RunCallbacks(RunObserver):
     """The callbacks and trackers of a run.
 
     The first error of a callback ends the run like a signal: `error` is set, and nothing more is called but `on_end`
@@ -55,16 +51,7 @@ class RunCallbacks:
         return self._has_any
 
     def start(self, run: RunInfo, runtime: Runtime, again: StepInfo | None) -> None:
-        """Call `on_start`.
-
-        Args:
-            run: The run.
-            runtime: The runtime whose figures trackers write.
-            again: The last step before a resumed run, if its evaluation is to be repeated.
-
-        Raises:
-            CallbackError: A callback has failed.
-        """
+        """Call `on_start`; raise CallbackError if a callback has failed. Trackers write the runtime's figures."""
         if not self:
             return
         self._generators, self._step = get_generators(runtime.device), run.first_step
