@@ -21,9 +21,10 @@ Ids = npt.NDArray[np.int64]
 
 def can_adopt(about: Table, table: Any) -> bool:
     """Return whether a table can hold a checkpoint's segments in place of loading their rows."""
-    state, storage = about.segments, getattr(table, "storage", None)
-    if state is None or not isinstance(storage, DiskStorage):
+    state = about.segments
+    if state is None or not table.capabilities.on_disk:
         return False
+    storage = table.storage
     records, own = storage.tier.store.format, storage.format
     same = (about.dtype, about.slots_dtype) == (table.dtype, table.slots_dtype)
     sizes = own.row_bytes, records.record_bytes, records.block_bytes

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint.keyed import is_by_key
 from hostdev.checkpoint.manifest import (
     KEYED_VERSION,
     SEGMENT_VERSION,
@@ -182,11 +181,11 @@ def get_version(tables: Sequence[Table]) -> int:
 
 def describe_table(table: Any) -> Table:
     """Return a table's entry in the manifest."""
-    optimizer = table.optimizer
+    optimizer, by_key = table.optimizer, table.capabilities.by_key
     is_rounded = (table.dtype, table.slots_dtype) != (FP32, FP32)
     return Table(
         name=table.name,
-        rows=table.rows if is_by_key(table) else table.total_rows,
+        rows=table.rows if by_key else table.total_rows,
         dim=table.dim,
         optimizer=type(optimizer).__name__,
         hyperparameters=hyperparameters(optimizer),
@@ -195,7 +194,7 @@ def describe_table(table: Any) -> Table:
         step=table.step,
         dtype=table.dtype,
         slots_dtype=table.slots_dtype,
-        seed=table.seed if is_rounded or is_by_key(table) else None,
-        order="ids" if getattr(table, "part", None) is None or is_by_key(table) else SPREAD,
-        history=None if table.history is None else table.history.packed(),
+        seed=table.seed if is_rounded or by_key else None,
+        order="ids" if table.part is None or by_key else SPREAD,
+        history=table.history.packed(),
     )

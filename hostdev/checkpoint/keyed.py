@@ -70,11 +70,6 @@ def make_state(table: Any, snapshot: Any, number: int, live: int, waiting: int) 
     )
 
 
-def is_by_key(table: Any) -> bool:
-    """Return whether a table is by key."""
-    return hasattr(table, "key_arrays")
-
-
 def require_kind(path: Path, there: Table, table: Any) -> None:
     """Raise UserError unless a checkpoint's table and the program's are both by key, with equal rules, or both by row.
 
@@ -83,9 +78,9 @@ def require_kind(path: Path, there: Table, table: Any) -> None:
         there: The table's entry in its manifest.
         table: The program's table.
     """
-    name, state = table.name, there.keys
-    if (state is not None) != is_by_key(table):
-        kinds = ("by row", "by key") if is_by_key(table) else ("by key", "by row")
+    name, state, by_key = table.name, there.keys, table.capabilities.by_key
+    if (state is not None) != by_key:
+        kinds = ("by row", "by key") if by_key else ("by key", "by row")
         advice = "HostTable(None, ...)" if state is not None else "HostTable(rows, ...)"
         raise UserError(
             f"{path}: table {name!r} is {kinds[0]} in the checkpoint, but {kinds[1]} in the program; create it as "

@@ -7,7 +7,6 @@ from hostdev.checkpoint.items import FROM_FIRST, Held
 from hostdev.checkpoint.manifest import SegmentState
 from hostdev.core.initializers import Constant, Normal, Uniform
 from hostdev.core.optimizers import OPTIMIZERS
-from hostdev.host.disk.storage import DiskStorage
 
 
 def can_locate(table: Any) -> bool:
@@ -16,11 +15,10 @@ def can_locate(table: Any) -> bool:
     It cannot if rows may have initial values that the manifest cannot describe; while the disk is full, since changed
     rows are written first; or after `erase`, until no segment has records of erased rows.
     """
-    storage = getattr(table, "storage", None)
-    if not isinstance(storage, DiskStorage):
+    if not table.capabilities.on_disk:
         return False
-    store = storage.tier.store
-    known = type(storage.format.init) in (Normal, Uniform, Constant)
+    store = table.storage.tier.store
+    known = type(table.storage.format.init) in (Normal, Uniform, Constant)
     return known and type(table.optimizer) in OPTIMIZERS.values() and not (store.is_tainted or store.segments.is_full)
 
 

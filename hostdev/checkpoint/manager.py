@@ -10,7 +10,7 @@ from hostdev.checkpoint import folder
 from hostdev.checkpoint.device_rows import DeviceRows
 from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.items import Item, Located, describe_table
-from hostdev.checkpoint.keyed import OtherKeys, is_by_key, make_state
+from hostdev.checkpoint.keyed import OtherKeys, make_state
 from hostdev.checkpoint.locating import can_locate, describe_segments, find_held
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import FILE_BYTES
@@ -202,7 +202,7 @@ class CheckpointManager:
         """
         known = self.last is not None and folder.is_on_disk(self.last) and self._is_of(self.last, tables)
         tables = [table for table in tables if table.name not in located]
-        known = known and all(self._knows_changes(table) for table in tables if is_by_key(table))
+        known = known and all(self._knows_changes(table) for table in tables if table.capabilities.by_key)
         full = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
         new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
         votes = [[known, self._increments + new, full]]
@@ -215,7 +215,7 @@ class CheckpointManager:
     @staticmethod
     def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
         """Return whether a checkpoint has exactly these tables, with their row counts and row orders."""
-        pairs = [(table, is_by_key(each)) for each in tables for table in [describe_table(each)]]
+        pairs = [(table, each.capabilities.by_key) for each in tables for table in [describe_table(each)]]
         return {_shape(table, keyed=table.keys is not None) for table in last.manifest.tables} == {
             _shape(table, keyed=keyed) for table, keyed in pairs
         }
@@ -225,7 +225,7 @@ class CheckpointManager:
         about = replace(describe_table(table), segments=describe_segments(table))
         changes, copies = table.note_changes(), LocationCopies(table.storage.tier)
         try:
-            if is_by_key(table):
+            if table.capabilities.by_key:
                 rows = table.begin_snapshot(budget, everything=True, copies=copies)
                 item = self._keyed_item(number, table, about, changes, rows)
             else:
@@ -268,7 +268,7 @@ class CheckpointManager:
         about, full = describe_table(table), parent is None
         if parent is not None and parent.manifest.table(table.name).segments is not None:
             full, about = True, replace(about, whole=True)  # an increment cannot build on segments
-        if is_by_key(table):
+        if table.capabilities.by_key:
             rows = table.begin_snapshot(budget, everything=full)
             return self._keyed_item(number, table, about, table.note_changes(), rows)
         if not hasattr(table, "note_changes"):

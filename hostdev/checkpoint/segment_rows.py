@@ -24,7 +24,8 @@ from hostdev.core.pages import read_singly
 from hostdev.host.disk.readers import Planes, Read, Source
 from hostdev.host.disk.rows import RowFormat
 from hostdev.host.disk.snapshot import LOCATION_BITS, split_locations
-from hostdev.host.storage import Float32, Shape, Split
+from hostdev.host.layouts import Float32, Split
+from hostdev.host.storage import Shape
 from hostdev.kernels.disk_records import BLOCK_HEADER, DAMAGED, GOOD, Format
 from hostdev.kernels.jit import address_of
 

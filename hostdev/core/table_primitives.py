@@ -52,9 +52,8 @@ class EmbeddingLookup(_TablePrimitive):
     @staticmethod
     def row_bytes(table: Any) -> int:
         """Return the bytes read and written per row."""
-        if table.history is None:
-            return 4 * int(table.dim) + _stored_bytes(table)[0]
-        return 4 * int(table.fetched_width) + sum(_stored_bytes(table)) + 4
+        weights, slots = _stored_bytes(table)
+        return 4 * int(table.fetched_width) + weights + int(table.capabilities.late) * (slots + 4)
 
 
 class _Update(_TablePrimitive):

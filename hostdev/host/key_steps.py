@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.keys import INITIAL, SHARED, ZEROS
-from hostdev.host.disk.storage import DiskStorage
 from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.guest_rows import GuestRows
 from hostdev.host.key_checkpoints import CheckpointedKeys
@@ -54,7 +53,7 @@ class SteppedKeys(CheckpointedKeys):
                 if self.unknown == ZEROS:
                     self._write_zeros(np.array([row], np.int32))
                 else:
-                    self._fill(np.array([row], np.int32), 0 if self.history is None else self.history.steps)
+                    self._fill(np.array([row], np.int32), self.history.steps)
             return self._unknown[name]
 
     @property
@@ -86,7 +85,7 @@ class SteppedKeys(CheckpointedKeys):
         with self._lock:
             guests = self.index.take_guests(keys[strangers])
             rows[strangers] = guests
-            self._fill(guests, 0 if self.history is None else self.history.steps)
+            self._fill(guests, self.history.steps)
             return rows, GuestRows(guests, self.index.returned)
 
     def plan(
@@ -97,7 +96,7 @@ class SteppedKeys(CheckpointedKeys):
         `may_read` is whether all earlier steps are finished, with all rows on the host.
         """
         with self._lock:
-            if not self.index.unfinished and self.history is not None:
+            if not self.index.unfinished:
                 self._first_step = self.history.steps - self.index.step
             planned = self.index.plan(keys, uses, self._norms if may_read else None, total)
             try:
@@ -133,10 +132,7 @@ class SteppedKeys(CheckpointedKeys):
 
     def _forget(self, rows: Positions) -> None:
         """Free the memory and the disk that rows take which nothing uses any more."""
-        if isinstance(self.storage, DiskStorage):
-            if self.changes is not None:
-                self.changes.before_forget(rows)
-            self.storage.tier.forget(rows)
+        self.storage.forget(rows, self.changes)
 
     def retire(self, rows: Positions) -> None:
         """Allow the use of rows that a step has evicted, once nothing uses them any more; note them for `on_evict`."""
@@ -178,8 +174,7 @@ class SteppedKeys(CheckpointedKeys):
             self.storage.initial(self._key_shape, *self._initial, self.index.keys[part], block)
             row_slots = np.empty((len(part), self.storage.row_slots.shape[1]), np.float32)
             row_slots[:] = list(self.optimizer.row_slots.values())
-            if self.history is not None:
-                row_slots[:, -1] = step
+            self.history.stamp(row_slots, step)
             self._write_unused(part, block, row_slots)
 
     def _write_zeros(self, rows: Positions) -> None:

@@ -5,7 +5,7 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -24,11 +24,11 @@ from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.keys import INITIAL, SHARED, ZEROS
 from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
+from hostdev.core.table_dtypes import FP32, TableStep
 from hostdev.core.tables import initial_seed
 from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.disk.rows import RowFormat
-from hostdev.host.disk.storage import DiskStorage
+from hostdev.host.disk.storage import make_storage
 from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.guest_rows import GuestRows
 from hostdev.host.key_index import KeyIndex
@@ -42,7 +42,7 @@ from hostdev.host.key_options import (
 )
 from hostdev.host.key_plan import KeyCount
 from hostdev.host.key_steps import SteppedKeys
-from hostdev.host.storage import Shape, make_storage
+from hostdev.host.storage import Shape
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.key_directory import EMPTY, PARTS
@@ -57,35 +57,8 @@ _LOCATION_BYTES = 8  # at most, for each key of a table on disk, to know where i
 _AT_ONCE = 1 << 16  # rows that are filled or read at a time
 
 
-class KeyTable(SteppedKeys):
-    """A `HostTable` whose ids are keys; `HostTable(None, ...)` creates it.
-
-    Public methods take keys. Methods that return tasks, and the pipeline, take row numbers, which are private: a key's
-    row depends on which rows were free.
-
-    Args:
-        rows: None.
-        dim: As for `HostTable`, like `optimizer`, `name`, `seed`, `dtype` and `slots`.
-        optimizer: See `dim`.
-        name: See `dim`.
-        seed: See `dim`; it also seeds `Probability`.
-        init: The initial weights: Normal, Uniform or Constant.
-        part: None for a table with all keys; or (rank, ranks), at most 256 ranks, for the keys that a rank owns, see
-            `owns`. Methods then take and return this rank's keys only.
-        dtype: See `dim`.
-        slots: See `dim`.
-        storage: See `dim`; memory for keys is beside that of a `Disk`.
-        capacity: Maximum number of keys with a row, or the memory for all keys, such as "24GiB"; None for what the free
-            memory allows. With `part`, this is the capacity of all ranks together.
-        admit: When a key gets a row; None for at once.
-        evict: When a key loses its row; None for never.
-        unknown: What keys without a row read: "shared", the out-of-vocabulary row of their feature, which is trained;
-            "zeros"; or "initial", each its own initial values, which are not trained before the key has a row.
-
-    Raises:
-        UserError: `capacity` exceeds the available memory.
-        TypeError, ValueError: An argument is wrong, or two contradict each other.
-    """
+class KeyedTable(SteppedKeys):
+    """The construction of a table by key, and the methods that programs call with keys; see `host.table.KeyTable`."""
 
     def __init__(
         self,
@@ -111,12 +84,9 @@ class KeyTable(SteppedKeys):
         if part is not None and not 0 <= part[0] < part[1] <= PARTS:
             raise UserError(f"table {name!r}: a table by key has {PARTS} parts, so part {part} does not exist")
         require_policies(name, capacity, admit, evict, unknown)
-        self.dtype, self.slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
-        self.name, self.seed, self.optimizer = name, initial_seed(seed), optimizer
-        self.part, self.start = part, 0
-        self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
+        self._begin_table(name, dim, optimizer, part, (dtype, slots), storage, by_key=True)
+        self.seed, self.start = initial_seed(seed), 0
         self._initial = (self.seed, require_initializer(init, dim, name))
-        self.disk = storage
         self.row_bytes = KEY_BYTES + (
             _LOCATION_BYTES if storage else TableShape(dim, optimizer, self.dtype, self.slots_dtype).nbytes(1)
         )
@@ -165,14 +135,8 @@ class KeyTable(SteppedKeys):
         )
         self._rows = self.total_rows = self.index.row_space
         self._key_shape = self._shape(self._dim)
-        if self.disk is None:
-            self.storage = make_storage(self.name, self._key_shape, self.dtype, self.slots_dtype)
-        else:
-            if isinstance(old := getattr(self, "storage", None), DiskStorage):
-                old.close()
-            get_keys = partial(_keys_of, self.index.keys)
-            format_ = RowFormat(self.name, self._key_shape, self.dtype, self.slots_dtype, *self._initial)
-            self.storage = DiskStorage(format_, self.disk, get_keys)
+        format_ = RowFormat(self.name, self._key_shape, self.dtype, self.slots_dtype, *self._initial)
+        self.storage = make_storage(format_, self.disk, partial(_keys_of, self.index.keys))
 
     @property
     def rows(self) -> int:
@@ -204,6 +168,16 @@ class KeyTable(SteppedKeys):
         """Return the keys of rows, which take the place of their ids."""
         return self.index.keys[ids]
 
+    @property
+    def most_rows(self) -> int:
+        """See `Owned`."""
+        return -(-self.capacity // self.capabilities.ranks)
+
+    def describe_size(self) -> Mapping[str, Any]:
+        """See `Owned`."""
+        rules = {"admit": repr(self.admit), "evict": repr(self.evict), "unknown": self.unknown}
+        return {"capacity": self.capacity, **rules, "the number of the keys' steps": self.index.step}
+
     def committed(self) -> CommittedKeys:
         """Return the table's keys after its last finished step, with their rows."""
         with self._lock:
@@ -227,8 +201,8 @@ class KeyTable(SteppedKeys):
             rows = self.index.erase(mine)
             self._write_zeros(rows)
             self._forget(rows)
-            if isinstance(self.storage, DiskStorage) and len(mine):  # also for keys whose rows were evicted
-                self.storage.tier.store.taint()
+            if len(mine):  # also for keys whose rows were evicted
+                self.storage.taint()
             self.index.keys[rows] = 0
             self.index.release(rows)
             if self.changes is not None:  # earlier checkpoints have the keys, so the next one cannot build on them
@@ -325,13 +299,13 @@ class KeyTable(SteppedKeys):
             if self.changes is not None:
                 self.changes.await_end()
             names = list(self._unknown)
+            self.storage.close()
             self._begin()
             for name in names:
                 self.unknown_row(name)
             if self.changes is not None:
                 self.note_changes(anew=True)
-            if self.history is not None:
-                self.history = History(self.history.how)
+            self.history = self.history.renewed()
             self._step = 0
         self._after_write(None)
 

@@ -5,7 +5,7 @@ import numpy as np
 from hostdev.core.admission import MinCount
 from hostdev.core.eviction import Unused
 from hostdev.core.optimizers import SGD
-from hostdev.host.key_table import KeyTable
+from hostdev.host.table import KeyTable
 from hostdev.kernels.key_directory import parts_of
 from hostdev.kernels.key_rows import number_rows
 from hostdev.kernels.unique import unique

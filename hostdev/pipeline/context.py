@@ -59,7 +59,7 @@ class Context:
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
         on_cpu = staging.device.type == "cpu"
         forwards = (staging.copies or hooks.forward) and not self.cached and not exchanges
-        if any(one.table.history is not None for group in groups for one in group.embeddings):
+        if any(group.late for group in groups):
             forwards = False  # forwarded rows are updated from the previous step only
         self.forwarding = Forwarding(groups) if forwards and depth else None
         self.turns = Turns(shares=on_cpu and not exchanges and hooks == PipelineHooks(), depth=depth)

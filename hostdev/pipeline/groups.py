@@ -79,6 +79,7 @@ class Group:
         self.cache, self.keys = cache, keys
         self.rows = tables[0].row_space
         self.on_host = self.embeddings[0].target == "CPU"
+        self.late = any(table.capabilities.late for table in tables)  # rows miss steps
         if cache is not None:
             for embedding, slots in zip(self.embeddings, cache.slots, strict=True):
                 embedding.use_cache(slots, log)
@@ -107,8 +108,5 @@ class Group:
     @property
     def window(self) -> int:
         """Number of batches that the plans of the cache and of tables on disk look ahead; 0 without both."""
-        found = 0 if self.cache is None else self.cache.window
-        for one in self.embeddings:
-            if isinstance(one.table, HostTable) and one.table.disk is not None:
-                found = max(found, one.table.disk.window)
-        return found
+        cached = 0 if self.cache is None else self.cache.window
+        return max(cached, *(one.table.window for one in self.embeddings))

@@ -22,7 +22,7 @@ from hostdev.distributed.gather import gather_by_rank, gather_in_order
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
 from hostdev.ext.parallel.state import DenseState
-from hostdev.host.key_table import KeyTable
+from hostdev.host.table import KeyTable
 from hostdev.kernels.pool import host_threads
 
 

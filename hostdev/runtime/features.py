@@ -12,8 +12,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.ids import BeyondInt64Error, to_int64, to_keys, wrap_padding
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.host.key_table import KeyTable
-from hostdev.host.table import HostTable
+from hostdev.host.table import HostTable, KeyTable
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of
 from hostdev.runtime.spec import Bag, Feature, FeatureInput
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops import get_ops
-from hostdev.host.key_table import KeyTable
+from hostdev.host.table import KeyTable
 from hostdev.kernels.key_directory import EMPTY
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique

@@ -15,11 +15,11 @@ from hostdev.device.table import DeviceTable
 from hostdev.distributed.agreement import take_least
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
-from hostdev.host.key_table import KeyTable
+from hostdev.host.table import KeyTable
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.keys import KeyedRows
 from hostdev.runtime import room
-from hostdev.runtime.features import GroupSpec, Table, on_host
+from hostdev.runtime.features import GroupSpec, on_host
 from hostdev.runtime.spec import CacheSpec
 
 CacheSize = int | str | CacheSpec
@@ -94,7 +94,7 @@ def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
     """Raise ValueError unless every table holds this rank's part, or, without other ranks, all rows."""
     wanted = (ranks or ALONE_WORLD).part()
     for table in (table for group in groups for table in group.tables):
-        part = getattr(table, "part", None)
+        part = table.part
         if part != wanted:
             raise ValueError(
                 f"table {table.name!r} holds {'all rows' if part is None else f'part {part[0]} of {part[1]}'}, but "
@@ -105,9 +105,9 @@ def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
 
 def agree_on_capacity(groups: list[GroupSpec], ranks: Ranks | None) -> None:
     """Set the capacity of tables by key that were given none: the least that the memory of all ranks allows."""
-    tables = [table for group in groups for table in group.tables if isinstance(table, KeyTable)]
     if ranks is None:
         return
+    tables: list[Any] = [table for group in groups for table in group.tables]
     mine = {table.name: table.capacity for table in tables}
     least = take_least(mine, ranks.control.share(mine))
     for table in tables:
@@ -119,7 +119,7 @@ def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: 
     """Raise UserError if the free host memory is too small for what a runtime needs besides its tables."""
     sizes = [
         room.GroupSize(
-            _most_rows(group.tables[0]),
+            group.tables[0].most_rows,
             [TableShape(table.dim, table.optimizer, table.dtype, table.slots_dtype) for table in group.tables],
             on_host(group),
             spec,
@@ -132,10 +132,3 @@ def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: 
     for name in ("tables", "directories of keys"):  # they exist, or the table has checked them
         beside.pop(name, None)
     room.require(beside, room.free_with_counts(beside))
-
-
-def _most_rows(table: Table) -> int:
-    """Return the most rows that a table may have in this process; of a table by key on several ranks, about so many."""
-    if not isinstance(table, KeyTable):
-        return table.rows
-    return -(-table.capacity // (1 if table.part is None else table.part[1]))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hostdev.core import pictures
 from hostdev.core.errors import naming
 from hostdev.core.run_files import KEYS_LOG, KEYS_PICTURE
-from hostdev.host.key_table import KeyTable
+from hostdev.host.table import KeyTable
 
 _COLUMNS = ("step", "live", "waiting", "admitted", "evicted")
 _MOST_POINTS = 4000

@@ -19,7 +19,7 @@ from hostdev.host.disk import store as store_module
 from hostdev.host.disk.folder import TableFolder
 from hostdev.host.disk.readers import Planes, Read
 from hostdev.host.disk.sizes import MemorySize, count_most
-from hostdev.host.key_table import KeyTable
+from hostdev.host.table import KeyTable
 from hostdev.kernels import disk_records
 from hostdev.kernels.disk_records import Format
 from hostdev.kernels.xxhash import xxh64

@@ -4,8 +4,8 @@ import pytest
 import hostdev
 from hostdev import FTRL, SGD, HostTable, LazyAdam, RowWiseAdagrad, UserError
 from hostdev.core import memory
-from hostdev.host import table as table_module
 from hostdev.host import writing as writing_module
+from hostdev.host.disk import storage as storage_module
 from hostdev.kernels.pool import run_tasks, set_host_threads
 from hostdev.ops import ParameterServer
 
@@ -115,7 +115,7 @@ def test_a_table_has_rows_and_columns(shape):
 
 
 def test_a_table_too_large_is_refused_before_it_is_allocated(monkeypatch):
-    monkeypatch.setattr(table_module, "available_bytes", lambda: 11_999)
+    monkeypatch.setattr(storage_module, "available_bytes", lambda: 11_999)
     HostTable(100, 9, LazyAdam(), name="small")
     with pytest.raises(UserError) as error:
         HostTable(100, 10, LazyAdam(), name="deep")

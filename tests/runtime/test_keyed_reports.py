@@ -17,8 +17,8 @@ from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_plan import PlannedKeys
 from hostdev.host.key_snapshot import KeySnapshot
-from hostdev.host.key_table import KeyTable
 from hostdev.host.snapshot import Snapshot
+from hostdev.host.table import KeyTable
 from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline import keys as pipeline_keys
 from tests.runtime.test_keyed_tables import MODES, POLICIES, Program, batches

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from hostdev.device.table import DeviceTable
-from hostdev.host.key_table import KeyTable
+from hostdev.host.table import KeyTable
 
 MOST_ROWS = 100_000  # per table
 _PART_BYTES = 1 << 24  # of rows that are read at a time

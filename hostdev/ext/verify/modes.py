@@ -29,7 +29,7 @@ from hostdev.ext.parallel.layout import Layout, resolve_layout
 from hostdev.ext.parallel.plan import divides, pairable
 from hostdev.ext.parallel.plan_text import STRATEGIES
 from hostdev.ext.parallel.state import DenseState
-from hostdev.host.key_table import KeyTable
+from hostdev.host.table import KeyTable
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import host_threads, set_host_threads
