@@ -59,7 +59,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
     newest = chain[-1]
     path = newest.path.parent
     with folder.locked(path):
-        if not all(map(folder.is_on_disk, chain)):
+        if not all(map(folder.still_exists, chain)):
             raise UserError(f"{newest.path} was merged or removed by another process; run the command again")
         before = _size(path)
         if len(chain) == 1:

@@ -180,12 +180,12 @@ def get_version(tables: Sequence[Table]) -> int:
 
 
 def describe_table(table: Any) -> Table:
-    """Return a table's entry in the manifest."""
-    optimizer, by_key = table.optimizer, table.capabilities.by_key
+    """Return a table's entry in the manifest, for a table by key without what `CheckpointManager` knows of its keys."""
+    optimizer = table.optimizer
     is_rounded = (table.dtype, table.slots_dtype) != (FP32, FP32)
     return Table(
         name=table.name,
-        rows=table.rows if by_key else table.total_rows,
+        rows=table.total_rows,
         dim=table.dim,
         optimizer=type(optimizer).__name__,
         hyperparameters=hyperparameters(optimizer),
@@ -194,7 +194,7 @@ def describe_table(table: Any) -> Table:
         step=table.step,
         dtype=table.dtype,
         slots_dtype=table.slots_dtype,
-        seed=table.seed if is_rounded or by_key else None,
-        order="ids" if table.part is None or by_key else SPREAD,
+        seed=table.seed if is_rounded else None,
+        order="ids" if table.part is None else SPREAD,
         history=table.history.packed(),
     )

@@ -169,8 +169,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
 def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
     """Load tables' rows, steps, learning rates and seeds; call `require_tables` first. Errors are as in `load_rows`."""
     for table in tables.values():
-        if table.capabilities.by_key and not table.untouched:
-            table.reset()
+        table.begin_load()
     load_rows(chain, tables, check=check)
     for name, table in tables.items():
         about = chain[-1].manifest.table(name)

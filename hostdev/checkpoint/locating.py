@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hostdev.checkpoint.folder import Checkpoint, is_on_disk, segments_of
+from hostdev.checkpoint.folder import Checkpoint, segments_of, still_exists
 from hostdev.checkpoint.items import FROM_FIRST, Held
 from hostdev.checkpoint.manifest import SegmentState
 from hostdev.core.initializers import Constant, Normal, Uniform
@@ -38,4 +38,4 @@ def describe_segments(table: Any) -> SegmentState:
 
 def find_held(last: Checkpoint | None) -> Held:
     """Return the segments that a checkpoint holds."""
-    return {} if last is None or not is_on_disk(last) else segments_of(last)
+    return {} if last is None or not still_exists(last) else segments_of(last)

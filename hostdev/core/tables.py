@@ -1,10 +1,11 @@
 """Common parts of host and device tables: steps, seed, and the loops that use them."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from hostdev.core.capabilities import Capabilities
 from hostdev.core.history import History, NoHistory
@@ -98,6 +99,25 @@ class Owned:
     def describe_size(self) -> Mapping[str, Any]:
         """Return what decides which rows the table has, and must be equal on all ranks, by name."""
         return {"the number of rows": self.total_rows}
+
+    def begin_load(self) -> None:
+        """Prepare for all rows of a checkpoint: a table by key forgets its own keys."""
+
+    def rows_at(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the rows at positions [N] among the `rows` rows in use, which for a table by id are these numbers."""
+        return positions
+
+    def find_ids(self, ids: Any, unknown: Any) -> tuple[Any, Any]:
+        """Return the local rows of ids [N], which for a table by id are these numbers; and None.
+
+        A table by key also takes, for each feature in order, its number of ids and the names of its out-of-vocabulary
+        rows; the second value then keeps rows that are only for this call.
+        """
+        del unknown
+        return ids, None
+
+    def use_unknown(self, names: Iterable[str]) -> None:
+        """Give the out-of-vocabulary rows of a table by key to features, by their names."""
 
     def begin_step(self) -> TableStep:
         """Count one step, and return the arguments that all its updates share."""

@@ -164,11 +164,8 @@ class CheckpointedKeys(WritableTable):
             self._gone = []
             return snapshot
 
-    def end_snapshot(self, changes: Changes, snapshot: KeySnapshot, *, saved: bool) -> None:
-        """End a snapshot; if it was not saved, its keys count as changed again.
-
-        `changes` is the tracker that was in use when the snapshot began.
-        """
+    def end_snapshot(self, changes: Changes, snapshot: Any, *, saved: bool) -> None:
+        """See `HostTable.end_snapshot`; the keys of a snapshot that was not saved also count as changed again."""
         if not saved and changes is self.changes:
             self._gone.append(snapshot.gone)
         changes.end(snapshot, saved=saved)

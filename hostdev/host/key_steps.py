@@ -3,7 +3,7 @@
 Methods take and return row numbers, which are private.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,11 @@ class SteppedKeys(CheckpointedKeys):
                 else:
                     self._fill(np.array([row], np.int32), self.history.steps)
             return self._unknown[name]
+
+    def use_unknown(self, names: Iterable[str]) -> None:
+        """See `Owned`."""
+        for name in dict.fromkeys(names):
+            self.unknown_row(name)
 
     @property
     def unknown_rows(self) -> Mapping[str, int]:

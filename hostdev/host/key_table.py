@@ -5,7 +5,7 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -177,6 +177,25 @@ class KeyedTable(SteppedKeys):
         """See `Owned`."""
         rules = {"admit": repr(self.admit), "evict": repr(self.evict), "unknown": self.unknown}
         return {"capacity": self.capacity, **rules, "the number of the keys' steps": self.index.step}
+
+    def begin_load(self) -> None:
+        """See `Owned`."""
+        if not self.untouched:
+            self.reset()
+
+    def rows_at(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the rows of the keys at positions [N] in the order of `keys`."""
+        return self.committed().rows[positions]
+
+    def find_ids(self, ids: Ids, unknown: Sequence[tuple[int, Sequence[str]]]) -> tuple[Ids, GuestRows | None]:
+        """See `Owned.find_ids`; rows of keys without a row are those of the names, which are used in turn."""
+        distinct: Any
+        distinct, inverse = unique(ids)
+        rows, guests = self.find_or_guest(distinct)
+        own = [np.array([self.unknown_row(name) for name in names], np.int32) for _, names in unknown]
+        others = np.concatenate([np.resize(rows, count) for rows, (count, _) in zip(own, unknown, strict=True)])
+        rows = rows[inverse]
+        return np.where(rows == EMPTY, others, rows), guests
 
     def committed(self) -> CommittedKeys:
         """Return the table's keys after its last finished step, with their rows."""

@@ -5,6 +5,7 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from hostdev.core.launched import require_alone
 from hostdev.core.table_dtypes import TableStep
 from hostdev.host.changes import Changes
 from hostdev.host.reads import Positions, ReadableTable, Rows
+from hostdev.host.snapshot import Budget, Copies, Snapshot
 from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.pool import Task, run_tasks
@@ -149,6 +151,23 @@ class WritableTable(ReadableTable):
         This also happens when the table is freed, or the program ends.
         """
         self.storage.close(self.changes)
+
+    def begin_snapshot(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> Snapshot:
+        """Begin a snapshot of all rows, or of those written since the last saved one; see `Changes.begin`.
+
+        `copies` copies the places of all rows on disk; None for a snapshot that copies values.
+        """
+        changes = self.note_changes()
+        if copies is not None:
+            return changes.begin_located(copies, budget)
+        return changes.begin(budget, everything=everything)
+
+    def end_snapshot(self, changes: Changes, snapshot: Any, *, saved: bool) -> None:
+        """End a snapshot; if it was not saved, its rows count as changed again.
+
+        `changes` is the tracker that was in use when the snapshot began.
+        """
+        changes.end(snapshot, saved=saved)
 
     def note_changes(self, *, anew: bool = False) -> Changes:
         """Track changes from now on and return the tracker; with `anew`, forget all earlier changes."""

@@ -55,6 +55,7 @@ class Context:
         self.before_stage = hooks.before_stage or (lambda stage, number: None)
         self.on_host = any(group.on_host for group in groups)
         self.cached = [number for number, group in enumerate(groups) if group.cache is not None]
+        self.keyed = {number: group.keys for number, group in enumerate(groups) if group.keys is not None}
         self.tiers = find_tiers(groups)
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
         on_cpu = staging.device.type == "cpu"

@@ -119,9 +119,9 @@ class Pipeline:
         if self.training is not None:
             raise RuntimeError("the tables are being trained; end or close the loop over `train` first")
         window = max(group.window for group in self.groups)
+        for keys in self._context.keyed.values():
+            keys.begin_pass()
         for group in self.groups:
-            if group.keys is not None:
-                group.keys.begin_pass()
             if group.cache is not None:
                 group.cache.refresh()
         try:
@@ -139,8 +139,8 @@ class Pipeline:
             for group in self.groups:
                 if group.cache is not None:
                     group.cache.write_back()
-                if group.keys is not None:
-                    group.keys.end_pass()
+            for keys in self._context.keyed.values():
+                keys.end_pass()
 
     @contextmanager
     def predict(

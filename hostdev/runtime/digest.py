@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hostdev.core.capabilities import Capabilities
 from hostdev.core.digest import (
     Column,
     Fetch,
@@ -22,13 +23,13 @@ from hostdev.distributed.gather import gather_by_rank, gather_in_order
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
 from hostdev.ext.parallel.state import DenseState
-from hostdev.host.table import KeyTable
 from hostdev.kernels.pool import host_threads
 
 
 class _Table(Protocol):
     name: str
     step: int
+    capabilities: Capabilities
 
     @property
     def total_rows(self) -> int: ...
@@ -61,7 +62,7 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
 
 def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) -> None:
     """Add a table's weights and optimizer state to a digest; with ranks, all rows are gathered on rank 0."""
-    if isinstance(table, KeyTable):
+    if table.capabilities.by_key:
         _add_keyed(digest, table, ranks)
         return
     found, total = table.columns(), table.total_rows
@@ -82,7 +83,7 @@ def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) ->
     _take_part(columns)
 
 
-def _add_keyed(digest: StateDigest, table: KeyTable, ranks: Ranks | None) -> None:
+def _add_keyed(digest: StateDigest, table: Any, ranks: Ranks | None) -> None:
     """Add a table by key; the keys of all ranks, one rank after the other, are in the order of their hashes."""
     keys, stored, length = table.key_arrays(), table.stored_columns(), rows_per_range(table.dim)
     if ranks is None:

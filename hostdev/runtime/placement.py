@@ -15,7 +15,6 @@ from hostdev.device.table import DeviceTable
 from hostdev.distributed.agreement import take_least
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD
-from hostdev.host.table import KeyTable
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.keys import KeyedRows
 from hostdev.runtime import room
@@ -68,7 +67,8 @@ def make_cache(
     if spec is None:
         return None
     counts, rows = spec.counts, spec.rows
-    if isinstance(table := group.tables[0], KeyTable):
+    table = group.tables[0]
+    if table.capabilities.by_key:
         if counts is not None:
             raise ValueError(f"table {table.name!r}: counts are by row, but this is a table by key; leave out counts")
         rows = rows_of(rows, table.capacity)
@@ -85,7 +85,7 @@ def make_groups(
     found = []
     for group, spec in zip(groups, specs, strict=True):
         cache, table = make_cache(group, spec, device, ranks, log), group.tables[0]
-        keys = KeyedRows(table, group.unknown, cache) if isinstance(table, KeyTable) else None
+        keys = KeyedRows(table, group.unknown, cache) if table.capabilities.by_key else None  # type: ignore[arg-type]
         found.append(Group(group.tables, cache, log, keys))  # type: ignore[arg-type]
     return found
 

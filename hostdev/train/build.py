@@ -230,7 +230,13 @@ def warm_up_kernels(
     by_key = any(spec.keys is not None for spec in specs)
     # int32 for slot numbers, for row numbers of tables by key, and for frames
     on_disk = any(spec.disk is not None for spec in specs)
-    dtypes = {np.dtype(id_type), *([np.dtype(np.int32)] if cached or by_key or on_disk else [])}
+    row_dtype = np.dtype(np.int32 if by_key else id_type)
+    dtypes = {np.dtype(id_type), row_dtype, *([np.dtype(np.int32)] if cached or on_disk else [])}
+    further = {
+        warm_up_keys: by_key,
+        partial(warm_up_planner, row_dtype): cached or on_disk,
+        partial(warm_up_disk, row_dtype): on_disk,
+    }
     kinds = {(type(spec.optimizer), spec.dim == 1): (spec.optimizer, spec.dim) for spec in specs}
     stored = {(FP32, FP32), *((spec.dtype, spec.slots_dtype) for spec in specs)}  # float32 for cached rows
     features = {}
@@ -244,7 +250,6 @@ def warm_up_kernels(
             features[dim, *how.values()] = partial(warm_up_feature, dim, **how)
     run_calls(
         [
-            *([partial(warm_up_planner, np.dtype(np.int32 if by_key else id_type))] if cached or on_disk else []),
             *(partial(each, dtype) for dtype in dtypes for each in (warm_up_deduplication, warm_up_batches)),
             *(
                 partial(warm_up_table, dtype, how, optimizer, dim, squares=squares)
@@ -253,8 +258,7 @@ def warm_up_kernels(
                 for how in sorted(stored)
             ),
             *features.values(),
-            *([warm_up_keys] if by_key else []),
-            *([partial(warm_up_disk, np.dtype(np.int32 if by_key else id_type))] if on_disk else []),
+            *(call for call, is_needed in further.items() if is_needed),
         ],
         processes,
     )

@@ -29,7 +29,6 @@ from hostdev.ext.parallel.layout import Layout, resolve_layout
 from hostdev.ext.parallel.plan import divides, pairable
 from hostdev.ext.parallel.plan_text import STRATEGIES
 from hostdev.ext.parallel.state import DenseState
-from hostdev.host.table import KeyTable
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import host_threads, set_host_threads
@@ -202,7 +201,7 @@ def train(
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
         table = group.tables[0]
-        if isinstance(table, KeyTable):
+        if table.capabilities.by_key:
             local_ids.append(table.index.keys)
         else:
             local_ids.append(None if ranks is None else table.ids(0, table.rows))  # type: ignore[union-attr]
