@@ -12,10 +12,11 @@ from hostdev.device.staging import Staging
 from hostdev.distributed.exchange import Exchange
 from hostdev.distributed.process_group import Ranks
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims
+from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.groups import Group, Ids
 from hostdev.pipeline.hooks import PipelineHooks
-from hostdev.pipeline.results import Request, StepBatch
+from hostdev.pipeline.results import StepBatch
 from hostdev.pipeline.row_ids import RowOffsets
 from hostdev.pipeline.scheduling.overlapped import OverlappedPass
 from hostdev.pipeline.scheduling.passes import Pass, PassOptions, SerialPass

@@ -12,7 +12,7 @@ from torch import Tensor
 from hostdev.device.ops import get_ops
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
-from hostdev.pipeline.results import Request
+from hostdev.pipeline.batch_ids import Request
 from hostdev.runtime.features import FeatureBinding, FeatureIds, GroupSpec, on_host
 from hostdev.runtime.rows import Value
 from hostdev.runtime.stacks import Stack, require_stackable

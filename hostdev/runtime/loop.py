@@ -12,7 +12,8 @@ from torch import Tensor
 from hostdev.core.signals import deferred
 from hostdev.distributed.dense import DenseExchange
 from hostdev.host.key_plan import PlannedAheadError
-from hostdev.pipeline.results import Gradients, Request, StepBatch
+from hostdev.pipeline.batch_ids import Request
+from hostdev.pipeline.results import Gradients, StepBatch
 from hostdev.runtime import clipping, scaling
 from hostdev.runtime.batches import Loop, PredictLoop
 from hostdev.runtime.features import Table

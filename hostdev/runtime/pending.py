@@ -21,7 +21,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hostdev.device.rows import GroupUses
-from hostdev.pipeline.results import Gradients, Request, StepBatch
+from hostdev.pipeline.batch_ids import Request
+from hostdev.pipeline.results import Gradients, StepBatch
 from hostdev.runtime import scaling
 from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.row_parameter import RowParameter

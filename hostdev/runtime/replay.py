@@ -4,7 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
-from hostdev.pipeline.results import Request
+from hostdev.pipeline.batch_ids import Request
 
 
 class Replay(Iterator[Request]):

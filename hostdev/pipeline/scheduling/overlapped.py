@@ -27,19 +27,11 @@ from typing import Any
 from hostdev.core.signals import uninterruptible
 from hostdev.kernels.pool import urgent
 from hostdev.pipeline import remote
+from hostdev.pipeline.batch_ids import ReadBatch, Request, UniqueBatch
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.forwarding import ForwardedRows
 from hostdev.pipeline.hazards import record_writer
-from hostdev.pipeline.results import (
-    Gradients,
-    PlannedBatch,
-    ReadBatch,
-    Request,
-    SentBatch,
-    StepBatch,
-    SteppedBatch,
-    UniqueBatch,
-)
+from hostdev.pipeline.results import Gradients, PlannedBatch, SentBatch, StepBatch, SteppedBatch
 from hostdev.pipeline.row_ids import Ids
 from hostdev.pipeline.scheduling.in_flight import InFlight, Unfinished
 from hostdev.pipeline.scheduling.passes import PassOptions, look_ahead, raise_held

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from hostdev.pipeline import remote
+from hostdev.pipeline.batch_ids import ReadBatch, Request, UniqueBatch
 from hostdev.pipeline.context import Context
-from hostdev.pipeline.results import Gradients, ReadBatch, Request, StepBatch, UniqueBatch
+from hostdev.pipeline.results import Gradients, StepBatch
 from hostdev.pipeline.row_ids import Ids
 from hostdev.pipeline.scheduling.in_flight import InFlight
 from hostdev.pipeline.scheduling.queues import End, Stopped

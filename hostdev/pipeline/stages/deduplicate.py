@@ -5,9 +5,9 @@ from typing import Any
 
 from hostdev.cache.plan import renumber
 from hostdev.kernels.pool import run_tasks
+from hostdev.pipeline.batch_ids import ReadBatch, UniqueBatch, UniqueGroup
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.keys import Assigned, assign_on_ranks
-from hostdev.pipeline.results import ReadBatch, UniqueBatch, UniqueGroup
 
 
 def deduplicate(
