@@ -1,0 +1,180 @@
+"""Frames, which are places in memory for rows of a table on disk: which rows leave them, and when their number changes.
+
+Shapes: V rows, M frames, N rows of a call.
+"""
+
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.errors import UserError
+from hostdev.core.memory import available_bytes, format_bytes
+from hostdev.host.disk.readers import Planes
+from hostdev.host.disk.sizes import MemorySize
+from hostdev.host.disk.store import SegmentStore
+from hostdev.kernels import frames
+from hostdev.kernels.buffers import give_back
+
+Ids = npt.NDArray[Any]
+Positions = npt.NDArray[np.int32]
+
+
+class NoFramesError(UserError):
+    """There is not enough memory for rows that are needed at once."""
+
+
+class FramePool:
+    """The frames of a `Tier`, which creates them. Methods with an underscore need the lock of `_changed`."""
+
+    _name: str
+    size: MemorySize
+    count: int  # frames in the budget
+    exceeded: int  # times that rows had more memory than the budget
+    most_exceeded: int  # most frames beyond it
+    needed_bytes: int  # memory in which the largest of these would have had room
+    where: Any  # where each row is, [V]: its frame, its place on disk, or neither
+    keys: npt.NDArray[np.int64]  # [M]
+    planes: Planes  # [M, any]
+    store: SegmentStore
+    _changed: threading.Condition
+    _row_of: Positions  # [M]
+    _pins: Any  # [M]
+    _saved: Any  # [M]
+    _state: Any  # [M]
+    _free: Positions  # [M], of which the first `_free_count` are free frames
+    _free_count: int
+    _hand: int  # of the clock that chooses frames
+    _end: int  # frames from here on have no memory; those from `count` on are beyond the budget
+    _most: int  # frames for which there are addresses
+    _leaving: deque[Positions]  # frames whose rows may leave before others
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes, without that of `where`."""
+        return self._end * self.size.frame_bytes + self.store.nbytes
+
+    def _grow(self, wanted: int, rows: int) -> str | None:
+        """Add free frames beyond the budget, as `rows` rows are needed at once; return a line to tell, the first time.
+
+        Needs the lock. `_shrink` has left no frame beyond the budget among the free ones.
+        """
+        free = self.count + np.flatnonzero(self._row_of[self.count : self._end] == frames.FREE)[:wanted]
+        end = self._end + wanted - len(free)
+        beyond, size, needed = end - self.count, self.size.frame_bytes, self.size.get_bytes(rows)
+        text = f"table {self._name!r}: {rows:,} rows are needed at once, but its Disk has memory for {self.count:,}"
+        advice, host = f"a Disk with {-(-needed // (1 << 20))}MiB has room for them", available_bytes()
+        if end > self._most or (end - self._end) * size > host:
+            why = "for its addresses (ulimit -v)" if end > self._most else f"where {format_bytes(host)} are free"
+            raise NoFramesError(f"{text}, and there are not {format_bytes(beyond * size)} more {why}; {advice}")
+        added = np.concatenate([free, np.arange(self._end, end)]).astype(np.int32)
+        self._row_of[added] = frames.FREE
+        self._free[self._free_count : self._free_count + wanted] = added[::-1]
+        self._free_count, self._end = self._free_count + wanted, end
+        self.exceeded += 1
+        self.most_exceeded, self.needed_bytes = max(self.most_exceeded, beyond), max(self.needed_bytes, needed)
+        if self.exceeded > 1:
+            return None
+        return f"{text}; they take {format_bytes(beyond * size)} more for a while, and so may later ones; {advice}"
+
+    def _shrink(self) -> None:
+        """Let rows leave the frames beyond the budget, as far as they can be written, and give their memory back.
+
+        Needs the lock.
+        """
+        if self._end == self.count:
+            return
+        beyond = slice(self.count, self._end)
+        leave = (self._row_of[beyond] >= 0) & (self._pins[beyond] == 0) & (self._state[beyond] & frames.ARRIVING == 0)
+        leaving = (self.count + np.flatnonzero(leave)).astype(np.int32)
+        changed = self._saved[leaving] == frames.CHANGED
+        self._release(np.concatenate([leaving[~changed], leaving[changed][: self.store.room()]]))
+        free = self._free[: self._free_count]
+        within = free[free < self.count]
+        self._free_count = len(within)
+        self._free[: self._free_count] = within
+        if (self._row_of[beyond] == frames.FREE).all():
+            for values in (*self.planes.arrays, self.keys, self._row_of, self._saved, self._pins, self._state):
+                give_back(values[beyond])
+            self._hand, self._end = self._hand % self.count, self.count
+
+    def _evict(self, wanted: int) -> int:
+        """Free up to `wanted` frames, and return how many; needs the lock."""
+        return self._release(self._choose(wanted))
+
+    def _release(self, chosen: Positions) -> int:
+        """Free chosen frames, none of which is pinned, as far as changed rows can be written; return how many."""
+        if not len(chosen):
+            return 0
+        changed = np.empty(len(chosen) + 1, np.int32)
+        state = self.where, self._row_of, self._saved, self._state, self._free
+        self._free_count, count = frames.release(chosen, *state, self._free_count, changed)
+        freed = len(chosen) - count
+        changed = changed[:count]
+        kept = changed[self.store.room() :]
+        if len(kept):
+            self._state[kept] = frames.LEAVING
+            self._leaving.appendleft(kept)
+            changed = changed[: len(changed) - len(kept)]
+        if len(changed):
+            rows = self._row_of[changed]
+            done = 0
+            for position, n in self.store.append(changed, self.keys[changed], rows, self.planes):
+                shared = self.where, self._row_of, self._state, self._free, self._free_count
+                self._free_count = frames.release_to(changed[done : done + n], position, *shared)
+                done += n
+        return int(freed + len(changed))
+
+    def _choose(self, wanted: int) -> Positions:
+        """Return up to `wanted` frames whose rows may leave: first those that the plan lets go."""
+        chosen: list[Positions] = []
+        left = wanted
+        for _ in range(len(self._leaving)):
+            some = self._leaving.popleft()
+            out, kept = np.empty(len(some) + 1, np.int32), np.empty(len(some) + 1, np.int32)
+            c, k = frames.choose_leaving(some, self._pins, self._state, left, out, kept)
+            if c:
+                chosen.append(out[:c])
+                left -= int(c)
+            if k:
+                (self._leaving.append if left else self._leaving.appendleft)(kept[:k])
+            if not left:
+                break
+        if left:
+            out = np.empty(left + 1, np.int32)
+            state = self._row_of[: self._end], self._pins, self._state
+            c, self._hand = frames.choose_by_clock(self._hand, *state, left, out)
+            chosen.append(out[:c])
+        return np.concatenate(chosen)
+
+    def let_go(self, rows: Ids) -> None:
+        """Note rows that may leave the memory before others, as soon as no batch has pinned them."""
+        out = np.empty(len(rows) + 1, np.int32)
+        with self._changed:
+            if count := frames.mark_leaving(rows, self.where, self._state, out):
+                self._leaving.append(out[:count])
+
+    def keep(self, rows: Ids) -> None:
+        """Undo `let_go`."""
+        with self._changed:
+            frames.mark_staying(rows, self.where, self._state)
+
+    def forget(self, rows: Ids) -> None:
+        """Give rows their initial values, unless they are pinned."""
+        with self._changed:
+            state = self.where, self._row_of, self._pins, self._saved, self._state, self._free
+            store = self.store
+            self._free_count = frames.forget(rows, *state, self._free_count, store.live, store.format.per_segment)
+            self._changed.notify_all()
+
+    def _write(self, at: Positions, rows: Ids) -> npt.NDArray[np.int64]:
+        """Write changed rows, which stay in their frames, and return their positions; needs the lock."""
+        positions, done, store = np.empty(len(at), np.int64), 0, self.store
+        for first, n in store.append(at, self.keys[at], rows, self.planes):
+            some = at[done : done + n]
+            frames.record_saved(some, first, self._pins, self._saved, store.live, store.format.per_segment)
+            positions[done : done + n] = np.arange(first, first + n)
+            done += n
+        return positions
