@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from hostdev.checkpoint import compact, deliver, diff, export, folder, reshard
+from hostdev.checkpoint import compact, deliver, diff, export, folder
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import damaged, find_newest_valid, verify
 from hostdev.checkpoint.manifest import FILE_NAME, VERSION, BrokenCheckpointError
@@ -168,7 +168,7 @@ def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
         note(f"{arguments.prog}: {line}")
     require_new(arguments.out)
     remove_copy(arguments.out)
-    line = reshard.rewrite(found.chain, arguments.out, ranks)
+    line = compact.rewrite(found.chain, arguments.out, ranks)
     send(arguments.out, FILE_NAME)
     print(line)
     return 0

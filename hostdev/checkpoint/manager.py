@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.device_rows import DeviceRows
+from hostdev.checkpoint.adopting import can_locate, describe_segments, find_held
 from hostdev.checkpoint.folder import Checkpoint
-from hostdev.checkpoint.items import Item, Located, describe_table
+from hostdev.checkpoint.items import DeviceRows, Item, Located, describe_table
 from hostdev.checkpoint.keyed import OtherKeys, make_state
-from hostdev.checkpoint.locating import can_locate, describe_segments, find_held
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import FILE_BYTES
 from hostdev.checkpoint.uploads import Uploads

@@ -23,9 +23,8 @@ from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.rounding import plane_formats
 from hostdev.core.table_dtypes import require_slots_dtype, require_table_dtype
 from hostdev.core.tables import Owned
-from hostdev.host.current import current_columns, stored_columns
 from hostdev.host.storage import Storage
-from hostdev.host.views import ReadOnlyRows
+from hostdev.host.views import ReadOnlyRows, current_columns, stored_columns
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.norm import partial_squares, total
 from hostdev.kernels.pool import Task, run_tasks

@@ -12,13 +12,12 @@ import hostdev
 from hostdev import FTRL, Adam, Disk, HostTable, LazyAdam, RowWiseAdam, Unused, UserError
 from hostdev.checkpoint import folder
 from hostdev.checkpoint import writer as writer_module
-from hostdev.checkpoint.compact import merge
+from hostdev.checkpoint.compact import merge, rewrite
 from hostdev.checkpoint.diff import differences
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.manifest import BrokenCheckpointError
-from hostdev.checkpoint.reshard import rewrite
 from hostdev.checkpoint.state import state_digest
 from hostdev.checkpoint.writer import Content
 from hostdev.commands import checkpoint as command

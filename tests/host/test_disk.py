@@ -417,7 +417,7 @@ def test_rows_that_the_host_has_no_memory_for_are_refused(tmp_path, small, monke
             apply()
     assert table.step == step
     apply()  # the memory is there now
-    monkeypatch.setattr("hostdev.host.disk.frame_arrays.free_addresses", lambda: 200_000)
+    monkeypatch.setattr("hostdev.host.disk.frame_pool.free_addresses", lambda: 200_000)
     _, table = pair(tmp_path, kept=300)
     with pytest.raises(UserError, match=r"table 't': 2,000 rows .*ulimit -v"):
         apply()

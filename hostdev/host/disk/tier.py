@@ -18,8 +18,7 @@ import numpy.typing as npt
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
 from hostdev.host.disk.folder import TableFolder
-from hostdev.host.disk.frame_arrays import reserve_frames
-from hostdev.host.disk.frame_pool import FramePool
+from hostdev.host.disk.frame_pool import FramePool, reserve_frames
 from hostdev.host.disk.readers import Planes, Read
 from hostdev.host.disk.segments import SEGMENT_BYTES
 from hostdev.host.disk.sizes import MemorySize, count_most, get_location_bytes
