@@ -25,6 +25,9 @@ Keys = npt.NDArray[np.int64]
 WAITING, GONE, SKETCH = "waiting.arrow", "gone.arrow", "sketch.arrow"
 
 
+_KINDS = ("by row", "HostTable(rows, ...)"), ("by key", "HostTable(None, ...)")
+
+
 class OtherKeys(NamedTuple):
     """The keys of a checkpoint that have no row in it."""
 
@@ -78,13 +81,11 @@ def require_kind(path: Path, there: Table, table: Any) -> None:
         there: The table's entry in its manifest.
         table: The program's table.
     """
-    name, state, by_key = table.name, there.keys, table.capabilities.by_key
-    if (state is not None) != by_key:
-        kinds = ("by row", "by key") if by_key else ("by key", "by row")
-        advice = "HostTable(None, ...)" if state is not None else "HostTable(rows, ...)"
+    name, state = table.name, there.keys
+    (saved, advice), (own, _) = _KINDS[state is not None], _KINDS[table.capabilities.by_key]
+    if saved != own:
         raise UserError(
-            f"{path}: table {name!r} is {kinds[0]} in the checkpoint, but {kinds[1]} in the program; create it as "
-            f"{advice}"
+            f"{path}: table {name!r} is {saved} in the checkpoint, but {own} in the program; create it as {advice}"
         )
     if state is None:
         return

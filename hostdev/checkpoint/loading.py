@@ -196,16 +196,15 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, f
         BrokenCheckpointError: A file is damaged; the tables then hold some of the checkpoint's rows.
     """
     layers = Layers(chain)
-    keyed = {name: table for name, table in tables.items() if table.capabilities.by_key}
-    for name in tables.keys() - keyed.keys():
+    by_row: dict[str, Any] = {}
+    keyed: dict[str, Any] = {}
+    for name, table in tables.items():
+        (keyed if table.capabilities.by_key else by_row)[name] = table
+    for name in by_row:
         layers.ranges(name)  # raises if there are gaps
     for name, table in tables.items():
         history_of(chain, name).hand_over(table, whole=chain[-1].manifest.table(name).rows == table.total_rows)
-    tables = {
-        name: table
-        for name, table in tables.items()
-        if name not in keyed and not adopt_rows(chain[-1], name, table, check=check)
-    }
+    tables = {name: table for name, table in by_row.items() if not adopt_rows(chain[-1], name, table, check=check)}
     chains = {name: chain_of_table(chain, name) for name in tables}
     segments = {name: open_segments(chain[-1], name) for name in tables}
     wanted = [

@@ -13,7 +13,15 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import VERSION, BrokenCheckpointError
 from hostdev.checkpoint.merged_keys import key_arrays
 from hostdev.checkpoint.tree import Tree, from_tree, read_tensors
-from hostdev.core.digest import Column, RangeDigests, StateDigest, in_order, pieces_of, ranges_in_order, rows_per_range
+from hostdev.core.digest import (
+    DigestColumn,
+    RangeDigests,
+    StateDigest,
+    in_order,
+    pieces_of,
+    ranges_in_order,
+    rows_per_range,
+)
 from hostdev.core.errors import in_words
 from hostdev.core.keys import KeyArrays
 
@@ -45,7 +53,7 @@ def state_digest(
         for name in ("weights", *table.slots, *table.row_slots):
             pieces = partial(layers.column, table.name, name)
             width = 1 if name in table.row_slots else table.dim
-            columns.append(Column(name, (table.rows, width), partial(ranges_in_order, pieces, length)))
+            columns.append(DigestColumn(name, (table.rows, width), partial(ranges_in_order, pieces, length)))
         keys = None if table.keys is None else key_arrays(layers.merged(table.name), table.keys)
         digest.table(table.name, table.step, columns, None if known is None else known[table.name], keys)
     for name, key in names:
@@ -101,7 +109,7 @@ class StateDigest1(StateDigest):
         self,
         name: str,
         step: int,
-        columns: Sequence[Column],
+        columns: Sequence[DigestColumn],
         known: RangeDigests | None = None,
         keys: KeyArrays | None = None,
     ) -> None:

@@ -26,7 +26,7 @@ from hostdev.core.tables import Owned, initial_seed
 from hostdev.device.backend import free_bytes, require
 from hostdev.device.ops import get_ops
 from hostdev.device.ops.catch_up import Clocks, bring, pack, unpack
-from hostdev.device.writing import Writing
+from hostdev.device.writing import DeviceWriting
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.norm import PART, partial_squares, total
 from hostdev.kernels.plane_formats import BFLOAT16
@@ -274,7 +274,7 @@ class DeviceTable(Owned):
             require_exact(values, self.name, plane, formats[plane])
 
     @contextmanager
-    def writing(self, ids: Tensor | npt.ArrayLike | None = None) -> Iterator[Writing]:
+    def writing(self, ids: Tensor | npt.ArrayLike | None = None) -> Iterator[DeviceWriting]:
         """Yield copies of weights and state, as `HostTable.writing` does; their changes are written when `with` ends.
 
         Args:
@@ -288,7 +288,7 @@ class DeviceTable(Owned):
             chosen = torch.from_numpy(array).to(self.device, torch.int64)
         self._before_write()
         late = self._storable if self.capabilities.late else None
-        one = Writing(self.name, self._columns(), chosen, late)
+        one = DeviceWriting(self.name, self._columns(), chosen, late)
         self._is_writing = True
         try:
             with torch.no_grad():

@@ -9,14 +9,14 @@ import numpy.typing as npt
 from hostdev.core.checks import require_finite
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, format_bytes
-from hostdev.core.writing import Copies
+from hostdev.core.writing import ColumnCopies
 
 Rows = npt.NDArray[np.float32]
 
 _PART_BYTES = 1 << 24  # bytes compared or written at a time
 
 
-class Writing(Copies):
+class Writing(ColumnCopies):
     """The copies that `HostTable.writing` yields.
 
     Args:

@@ -1,6 +1,6 @@
 """The pipeline: moves batches through the stages, with at most one training pass at a time."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.groups import Group, Ids
 from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.keys import KeyedRows
 from hostdev.pipeline.results import StepBatch
 from hostdev.pipeline.row_ids import RowOffsets
 from hostdev.pipeline.scheduling.overlapped import OverlappedPass
@@ -70,7 +71,7 @@ class Pipeline:
                 [each[0].total_rows for each in tables],
                 [[table.fetched_width for table in each] for each in tables],
             )
-            by_key = [group.keys is not None for group in groups]
+            by_key = [one[0].capabilities.by_key for one in tables]
             exchanges = {update: Exchange(ranks, *shapes, by_key) for update in (True, False)}
         self._context = Context(
             groups, offsets, staging, claims, self.timeline, log, exchanges, hooks or PipelineHooks(), depth
@@ -78,6 +79,11 @@ class Pipeline:
         self._number = 0  # number of the last batch
         self._open_passes: list[Pass] = []
         self.training: Pass | None = None
+
+    @property
+    def keyed(self) -> Mapping[int, KeyedRows]:
+        """The keys of tables by key, by the numbers of their groups."""
+        return self._context.keyed
 
     @property
     def steps(self) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from hostdev.core.capabilities import Capabilities
 from hostdev.core.digest import (
-    Column,
+    DigestColumn,
     Fetch,
     StateDigest,
     in_order,
@@ -70,13 +70,13 @@ def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) ->
     if ranks is None:
         changes = getattr(table, "changes", None)
         known = None if changes is None else changes.known_digests()
-        columns = [Column(name, tuple(rows.shape), _ranges(rows, length)) for name, rows in found.items()]
+        columns = [DigestColumn(name, tuple(rows.shape), _ranges(rows, length)) for name, rows in found.items()]
         digest.table(table.name, table.step, columns, known)
         return
     columns = []
     for name, rows in found.items():
         pieces = partial(gather_in_order, ranks.control, rows, total)
-        columns.append(Column(name, (total, rows.shape[1]), partial(ranges_in_order, pieces, length)))
+        columns.append(DigestColumn(name, (total, rows.shape[1]), partial(ranges_in_order, pieces, length)))
     if ranks.control.rank == 0:
         digest.table(table.name, table.step, columns)
         return
@@ -87,7 +87,7 @@ def _add_keyed(digest: StateDigest, table: Any, ranks: Ranks | None) -> None:
     """Add a table by key; the keys of all ranks, one rank after the other, are in the order of their hashes."""
     keys, stored, length = table.key_arrays(), table.stored_columns(), rows_per_range(table.dim)
     if ranks is None:
-        columns = [Column(name, rows.shape, _ranges(rows, length)) for name, rows in stored.items()]
+        columns = [DigestColumn(name, rows.shape, _ranges(rows, length)) for name, rows in stored.items()]
         digest.table(table.name, table.step, columns, keys=keys)
         return
     keys = keys.map(ranks.control.gather_first)
@@ -95,14 +95,14 @@ def _add_keyed(digest: StateDigest, table: Any, ranks: Ranks | None) -> None:
     columns = []
     for name, each in stored.items():
         pieces = partial(gather_by_rank, ranks.control, each)
-        columns.append(Column(name, (rows, each.shape[1]), partial(ranges_in_order, pieces, length)))
+        columns.append(DigestColumn(name, (rows, each.shape[1]), partial(ranges_in_order, pieces, length)))
     if ranks.control.rank == 0:
         digest.table(table.name, table.step, columns, keys=keys)
         return
     _take_part(columns)
 
 
-def _take_part(columns: Sequence[Column]) -> None:
+def _take_part(columns: Sequence[DigestColumn]) -> None:
     """Take part in rank 0's gathering of columns."""
     for column in in_order(columns):
         deque(column.ranges(()), maxlen=0)

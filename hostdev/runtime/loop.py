@@ -68,7 +68,7 @@ class TrainLoop(Loop[Item]):
             runtime.dense_channel, micro_batches, runtime.dense_exchange, runtime.other_channels
         )
         self._late: list[RowParameter] = []  # rows of a batch that `submit` finished before the loop continued
-        self._keyed = [number for number, group in enumerate(runtime.group_specs) if group.has_keys]
+        self._keyed = list(runtime.pipeline.keyed)  # numbers of the groups of tables by key
         self._must_replan = False  # whether the batches read ahead must be planned again
         self._is_suspended = False  # whether the pass has ended meanwhile
         self._clipped = False  # whether the batch's rows were clipped with the parameters
@@ -115,8 +115,7 @@ class TrainLoop(Loop[Item]):
         requests: Iterator[Request] = self._wanted
         self._must_replan = self._is_suspended = False
         for number in self._keyed:
-            keys, table = self._runtime.pipeline.groups[number].keys, self._runtime.group_specs[number].tables[0]
-            keys.trains = self._trains(table)
+            self._runtime.pipeline.keyed[number].trains = self._trains(self._runtime.group_specs[number].tables[0])
         self.watcher.first = first = self._runtime.loops.carried.first_batch()
         if first is not None:
             self._of_pass.callback(first.end)

@@ -150,7 +150,7 @@ class DiskStorage:
 
     def column(self, number: int) -> Any:
         """See `Storage`."""
-        return Column(self, self.shape[2], lambda source: source.column(number)[:])
+        return DiskColumn(self, self.shape[2], lambda source: source.column(number)[:])
 
     def slot(self, number: int) -> Rows:
         """See `Storage`."""
@@ -213,7 +213,7 @@ class DiskStorage:
         return self.frames.taken_row_slots(self.tier.find(ids))
 
 
-class Column:
+class DiskColumn:
     """Values of all rows, by slices or row ids: float32 [any, width].
 
     Args:
@@ -242,7 +242,7 @@ class Column:
 class RowSlots:
     """The per-row state of all rows, float32 [V, R], by slices or row ids; a second index, a slice, selects columns.
 
-    `[:, columns]` reads nothing yet, and returns a `Column`.
+    `[:, columns]` reads nothing yet, and returns a `DiskColumn`.
     """
 
     def __init__(self, storage: DiskStorage) -> None:
@@ -255,7 +255,7 @@ class RowSlots:
     def __getitem__(self, index: Any) -> Any:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         width = len(range(*columns.indices(self.shape[1])))
-        found = Column(self._storage, width, lambda source: source.row_slots[:, columns])
+        found = DiskColumn(self._storage, width, lambda source: source.row_slots[:, columns])
         return found if isinstance(index, tuple) and rows == slice(None) else found[rows]
 
 

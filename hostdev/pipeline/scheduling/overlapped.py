@@ -30,7 +30,7 @@ from hostdev.pipeline.row_ids import Ids
 from hostdev.pipeline.scheduling.in_flight import InFlight
 from hostdev.pipeline.scheduling.passes import PassOptions, raise_held
 from hostdev.pipeline.scheduling.queues import End, PipelineQueues
-from hostdev.pipeline.scheduling.workers import Workers
+from hostdev.pipeline.scheduling.workers import PassWorkers
 from hostdev.pipeline.stages.look_up import (
     reload,
 )
@@ -64,7 +64,7 @@ class OverlappedPass:
         self._before_first, self._reads_behind = options.number, options.background
         self._taken = 0  # number of batches that the caller has asked for
         self._source: Iterator[Request] | None = None if options.background else iter(source)  # None after its end
-        self._workers = Workers(context, self._queues, source if options.background else None, options)
+        self._workers = PassWorkers(context, self._queues, source if options.background else None, options)
 
     @property
     def number(self) -> int:

@@ -30,7 +30,7 @@ from hostdev.pipeline.stages.update import await_step, receive_sums, update, upd
 from hostdev.pipeline.tiers import PassPins
 
 
-class Workers:
+class PassWorkers:
     """The threads of an overlapped pass, and the work of each.
 
     Args:
