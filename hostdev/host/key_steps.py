@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.keys import INITIAL, SHARED, ZEROS
-from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.free_rows import GuestRows
 from hostdev.host.key_checkpoints import CheckpointedKeys
-from hostdev.host.key_eviction import Total
+from hostdev.host.key_eviction import EvictionReports, Total
 from hostdev.host.key_plan import KeyCount, PlannedKeys
 from hostdev.host.storage import Shape
 from hostdev.kernels.arrays import Ids

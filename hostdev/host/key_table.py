@@ -29,8 +29,8 @@ from hostdev.core.tables import initial_seed
 from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.disk.rows import RowFormat
 from hostdev.host.disk.storage import make_storage
-from hostdev.host.eviction_reports import EvictionReports
 from hostdev.host.free_rows import GuestRows
+from hostdev.host.key_eviction import EvictionReports
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_options import (
     KEY_BYTES,

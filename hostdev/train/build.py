@@ -26,9 +26,14 @@ from hostdev.ext.parallel.layout import Layout, resolve_layout
 from hostdev.ext.parallel.pieces import cut, get_pieces
 from hostdev.ext.parallel.plan import matched
 from hostdev.ext.parallel.plan_text import parse_plan
-from hostdev.host.disk.warm_up import warm_up_disk
-from hostdev.host.key_warm_up import warm_up_keys
-from hostdev.host.warm_up import warm_up_batches, warm_up_deduplication, warm_up_feature, warm_up_table
+from hostdev.host.warm_up import (
+    warm_up_batches,
+    warm_up_deduplication,
+    warm_up_disk,
+    warm_up_feature,
+    warm_up_keys,
+    warm_up_table,
+)
 from hostdev.kernels.compiling import run_calls
 from hostdev.kernels.counter import key64
 from hostdev.models import registry

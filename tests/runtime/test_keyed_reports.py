@@ -13,7 +13,7 @@ from hostdev.checkpoint import manager
 from hostdev.core.admission import Probability
 from hostdev.errors import UserError
 from hostdev.host import key_checkpoints, key_table
-from hostdev.host.eviction_reports import EvictionReports
+from hostdev.host.key_eviction import EvictionReports
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_plan import PlannedKeys
 from hostdev.host.key_snapshot import KeySnapshot
