@@ -22,7 +22,7 @@ import psutil
 import pyarrow.parquet
 
 from bench.record import get_versions, make_parser, record
-from hostdev.commands import preprocess
+from hostdev.data.preprocess import cli as preprocess
 from tests.data import drift
 
 _COLUMNS = ["--label", "clicked", "--categorical", "user,item"]

@@ -13,20 +13,17 @@ _FIRST = ("Runtime", "HostTable", "Feature", "Bag", "DeviceTable", "CacheSpec", 
 
 def commands() -> str:
     """Return a section for each command with its help, as the parser prints it."""
-    from hostdev.commands import COMMANDS
+    from hostdev import commands
 
     sections = []
-    for name, (module, what) in COMMANDS.items():
-        made = _parser(name)
-        sections.append(f"## hostdev {name}\n\n`python -m {module}`: {what}.\n\n{_help(made)}")
+    for name in commands.names():
+        command = commands.find(name)
+        made = command.parser(f"hostdev {name}")
+        sections.append(f"## hostdev {name}\n\n`python -m {command.PROG}`: {command.HELP}.\n\n{_help(made)}")
         for action in made._actions:
             for part, one in action.choices.items() if hasattr(action, "_name_parser_map") else ():
                 sections.append(f"### hostdev {name} {part}\n\n{_help(one)}")
     return "\n\n".join(sections)
-
-
-def _parser(name: str) -> Any:
-    return import_module(f"hostdev.commands.{name.replace('-', '_')}").parser(f"hostdev {name}")
 
 
 def _help(parser: Any) -> str:

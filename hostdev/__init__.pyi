@@ -3,14 +3,18 @@ from . import distributed as distributed
 from . import errors as errors
 from . import ops as ops
 from . import parallel as parallel
+from . import testing as testing
 from . import tracking as tracking
 from .cache.cache import EmbeddingCache as EmbeddingCache
 from .checkpoint.saved import open as open
+from .core.admission import Admission as Admission
 from .core.admission import MinCount as MinCount
 from .core.admission import Probability as Probability
 from .core.disk_storage import Disk as Disk
 from .core.errors import NonFiniteError as NonFiniteError
 from .core.errors import UserError as UserError
+from .core.eviction import Eviction as Eviction
+from .core.eviction import KeyUse as KeyUse
 from .core.eviction import LeastFrequent as LeastFrequent
 from .core.eviction import LeastRecent as LeastRecent
 from .core.eviction import SmallestNorm as SmallestNorm
@@ -28,16 +32,19 @@ from .core.optimizers import LazyAdam as LazyAdam
 from .core.optimizers import Momentum as Momentum
 from .core.optimizers import RowWiseAdagrad as RowWiseAdagrad
 from .core.optimizers import RowWiseAdam as RowWiseAdam
+from .data.preprocess.row_source import RecordBatches as RecordBatches
+from .data.preprocess.row_source import RowSource as RowSource
 from .device.table import DeviceTable as DeviceTable
 from .distributed.session import join as join
-from .host.table import HostTable as HostTable
+from .ext.checkpoints.exporter import Exporter as Exporter
 from .ext.predict.predictor import Predictor as Predictor
+from .ext.tracking.callback import Callback as Callback
+from .host.table import HostTable as HostTable
 from .runtime.ema import EMA as EMA
 from .runtime.runtime import Runtime as Runtime
 from .runtime.spec import Bag as Bag
 from .runtime.spec import CacheSpec as CacheSpec
 from .runtime.spec import Feature as Feature
 from .runtime.spec import TableSpec as TableSpec
-from .ext.tracking.callback import Callback as Callback
 
 __version__: str

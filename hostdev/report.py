@@ -3,4 +3,4 @@
 if __name__ == "__main__":  # before the slow imports, so that Ctrl-C during an import also prints one line
     from hostdev.core import cli
 
-    raise SystemExit(cli.run_module("hostdev.commands.report", "hostdev.report"))
+    raise SystemExit(cli.run_module("hostdev.ext.report.cli", "hostdev.report"))

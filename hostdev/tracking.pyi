@@ -5,3 +5,4 @@ from hostdev.ext.tracking import EpochInfo as EpochInfo
 from hostdev.ext.tracking import MLflowWriter as MLflowWriter
 from hostdev.ext.tracking import RunInfo as RunInfo
 from hostdev.ext.tracking import StepInfo as StepInfo
+from hostdev.ext.tracking.tracker import Tracker as Tracker

@@ -4,6 +4,7 @@ import inspect
 import math
 from typing import TYPE_CHECKING, Any
 
+from hostdev.core import registry
 from hostdev.core.errors import UserError
 from hostdev.core.named_classes import load_class
 from hostdev.core.optimizers import SparseOptimizer
@@ -13,18 +14,16 @@ from hostdev.runtime.spec import Feature, TableSpec
 if TYPE_CHECKING:  # torch takes seconds to import
     from hostdev.models.model import Model
 
-NAMES: dict[str, str] = {
-    "wide_deep": "hostdev.models.wide_deep.network:WideDeep",
-    "deepfm": "hostdev.models.deepfm.network:DeepFM",
-    "dlrm": "hostdev.models.dlrm.network:DLRM",
-    "dcn": "hostdev.models.dcn.network:DCN",
-    "shared_bottom": "hostdev.models.shared_bottom.network:SharedBottom",
-    "mmoe": "hostdev.models.mmoe.network:MMoE",
-}
+KIND = "model"
+
+
+def names() -> list[str]:
+    """Return the names of the models that packages register."""
+    return registry.names(KIND)
 
 
 def find(name: "str | type[Any]") -> "type[Model]":
-    """Return the model class for a name in NAMES, for "package.module:Class", or for the class itself.
+    """Return the model class for a registered name, for "package.module:Class", or for the class itself.
 
     The class must be an nn.Module with the constructor and methods of `Model`, but need not inherit from `Model`.
 
@@ -35,7 +34,10 @@ def find(name: "str | type[Any]") -> "type[Model]":
 
     from hostdev.models.model import Model
 
-    found = load_class(NAMES.get(name, name), "model", name, NAMES) if isinstance(name, str) else name
+    found: Any = name
+    if isinstance(name, str):
+        is_registered = name in names()
+        found = registry.find(KIND, name) if is_registered else load_class(name, "model", name, names())
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise UserError(f"model {name!r} must be a subclass of torch.nn.Module, not {found!r}")
     try:

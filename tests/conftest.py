@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hostdev.commands import preprocess
 from hostdev.core import cli
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend

@@ -35,7 +35,8 @@ class Naive:
 
     def _admitted(self, unknown, uses, step):
         if isinstance(self.admit, Probability):
-            drawn = self.admit.draw(np.array(unknown, np.int64), self.seed, self.name, step)
+            chosen = np.array(unknown, np.int64)
+            drawn = self.admit.admit(chosen, np.ones(len(chosen), np.int64), seed=self.seed, name=self.name, step=step)
             return {key: uses[key] for key, is_in in zip(unknown, drawn, strict=True) if is_in}
         if self.admit is None:
             return {key: uses[key] for key in unknown}

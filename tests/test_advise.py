@@ -16,7 +16,6 @@ from hostdev import FTRL, SGD, LazyAdam, UserError
 from hostdev.cache.plan import Statistics
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import Simulated
-from hostdev.commands import advise as command
 from hostdev.core import pictures
 from hostdev.core.memory import parse_bytes
 from hostdev.data import manifest
@@ -24,6 +23,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend, bus
 from hostdev.device.bus import Bus
 from hostdev.ext.advice import advise
+from hostdev.ext.advice import cli as command
 from hostdev.ext.advice.cache import curves as cache_advice
 from hostdev.ext.advice.cache import rates
 from hostdev.ext.advice.cache.curves import Group, Point, recommend

@@ -5,7 +5,9 @@ import pyarrow as pa
 import pyarrow.csv
 import pytest
 
-from hostdev.commands import advise, preprocess, train
+from hostdev.commands import train
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.advice import cli as advise
 from hostdev.ext.advice import disk as disk_advice
 from hostdev.ext.advice.disk import DiskRates, Need, format_needs, measure_disk
 

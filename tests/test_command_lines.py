@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
-from hostdev.commands import COMMANDS, console, preprocess, serve, train
+from hostdev import commands
+from hostdev.commands import console, train
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.serving import cli as serve
 from tests.conftest import ROOT, environment
 
 WRONG = {
@@ -52,10 +55,10 @@ def run(tmp_path, *arguments, check=""):
 
 
 def test_every_command_has_a_wrong_line():
-    assert WRONG.keys() == COMMANDS.keys()
+    assert sorted(WRONG) == sorted(commands.names())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", WRONG)
 def test_help_and_errors_import_little(tmp_path, command):
     light = f"assert not set({HEAVY!r}) & set(sys.modules)"
     given, message = WRONG[command]
@@ -64,7 +67,7 @@ def test_help_and_errors_import_little(tmp_path, command):
     done = run(tmp_path, command, "--help", check=light)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: hostdev {command} ")
-    module, _ = COMMANDS[command]
+    module = commands.find(command).PROG
     same = subprocess.run(
         [sys.executable, "-m", module, *map(str, given)],
         cwd=tmp_path,
@@ -81,7 +84,7 @@ def test_help_and_errors_import_little(tmp_path, command):
 
 def test_the_program_itself(tmp_path):
     assert run(tmp_path, "--help").stdout == console.text() + "\n"
-    assert all(f"  {name} " in console.text() for name in COMMANDS)
+    assert all(f"  {name} " in console.text() for name in commands.names())
     assert run(tmp_path).returncode == 2
     assert run(tmp_path, "--version").stdout == "hostdev 0.2.0.dev0\n"
     done = run(tmp_path, "trian")

@@ -2,19 +2,16 @@
 
 import pytest
 
-from hostdev.commands import (
-    advise,
-    checkpoint,
-    launch,
-    neighbours,
-    predict,
-    preprocess,
-    quickstart,
-    report,
-    serve,
-    train,
-    verify,
-)
+from hostdev.commands import quickstart, train
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.advice import cli as advise
+from hostdev.ext.checkpoints import cli as checkpoint
+from hostdev.ext.launch import cli as launch
+from hostdev.ext.neighbours import cli as neighbours
+from hostdev.ext.predict import cli as predict
+from hostdev.ext.report import cli as report
+from hostdev.ext.serving import cli as serve
+from hostdev.ext.verify import cli as verify
 
 CASES = [
     (report, "NOTHERE"),

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from hostdev import HostTable, LazyAdam, Runtime, UserError
-from hostdev.commands import checkpoint, predict, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.core.errors import write_stderr
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.distributed.world import ALONE_WORLD
+from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.parallel import saving
+from hostdev.ext.predict import cli as predict
 
 ODD = Path(os.fsdecode(b"caf\xe9"))  # in Latin-1
 

@@ -23,11 +23,13 @@ PLACES = {"hostdev": "hostdev", "models": "hostdev.models", "data": "hostdev.dat
 # The engine imports no extension: tests/house.json bounds how many such imports are left.
 ROOMS = [
     ("commands", "__main__", "frameworks", "ext"),
+    ("ext.testing",),
     ("ext.verify", "ext.advice", "ext.warm_up"),
     ("ext.launch",),
     ("ext.neighbours",),
     ("ext.serving",),
     ("ext.predict",),
+    ("ext.checkpoints",),
     ("ext.streams",),
     ("train",),
     ("ext.report",),
@@ -238,13 +240,13 @@ def test_cells_of_tables_have_their_columns_names():
     assert found.endswith('<tr><td data-label="a b">1</td><td data-label="c">2</td></tr></table><td>')
 
 
-ROOMS_OF_NAMES = ["distributed", "errors", "ops", "parallel", "tracking"]
+ROOMS_OF_NAMES = ["distributed", "errors", "ops", "parallel", "testing", "tracking"]
 
 
 def test_every_public_name_and_option_is_in_the_reference(monkeypatch):
     """The pages' marks are filled in from the sources; `make docs` fails if a name has no documentation."""
     import hostdev
-    from hostdev.commands import COMMANDS
+    from hostdev import commands
 
     monkeypatch.setenv("COLUMNS", "100")
     site = load_site()
@@ -255,7 +257,7 @@ def test_every_public_name_and_option_is_in_the_reference(monkeypatch):
     assert sorted(room.__name__ for room in rooms) == [f"hostdev.{name}" for name in ROOMS_OF_NAMES]
     names += [f"{room.__name__}.{name}" for room in rooms for name in room.__all__]
     assert [name for name in names if f"\n::: {name}\n" not in f"{shown}\n"] == []
-    assert all(f"## hostdev {name}\n" in shown for name in COMMANDS)
+    assert all(f"## hostdev {name}\n" in shown for name in commands.names())
     assert [option for option in options() if not re.search(rf"{option}\b", shown)] == []
 
 

@@ -15,7 +15,10 @@ import pytest
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.loading import verify as verify_files
-from hostdev.commands import predict, preprocess, train, verify
+from hostdev.commands import train
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.predict import cli as predict
+from hostdev.ext.verify import cli as verify
 from hostdev.host.disk import segments as segments_module
 from hostdev.kernels import disk_records
 from tests.conftest import digest_of

@@ -9,9 +9,13 @@ import pyarrow.csv
 import pytest
 
 import hostdev
-from hostdev.commands import advise, predict, preprocess, train, verify
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.advice import cli as advise
+from hostdev.ext.predict import cli as predict
+from hostdev.ext.verify import cli as verify
 from hostdev.train import raw_start
 from tests.conftest import digest_of
 from tests.data import events

@@ -9,11 +9,11 @@ import weakref
 import numpy as np
 import pytest
 
-from hostdev.commands import verify as command
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
+from hostdev.ext.verify import cli as command
 from hostdev.ext.verify import modes as verify
 from hostdev.pipeline import rows
 from hostdev.train import trainer

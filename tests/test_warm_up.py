@@ -12,7 +12,7 @@ import numba
 import pytest
 
 from hostdev.core.errors import UserError
-from hostdev.ext import warm_up as command
+from hostdev.ext.warm_up import kernels as command
 from hostdev.host.warm_up import warm_up_feature
 from hostdev.kernels.compiling import run_calls
 from hostdev.kernels.jit import address_of

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 import hostdev
-from hostdev.commands import preprocess
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.shards import ShardReader
 from hostdev.models import make
 from hostdev.train.trainer import Trainer

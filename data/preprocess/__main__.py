@@ -3,4 +3,4 @@
 if __name__ == "__main__":
     from hostdev.core import cli
 
-    raise SystemExit(cli.run_module("hostdev.commands.preprocess", "hostdev.data.preprocess"))
+    raise SystemExit(cli.run_module("hostdev.data.preprocess.cli", "hostdev.data.preprocess"))

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hostdev.core.addresses import shown_place
-from hostdev.core.errors import UserError, in_words
-from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
+from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
 from hostdev.data import advice
 from hostdev.data.manifest import REJECTED_FILE, Manifest
@@ -15,21 +14,18 @@ from hostdev.data.preprocess import earlier_flags, looking, table_flags
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
-from hostdev.data.preprocess.files import TableFile
 from hostdev.data.preprocess.flags import THRESHOLD
 from hostdev.data.preprocess.options import FLAGS, Options, ids_in_words, parse_options
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.scheduler_flag import parse_scheduler
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
-from hostdev.kernels.pool import host_threads
 
 _SPLIT_FLAGS = {
     kind: {f"--{kind}": f"{kind}_files"}
     | {f"--{kind}-{how}": f"{kind}_{how}" for how in ("fraction", "column", "after")}
     for kind in ("test", "validation")
 }
-_LEAST_MEMORY = 64 << 20  # bytes: with less, DuckDB cannot sort
 
 
 def summary(manifest: Manifest, out: Path, seconds: float) -> str:
@@ -116,11 +112,16 @@ def check_scheduler(arguments: argparse.Namespace) -> None:
             "--scheduler cannot divide a query among workers; write its rows as Parquet, such as with COPY in DuckDB, "
             "and give these files to preprocess table"
         )
+    if getattr(arguments, "source", None) is not None:
+        raise UserError(
+            f"--scheduler cannot divide the rows of {arguments.command} among workers; write them as Parquet, and give "
+            "these files to preprocess table"
+        )
 
 
 def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -> tuple[Source, Options]:
     """Make the source and the options from parsed flags; `earlier` is the data set whose ids are kept."""
-    if arguments.command in earlier_flags.TABLES:
+    if earlier_flags.has_columns(arguments):
         how = table_flags.parse_table_options(arguments, earlier)
         if arguments.dense is not None and not how.numeric:
             raise UserError("--dense has no effect without --numeric; leave --dense out, or name numeric columns")
@@ -129,31 +130,12 @@ def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -
             raise UserError(
                 f"threshold of feature {next(iter(how.thresholds))!r} has no effect with --hash-buckets; leave it out"
             )
-        return Table(arguments.files if arguments.command == "table" else [_open_query(arguments)], how), options
+        source = getattr(arguments, "source", None)
+        return Table(arguments.files if source is None else [source.open(arguments)], how), options
     options = parse_options(arguments, **earlier_flags.defaults(earlier))
     if arguments.command == "criteo":
         return CriteoText(arguments.files), options
     return make_synthetic(arguments), options
-
-
-def _open_query(arguments: argparse.Namespace) -> TableFile:
-    """Open the query that the flags specify."""
-    if (arguments.sql is None) == (arguments.query is None):
-        how = "neither is given" if arguments.sql is None else "both are given"
-        raise UserError(f"give the query either as an argument or with --query FILE; {how}")
-    sql = arguments.sql
-    if sql is None:
-        try:
-            sql = arguments.query.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--query {arguments.query}: the file cannot be read ({in_words(error)})") from None
-    memory = available_bytes() // 2 if arguments.query_memory is None else parse_bytes(arguments.query_memory)
-    if memory < _LEAST_MEMORY:
-        raise UserError(f"--query-memory must be at least {format_bytes(_LEAST_MEMORY)}, not {format_bytes(memory)}")
-    from hostdev.data.preprocess.query.source import QueryOptions, open_query, spill_folder  # imports DuckDB
-
-    threads = arguments.threads or host_threads()
-    return open_query(sql, QueryOptions(threads, memory, spill_folder(arguments.out)))
 
 
 def table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> Options:

@@ -12,8 +12,12 @@ from hostdev.data.preprocess.reading import own_settings
 from hostdev.data.preprocess.vectors import vectors_in
 
 _MOST = 120  # characters of a column list in a message
-TABLES = ("table", "query")  # commands whose sources have named columns
 _SAME = "leave the flag out: --vocabulary takes the columns from that data set"
+
+
+def has_columns(arguments: argparse.Namespace) -> bool:
+    """Return whether the command's rows have named columns: `table`, and the registered sources."""
+    return arguments.command == "table" or getattr(arguments, "source", None) is not None
 
 
 def find_earlier(arguments: argparse.Namespace) -> Earlier | None:
@@ -26,8 +30,8 @@ def find_earlier(arguments: argparse.Namespace) -> Earlier | None:
     if arguments.frozen_vocabulary and arguments.threshold is not None:
         raise UserError("--threshold has no effect with --frozen-vocabulary; leave one of them out")
     earlier = read_earlier(folder, frozen=arguments.frozen_vocabulary)
-    if earlier.is_table != (arguments.command in TABLES):
-        command = " or ".join(TABLES) if earlier.is_table else "criteo"
+    if earlier.is_table != has_columns(arguments):
+        command = "table or query" if earlier.is_table else "criteo"
         raise UserError(f"--vocabulary {folder}: this data set was made by another command; use preprocess {command}")
     if earlier.buckets is not None and arguments.threshold is not None:
         raise UserError(f"--threshold has no effect with --vocabulary {folder}, whose ids are hashed; omit --threshold")

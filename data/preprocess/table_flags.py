@@ -35,7 +35,7 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
         for text in given if isinstance(given, list) else [given]:
             if isinstance(text, str) and not is_text(text):
                 raise UserError(f"{_flag(name)} {text!r} is not text in UTF-8")
-    is_query = arguments.command == "query"  # the query engine reads the text files
+    has_files = arguments.command == "table"
     what = _roles(arguments)
     task = what.pop("task")
     if earlier is not None:
@@ -56,14 +56,14 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
     what["label"] = label
     numeric, weight = what.pop("numeric_labels"), what.pop("weight")
     what["targets"] = Targets(more=tuple(more), numeric=tuple(numeric), weight=weight)
-    how = {} if is_query else text_options(arguments)
+    how = text_options(arguments) if has_files else {}
     for name in ("test_column", "test_after", "validation_column", "validation_after"):
         value = getattr(arguments, name)
         how[name] = None if value is None else _pair(_flag(name), value)
     return TableOptions(
         **what,
-        test_files=() if is_query else tuple(arguments.test_files or ()),
-        validation_files=() if is_query else tuple(arguments.validation_files or ()),
+        test_files=tuple(arguments.test_files or ()) if has_files else (),
+        validation_files=tuple(arguments.validation_files or ()) if has_files else (),
         **how,
     )
 

@@ -15,7 +15,6 @@ from hostdev.checkpoint.folder import Chain, Checkpoint, chain_of_table
 from hostdev.checkpoint.manifest import BrokenCheckpointError, KeyState, RangeFile, Table
 from hostdev.checkpoint.ranges import WEIGHTS, parse_range
 from hostdev.checkpoint.segment_rows import open_segments
-from hostdev.core.admission import MinCount
 from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.core.keys import SHARED, FormerIds, KeyColumns
 from hostdev.core.progress import bar
@@ -64,7 +63,7 @@ def make_state(table: Any, snapshot: Any, number: int, live: int, waiting: int) 
         counting=counting_of(table.admit),
         evict=None if table.evict is None else repr(table.evict),
         unknown_values=table.unknown,
-        decay=float(getattr(table.evict, "decay", 1.0)),
+        decay=1.0 if table.evict is None else float(table.evict.decay),
         decays=found.decays,
         waiting_keys=waiting,
         waiting=f"{folder}/{WAITING}",
@@ -113,9 +112,9 @@ def require_kind(path: Path, there: Table, table: Any) -> None:
 
 def counting_of(admit: Any) -> str:
     """Return how an admission policy counts the uses of keys that have no row."""
-    if not isinstance(admit, MinCount):
+    if admit is None or not admit.counts:
         return "not at all"
-    return "exactly" if admit.sketch is None else f"in a sketch of {admit.sketch_bytes:,} bytes, by parts"
+    return f"in a sketch of {admit.sketch_bytes:,} bytes, by parts" if admit.sketch_bytes else "exactly"
 
 
 def load_keys(chain: Chain, name: str, table: Any, *, check: bool) -> None:

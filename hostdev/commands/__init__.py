@@ -1,23 +1,40 @@
-"""Command lines: parsers and checks of options. These modules import little, so that --help is fast.
+"""The program `hostdev`, which runs the commands that packages register.
 
-A command's module has `PROG`, `parser(prog)` and `main(argv, prog)`, which checks the options before slow imports.
-`hostdev NAME` is the same as `python -m` with the module in `COMMANDS`.
+A command is a module, registered as an entry point of the group `hostdev.command`; `Command` says what it has. It
+imports little, so that its options are checked, and `--help` is printed, before slow imports.
 """
 
-COMMANDS = {  # module and help text by name
-    "train": ("hostdev.train", "train a model on a data set"),
-    "quickstart": ("hostdev.train.quickstart", "preprocess Criteo text, or synthetic data, and train on it"),
-    "preprocess": (
-        "hostdev.data.preprocess",
-        "turn tables or Criteo text into a data set; check or describe one",
-    ),
-    "report": ("hostdev.report", "write a page with the charts and tables of runs"),
-    "predict": ("hostdev.predict", "write probabilities for the rows of a file"),
-    "neighbours": ("hostdev.neighbours", "print the nearest rows of an embedding table"),
-    "serve": ("hostdev.serving", "answer requests for predictions over HTTP"),
-    "checkpoint": ("hostdev.checkpoint", "describe, check, compare, merge and export checkpoints"),
-    "advise": ("hostdev.advise", "recommend an embedding cache for your data"),
-    "verify": ("hostdev.verify", "show on your data that every mode gives the same bits"),
-    "warm-up": ("hostdev.warm_up", "compile all kernels now, for example for a container image"),
-    "launch": ("hostdev.launch", "start the processes that a rank table assigns to this host; test the connections"),
-}
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hostdev.core import registry
+
+KIND = "command"
+FIRST = ("train", "quickstart", "preprocess")  # in lists of commands; the others follow in alphabetical order
+
+
+class Command(Protocol):
+    """The module of a command."""
+
+    PROG: str
+    """The program's name in messages of `python -m`."""
+    HELP: str
+    """What the command does, in a line of `hostdev --help`."""
+
+    def parser(self, prog: str = ...) -> Any:
+        """Return the parser of the command's flags, an argparse.ArgumentParser (`hostdev.core.cli.parser`)."""
+
+    def main(self, argv: Sequence[str], prog: str = ...) -> int | None:
+        """Parse the flags and run the command; return its exit code, None for 0."""
+
+
+def names() -> list[str]:
+    """Return the names of the commands."""
+    registered = registry.names(KIND)
+    return [*(name for name in FIRST if name in registered), *(name for name in registered if name not in FIRST)]
+
+
+def find(name: str) -> Command:
+    """Return a command's module; raise UserError if there is none."""
+    command: Command = registry.find(KIND, name)
+    return command

@@ -3,8 +3,7 @@
 import sys
 from difflib import get_close_matches
 
-from hostdev import __version__
-from hostdev.commands import COMMANDS
+from hostdev import __version__, commands
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 
@@ -13,9 +12,9 @@ PROG = "hostdev"
 
 def text() -> str:
     """Return the text that `hostdev --help` prints."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()]
-    listed = "\n".join(lines)
+    names = commands.names()
+    width = max(map(len, names))
+    listed = "\n".join(f"  {name:{width}}  {commands.find(name).HELP}" for name in names)
     return (
         f"usage: {PROG} COMMAND [options]\n\n"
         "Train recommender models whose embedding tables outgrow the accelerator.\n\n"
@@ -26,11 +25,11 @@ def text() -> str:
 def main() -> int:
     """Run the command named by the first argument."""
     name = sys.argv[1] if len(sys.argv) > 1 else None
-    if name not in COMMANDS:
+    if name is None or name not in commands.names():
         return cli.run(PROG, lambda argv: _run_other(name))
     prog = f"{PROG} {name}"
     sys.argv = [prog, *sys.argv[2:]]
-    return cli.run_module(f"hostdev.commands.{name.replace('-', '_')}", prog)
+    return cli.run_found(lambda: commands.find(name), prog)
 
 
 def _run_other(name: str | None) -> int:
@@ -40,6 +39,6 @@ def _run_other(name: str | None) -> int:
     if name in ("-V", "--version"):
         print(f"{PROG} {__version__}")
         return 0
-    close = get_close_matches(str(name), COMMANDS, n=1)
-    hint = f"; did you mean {close[0]}?" if close else f"; the commands are {', '.join(COMMANDS)}"
+    close = get_close_matches(str(name), commands.names(), n=1)
+    hint = f"; did you mean {close[0]}?" if close else f"; the commands are {', '.join(commands.names())}"
     raise UserError(f"there is no command {name!r}{hint}")

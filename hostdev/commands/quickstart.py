@@ -13,6 +13,7 @@ from hostdev.data.preprocess.options import Options, add_options, parse_options
 from hostdev.train import config
 
 PROG = "hostdev.train.quickstart"
+HELP = "preprocess Criteo text, or synthetic data, and train on it"
 ROWS = 200_000
 THRESHOLD = 10
 EPOCHS = 2

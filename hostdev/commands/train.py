@@ -11,6 +11,7 @@ from hostdev.distributed.rank_environment import is_first_on_host
 from hostdev.train import config
 
 PROG = "hostdev.train"
+HELP = "train a model on a data set"
 
 
 def parser(prog: str = PROG) -> cli.Parser:

@@ -1,6 +1,7 @@
-"""Which keys get a row of a table by key: after how many uses, or with what probability."""
+"""Which keys get a row of a table by key: after how many uses, with what probability, or by a rule of your own."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,48 @@ MOST_USES = (1 << 24) - 1
 LEAST_SKETCH = 1 << 16  # bytes
 
 
+class Admission:
+    """A rule that decides which keys get a row: subclass it, and give an object to a table by key as `admit`.
+
+    A key without a row reads the table's values for unknown keys, and its gradients are dropped. The rule's `repr` is
+    stored in checkpoints, so that a table is resumed with the same rule; a frozen dataclass has a suitable one.
+    `hostdev.testing.check_admission` checks a rule.
+
+    Attributes:
+        counts: Whether the table counts the uses of keys that have no row, over all steps.
+        expires: If `counts`: the table forgets the uses of a key that has been waiting without a use for this many
+            steps; None for never.
+        sketch_bytes: If `counts`: the size of a count-min sketch that counts in place of exact counts; 0 for exact.
+    """
+
+    counts: ClassVar[bool] = False
+    expires: int | None = None
+
+    @property
+    def sketch_bytes(self) -> int:
+        """See the class."""
+        return 0
+
+    def admit(
+        self, keys: npt.NDArray[np.int64], uses: npt.NDArray[np.int64], *, seed: int, name: str, step: int
+    ) -> npt.NDArray[np.bool_]:
+        """Return which keys get a row at once, bool [N].
+
+        The answer for a key must be a function of the arguments alone: ranks, threads and a resumed run ask in
+        different compositions.
+
+        Args:
+            keys: int64 [N], distinct keys of a step that have no row.
+            uses: int64 [N], if `counts` the uses of each key in all steps so far, else in this step alone.
+            seed: The table's seed.
+            name: The table's name.
+            step: The step's number, from 1.
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class MinCount:
+class MinCount(Admission):
     """Admit a key once it has been used `n` times; the batch with the n-th use trains its row.
 
     Attributes:
@@ -27,6 +68,8 @@ class MinCount:
     Raises:
         ValueError: A value is out of range, or `sketch` and `expires` are both given.
     """
+
+    counts: ClassVar[bool] = True
 
     n: int
     sketch: str | int | None = None
@@ -51,9 +94,15 @@ class MinCount:
             return 0
         return self.sketch if isinstance(self.sketch, int) else parse_bytes(self.sketch)
 
+    def admit(
+        self, keys: npt.NDArray[np.int64], uses: npt.NDArray[np.int64], *, seed: int, name: str, step: int
+    ) -> npt.NDArray[np.bool_]:
+        """See `Admission`."""
+        return uses >= self.n
+
 
 @dataclass(frozen=True)
-class Probability:
+class Probability(Admission):
     """Admit a key with probability `p` in each batch that uses it.
 
     The draw is a function of (seed, table name, key, number of the step).
@@ -68,10 +117,9 @@ class Probability:
         if not 0 < self.p <= 1:
             raise ValueError(f"a probability must be above 0 and at most 1, not {self.p!r}")
 
-    def draw(self, keys: npt.NDArray[np.int64], seed: int, name: str, step: int) -> npt.NDArray[np.bool_]:
-        """Return which keys [N] a step admits, bool [N]."""
-        found: npt.NDArray[np.bool_] = uniform(key64(seed, name, "admit", step), keys.view(np.uint64)) < self.p
-        return found
-
-
-Admission = MinCount | Probability
+    def admit(
+        self, keys: npt.NDArray[np.int64], uses: npt.NDArray[np.int64], *, seed: int, name: str, step: int
+    ) -> npt.NDArray[np.bool_]:
+        """See `Admission`."""
+        drawn: npt.NDArray[np.bool_] = uniform(key64(seed, name, "admit", step), keys.view(np.uint64)) < self.p
+        return drawn

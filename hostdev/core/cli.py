@@ -193,10 +193,15 @@ def _run(
 
 def run_module(name: str, prog: str) -> int:
     """Import a command's module and run its function `main(argv, prog)` as `run` does."""
+    return run_found(lambda: import_module(name), prog)
+
+
+def run_found(find: Callable[[], Any], prog: str) -> int:
+    """Run the function `main(argv, prog)` of the module that `find` imports and returns, as `run` does."""
 
     def main(arguments: Sequence[str]) -> int | None:
         with importing(prog):
-            module = import_module(name)
+            module = find()
         code: int | None = module.main(arguments, prog)
         return code
 

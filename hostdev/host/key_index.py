@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.admission import Admission, MinCount, Probability
+from hostdev.core.admission import Admission
 from hostdev.core.errors import TableFullError
-from hostdev.core.eviction import Eviction, LeastFrequent, LeastRecent, SmallestNorm, Unused
+from hostdev.core.eviction import Eviction, KeyUse
 from hostdev.core.keys import INITIAL, SHARED, ZEROS, decayed
 from hostdev.host.committed_keys import CommittedKeys, newest
 from hostdev.host.free_rows import FreeRows
 from hostdev.host.key_eviction import Total, choose_least
-from hostdev.host.key_options import LEAST_SPARE, MOST_KEYS, MOST_SPARE, advise_full
+from hostdev.host.key_options import LEAST_SPARE, MOST_KEYS, MOST_SPARE, advise_full, require_answer
 from hostdev.host.key_plan import NO_KEYS, NO_ROWS, KeyCount, PlannedAheadError, PlannedKeys, Undo
 from hostdev.kernels.buffers import copied, reserved
 from hostdev.kernels.key_counts import KeyCounts
@@ -83,7 +83,7 @@ class KeyIndex(FreeRows):
         self.directory = KeyDirectory()
         self._waiting = KeyCounts()
         self._sketch: CountMinSketch | None = None
-        if isinstance(admit, MinCount) and admit.sketch is not None:
+        if admit is not None and admit.counts and admit.sketch_bytes:
             rank, ranks = part or (0, 1)
             ends = first_part(rank, ranks), first_part(rank + 1, ranks)
             self._sketch = CountMinSketch(admit.sketch_bytes, seed, *ends)
@@ -175,11 +175,11 @@ class KeyIndex(FreeRows):
             )
             counted = counted if total is None else total(counted)
             live, waiting, new, evicted, without_rows, without_memory = counted.tolist()
-            evicts = self.evict is not None and not isinstance(self.evict, Unused)
+            evicts = self.evict is not None and self.evict.keep is not None
             if live + new > self.capacity and (new or evicts):  # keys that a program has written may be too many
                 if not evicts:
                     raise self._full(live, new)
-                if decays := isinstance(self.evict, LeastFrequent) and self.evict.decay < 1:  # before uses are added
+                if decays := self.evict is not None and self.evict.decay < 1:  # before uses are added
                     restore(rows, self._packed, undo.before)
                 more = self._evict(undo, rows[rows != EMPTY], step, norms, total, most=self.capacity - new)
                 if decays:
@@ -345,22 +345,21 @@ class KeyIndex(FreeRows):
         """Count the keys that have no row; return the positions of those that get one, and their uses so far."""
         unknown = np.flatnonzero(rows == EMPTY)
         theirs = keys[unknown], uses[unknown]
-        if isinstance(self.admit, Probability):
-            drawn = self.admit.draw(theirs[0], self.seed, self.name, step)
-            return unknown[drawn], theirs[1][drawn].astype(np.int64)
         if self.admit is None:
             return unknown, theirs[1].astype(np.int64)
+        totals = theirs[1].astype(np.int64)
         if self._sketch is not None:
             undo.sketched = theirs
             totals = self._sketch.add(*theirs)
-        else:
+        elif self.admit.counts:
             oldest = 0 if self.admit.expires is None else max(0, step - self.admit.expires)
             if self.admit.expires is not None and step % self.admit.expires == 0:  # frees memory, and changes no count
                 undo.waiting.append(self._waiting.expire(oldest))
             totals, before = self._waiting.add(*theirs, step, oldest)
             undo.waiting.append((theirs[0], before))
-        enough = totals >= self.admit.n
-        if self._sketch is None:
+        enough = self.admit.admit(theirs[0], totals, seed=self.seed, name=self.name, step=step)
+        enough = require_answer(self.admit, "admit", enough, len(totals), np.bool_)
+        if self.admit.counts and self._sketch is None:
             self._waiting.erase(theirs[0][enough])
         return unknown[enough], totals[enough]
 
@@ -387,11 +386,12 @@ class KeyIndex(FreeRows):
         If `most` is given, at most `most` keys remain on all ranks, and UserError is raised if that is not possible.
         """
         live, evict = self.live_rows(), self.evict
-        if isinstance(evict, Unused):
-            chosen = live[self._last[live] < max(0, step - evict.steps)]
+        assert evict is not None
+        if evict.keep is None:
+            expired = evict.expired(self._describe_use(live, norms), step)
+            chosen = live[require_answer(evict, "expired", expired, len(live), np.bool_)]
             count = len(chosen)
         else:
-            assert evict is not None
             target = int(evict.keep * self.capacity)
             counted = np.array([len(live), len(kept)], np.int64)
             have, needed = (counted if total is None else total(counted)).tolist()
@@ -402,7 +402,8 @@ class KeyIndex(FreeRows):
                 raise self._too_small(needed)
             others = np.setdiff1d(live, kept, assume_unique=True) if len(kept) else live
             count = min(excess, have - needed)
-            scores = self._scores(others, norms)
+            scores = evict.scores(self._describe_use(others, norms))
+            scores = require_answer(evict, "scores", scores, len(others), np.uint32, np.float64)
             chosen = others[choose_least(scores, lambda at: self.keys[others[at]], count, total)]
         keys, rows, last = undo.evicted
         erased = self.keys[chosen]
@@ -413,7 +414,7 @@ class KeyIndex(FreeRows):
         )
         self.directory.erase(erased)
         self._last[chosen] = _DEAD
-        if isinstance(evict, LeastFrequent) and evict.decay < 1:
+        if evict.decay < 1:
             if undo.undecayed is None:
                 undo.undecayed = self._uses[: self.rows].copy()
             uses = self._uses[: self.rows]
@@ -421,16 +422,10 @@ class KeyIndex(FreeRows):
             self.decays, undo.decays = self.decays + 1, undo.decays + 1
         return count
 
-    def _scores(self, rows: Rows, norms: Norms | None) -> npt.NDArray[Any]:
-        """Return the scores of rows; those with the smallest ones are evicted."""
-        if isinstance(self.evict, SmallestNorm):
-            if norms is None:
-                raise PlannedAheadError
-            found = norms(rows)
-            scores: npt.NDArray[Any] = np.where(np.isnan(found), np.inf, found)
-        else:
-            scores = (self._last if isinstance(self.evict, LeastRecent) else self._uses)[rows]
-        return scores
+    def _describe_use(self, rows: Rows, norms: Norms | None) -> KeyUse:
+        """Return what the rule may know of the keys of these rows."""
+
+        return KeyUse(rows, self.keys, self._last, self._uses, _not_yet if norms is None else norms)
 
     def _revert(self, undo: Undo) -> None:
         """Undo a step's changes, the last one first."""
@@ -450,3 +445,8 @@ class KeyIndex(FreeRows):
         if undo.undecayed is not None:
             self._uses[: len(undo.undecayed)] = undo.undecayed
             self.decays -= undo.decays
+
+
+def _not_yet(rows: Rows) -> npt.NDArray[np.float64]:
+    """Ask for a new plan once the earlier steps are finished, which may change the norms."""
+    raise PlannedAheadError

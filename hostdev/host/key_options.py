@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from hostdev.core.admission import Admission, MinCount
+from hostdev.core.admission import Admission
 from hostdev.core.errors import TableFullError, UserError
-from hostdev.core.eviction import Eviction, Unused
+from hostdev.core.eviction import Eviction
 from hostdev.core.initializers import Initializer, initializer
 from hostdev.core.keys import INITIAL, UNKNOWN
 from hostdev.core.memory import available_bytes, format_bytes, free_addresses, parse_bytes
@@ -26,19 +27,37 @@ def require_policies(name: str, capacity: int | str | None, admit: Any, evict: A
     if unknown not in UNKNOWN:
         raise ValueError(f"table {name!r}: unknown must be one of {', '.join(map(repr, UNKNOWN))}, not {unknown!r}")
     if admit is not None and not isinstance(admit, Admission):
-        raise TypeError(f"table {name!r}: admit must be hostdev.MinCount or hostdev.Probability, not {admit!r}")
+        raise TypeError(
+            f"table {name!r}: admit must be hostdev.MinCount, hostdev.Probability or another hostdev.Admission, "
+            f"not {admit!r}"
+        )
     if evict is not None and not isinstance(evict, Eviction):
         raise TypeError(
-            f"table {name!r}: evict must be hostdev.Unused, LeastRecent, LeastFrequent or SmallestNorm, not {evict!r}"
+            f"table {name!r}: evict must be hostdev.Unused, LeastRecent, LeastFrequent, SmallestNorm or another "
+            f"hostdev.Eviction, not {evict!r}"
         )
-    if evict is not None and not isinstance(evict, Unused) and capacity is None:
+    if evict is not None and evict.keep is not None and capacity is None:
         raise ValueError(f"table {name!r}: evict={evict!r} needs a capacity, down to which keys are evicted")
-    expires = admit.expires if isinstance(admit, MinCount) else None
-    if isinstance(evict, Unused) and expires is not None and expires > evict.steps:
+    expires, steps = getattr(admit, "expires", None), getattr(evict, "steps", None)
+    if steps is not None and expires is not None and expires > steps:
         raise ValueError(
             f"table {name!r}: {evict!r} forgets a key sooner than {admit!r} forgets one that has no row yet; expires "
             "must be at most steps"
         )
+
+
+def require_answer(rule: Any, method: str, answer: Any, n: int, *dtypes: Any) -> npt.NDArray[Any]:
+    """Return a rule's answer about n keys; raise TypeError unless it is an array [n] of one of these dtypes.
+
+    Scores of float64 must not be negative or NaN, because they are ordered by their bits.
+    """
+    if not (isinstance(answer, np.ndarray) and answer.shape == (n,) and answer.dtype in dtypes):
+        shown = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, np.ndarray) else repr(answer)
+        wanted = " or ".join(np.dtype(dtype).name for dtype in dtypes)
+        raise TypeError(f"{rule!r}: {method} must return an array of {wanted} with shape [{n}], not {shown}")
+    if answer.dtype == np.float64 and not (answer >= 0).all():
+        raise ValueError(f"{rule!r}: {method} must return numbers that are at least 0")
+    return answer
 
 
 def require_initializer(init: Any, dim: int, name: str) -> Initializer:
@@ -76,7 +95,7 @@ def advise_full(evict: Eviction | None) -> str:
     """Return what to do if new keys do not fit and the table's rule evicts too few."""
     if evict is None:
         return "raise capacity, or give evict="
-    if isinstance(evict, Unused):
+    if evict.keep is None:
         return (
             f"{evict!r} has evicted too few: raise capacity, evict keys after fewer steps, or give a rule that evicts "
             "down to the capacity, such as hostdev.LeastRecent()"

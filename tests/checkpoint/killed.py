@@ -5,8 +5,9 @@ import os
 import numpy as np
 
 import hostdev
-from hostdev.checkpoint import deliver, folder
+from hostdev.checkpoint import folder
 from hostdev.core.addresses import checkpoint_path
+from hostdev.ext.checkpoints import deliver
 
 ROWS = 20_000
 

@@ -7,10 +7,11 @@ import pytest
 
 import hostdev
 from hostdev import Adam, Disk, HostTable, Runtime, UserError
-from hostdev.checkpoint import diff, folder, manifest
+from hostdev.checkpoint import folder, manifest
 from hostdev.commands import train
 from hostdev.core import optimizers
 from hostdev.core.checksums import json_checksum
+from hostdev.ext.checkpoints import diff
 from tests.conftest import digest_of
 
 ROWS, DIM = 300, 3

@@ -6,12 +6,14 @@ import threading
 
 import pytest
 
-from hostdev.checkpoint import compact, folder
-from hostdev.commands import checkpoint, predict
+from hostdev.checkpoint import folder
 from hostdev.core import cli, outputs, pictures
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.build import Options
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from hostdev.ext.checkpoints import cli as checkpoint
+from hostdev.ext.checkpoints import compact
+from hostdev.ext.predict import cli as predict
 from hostdev.train import quickstart
 from hostdev.train.rundir import RunDir
 from tests.checkpoint.runs import MIX, small

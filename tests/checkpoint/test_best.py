@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import best, folder
-from hostdev.commands import checkpoint, predict, preprocess, train
+from hostdev.checkpoint import folder
+from hostdev.commands import train
 from hostdev.core import cli
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.checkpoints import best
+from hostdev.ext.checkpoints import cli as checkpoint
+from hostdev.ext.predict import cli as predict
 from tests.data import movies
 
 

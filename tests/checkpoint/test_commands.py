@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hostdev.checkpoint import compact, folder, manifest
+from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.layers import Layers
-from hostdev.commands import checkpoint, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.checkpoints import cli as checkpoint
+from hostdev.ext.checkpoints import compact
 
 OWN = ["--model", "tests.own_models:ThreeTables"]
 

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import deliver, folder
+from hostdev.checkpoint import folder
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import Content
-from hostdev.commands import checkpoint
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError
+from hostdev.ext.checkpoints import cli as checkpoint
+from hostdev.ext.checkpoints import deliver
 from hostdev.ext.stores.store import Store, StoreError
 from hostdev.kernels import disk_records
 

@@ -11,8 +11,8 @@ from hostdev import FTRL, HostTable, LazyAdam, RowWiseAdagrad, Runtime
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.state import state_digest
-from hostdev.commands.checkpoint import main as command
 from hostdev.core import digest
+from hostdev.ext.checkpoints.cli import main as command
 from hostdev.ext.parallel.state import DenseState
 from hostdev.runtime.digest import state_sha256
 

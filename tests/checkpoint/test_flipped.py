@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import compact, deliver, export, folder, loading
+from hostdev.checkpoint import folder, loading
 from hostdev.checkpoint.loading import find_newest_valid, verify
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import HostdevError
+from hostdev.ext.checkpoints import cli as checkpoint
+from hostdev.ext.checkpoints import compact, deliver
 from hostdev.ext.stores import store
 from hostdev.kernels import disk_records
 from tests.checkpoint import killed
@@ -171,8 +173,8 @@ def try_merge(how, disk, random, tmp_path, monkeypatch):
             compact.compact(found.chain, 1)
             step = found.chain[-1].manifest.step
         else:
-            options = export.Options(tmp_path / "out", "npy", True, "float32")
-            list(export.export(folder.newest(tmp_path / "run").chain, options))
+            command = ["export", tmp_path / "run", "--out", tmp_path / "out", "--format", "npy", "--slots"]
+            checkpoint.main(list(map(str, command)))
     except HostdevError:
         assert not (tmp_path / "out").exists(), where
         return "refused"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.checkpoint import deliver, folder
+from hostdev.checkpoint import folder
 from hostdev.commands import train
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError
@@ -20,6 +20,7 @@ from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
+from hostdev.ext.checkpoints import deliver
 from tests.distributed.processes import wait_until
 
 SECONDS, PATIENCE = 0.02, 60

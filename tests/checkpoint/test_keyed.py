@@ -8,8 +8,8 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import merged_keys
-from hostdev.commands.checkpoint import main
 from hostdev.errors import UserError
+from hostdev.ext.checkpoints.cli import main
 from tests.runtime.test_keyed_tables import MODES, POLICIES, Program, batches
 
 KEY, WAITING = 0x0123456789ABCDEF, 0x1123456789ABCDEF  # found in a file by their bytes

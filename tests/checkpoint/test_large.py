@@ -25,7 +25,7 @@ CODE = """
 import sys, threading, time
 import numpy as np, torch
 import hostdev
-from hostdev.commands import checkpoint as command
+from hostdev.ext.checkpoints import cli as command
 
 most, done = [0], threading.Event()
 def anonymous():

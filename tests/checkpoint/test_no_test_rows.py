@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from hostdev.commands import predict, preprocess
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.check import check
+from hostdev.ext.predict import cli as predict
 from tests.checkpoint.runs import MIX, small
 from tests.data import movies
 

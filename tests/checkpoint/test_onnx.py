@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.commands import checkpoint, neighbours, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.shards import ShardReader
-from hostdev.ext.predict import onnx_export
+from hostdev.ext.checkpoints import cli as checkpoint
+from hostdev.ext.neighbours import cli as neighbours
+from hostdev.ext.predict import exporter, onnx_export
 from tests.conftest import ROOT
 from tests.data import movies
 from tests.own_models import ThreeTables
@@ -202,6 +205,6 @@ def test_a_wrong_network_is_told(in_process, films, monkeypatch):
     ):
         code, _, error = in_process(checkpoint, "export", "run", "--format", "onnx", "--out", "out", *options)
         assert code == 2 and message in error
-    monkeypatch.setattr(onnx_export, "import_module", lambda name: __import__("not_there"))
+    monkeypatch.setattr(exporter, "import_module", lambda name: __import__("not_there"))
     code, _, error = in_process(checkpoint, "export", "run", "--format", "onnx", "--out", "out")
     assert code == 2 and "pip install 'hostdev[onnx]'" in error

@@ -13,9 +13,9 @@ import hostdev
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import BrokenCheckpointError
-from hostdev.commands import checkpoint
 from hostdev.core import cli
 from hostdev.core.checksums import json_checksum
+from hostdev.ext.checkpoints import cli as checkpoint
 
 
 def saved(path, dtype="fp32", steps=3):

@@ -14,12 +14,14 @@ import pytest
 import hostdev
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.lookup import MappedTable
-from hostdev.commands import predict, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.criteo import COLUMNS
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.shards import ShardReader
+from hostdev.ext.predict import cli as predict
 from hostdev.train import metrics
 from tests.data import movies
 

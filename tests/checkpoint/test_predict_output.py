@@ -10,10 +10,12 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from hostdev.commands import predict, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.shards import ShardReader
+from hostdev.ext.predict import cli as predict
 from hostdev.ext.predict.output import kept_columns
 from hostdev.train.ranking import rank
 from tests.data import movies

@@ -13,9 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import hostdev
-from hostdev.commands import predict, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.predict import cli as predict
 from tests.serving.helpers import Served
 
 SQL = """

@@ -13,8 +13,10 @@ import torch
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.ranges import HashedFile
-from hostdev.commands import checkpoint, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.train import checkpointing
 from tests.checkpoint.runs import MIX, leftovers, logs, names, small
 from tests.conftest import environment

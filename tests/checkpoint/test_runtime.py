@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hostdev import HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
-from hostdev.checkpoint import compact, folder, manager, ranges
+from hostdev.checkpoint import folder, manager, ranges
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.core.checksums import HashedFile
+from hostdev.ext.checkpoints import compact
 from tests.conftest import environment
 from tests.runtime.cases import BF16, BodyError, Case, batches_of, differing, tables_state
 

@@ -12,16 +12,16 @@ import hostdev
 from hostdev import FTRL, Adam, Disk, HostTable, LazyAdam, RowWiseAdam, Unused, UserError
 from hostdev.checkpoint import folder
 from hostdev.checkpoint import writer as writer_module
-from hostdev.checkpoint.compact import merge, rewrite
-from hostdev.checkpoint.diff import differences
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.state import state_digest
 from hostdev.checkpoint.writer import Content
-from hostdev.commands import checkpoint as command
 from hostdev.errors import DiskFullError
+from hostdev.ext.checkpoints import cli as command
+from hostdev.ext.checkpoints.compact import merge, rewrite
+from hostdev.ext.checkpoints.diff import differences
 from hostdev.host.disk import segments as segments_module
 from hostdev.kernels import disk_records
 from hostdev.kernels.shards import ids_of

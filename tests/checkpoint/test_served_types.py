@@ -14,11 +14,13 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import folder
-from hostdev.commands import predict, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.core.checksums import checksum, json_checksum
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.serving import format_texts
+from hostdev.ext.predict import cli as predict
 from hostdev.ext.predict.rows import as_columns
 from hostdev.kernels import forms as kernel
 from hostdev.models.deepfm.network import DeepFM

@@ -15,12 +15,14 @@ import hostdev
 from hostdev.checkpoint.fitting import fit_tables, load_shared
 from hostdev.checkpoint.folder import names_in, read_chain
 from hostdev.checkpoint.layers import Layers
-from hostdev.commands import predict, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.meaning import with_known_ids
 from hostdev.data.shards import ShardReader
+from hostdev.ext.predict import cli as predict
 from hostdev.ext.predict.predictor import probabilities
 from hostdev.models.wide_deep.network import WideDeep
 from hostdev.train import starting
@@ -203,7 +205,7 @@ def test_earlier_rows_are_the_checkpoints_and_new_ones_initial(days, tmp_path, m
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_go_by_their_ids_to_the_ranks_that_hold_them(days, first, tmp_path, ranks):
     """A row's position depends on the number of rows, which has grown."""
-    from hostdev.checkpoint.compact import rewrite
+    from hostdev.ext.checkpoints.compact import rewrite
 
     chain = read_chain(first / "checkpoints" / names_in(first / "checkpoints")[-1])
     rewrite(chain, tmp_path / "spread", 2)

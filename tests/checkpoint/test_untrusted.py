@@ -13,9 +13,9 @@ from hostdev.checkpoint.loading import load_tables
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError
 from hostdev.checkpoint.ranges import RowChunk, parse_range, write_range
-from hostdev.commands import checkpoint
 from hostdev.core import cli
 from hostdev.core.optimizers import SGD, LazyAdam
+from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.host.table import HostTable
 from tests.fuzz import checkpoints as made
 

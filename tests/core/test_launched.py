@@ -155,7 +155,7 @@ def test_an_initialised_process_group(tmp_path):
 @pytest.mark.slow
 def test_commands_that_work_alone(monkeypatch, in_process, small_data):
     """They do not concern several processes, with any launcher."""
-    from hostdev.commands import verify
+    from hostdev.ext.verify import cli as verify
 
     set_all(monkeypatch, TORCHRUN | {"MASTER_ADDR": "127.0.0.1"})
     code, out, err = in_process(verify, "--data", small_data, "--device", "cpu", "--steps", 2, "--emb-dim", 2)

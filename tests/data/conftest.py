@@ -2,7 +2,7 @@
 
 import pytest
 
-from hostdev.commands import preprocess
+from hostdev.data.preprocess import cli as preprocess
 
 GOOD = "y,x,c,g,t\n" + "".join(f"{i % 2},{i},v{i % 3},a|b,{i}\n" for i in range(20))
 

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.commands import predict, preprocess, train, verify
+from hostdev.commands import train
 from hostdev.core.checksums import checksum
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.data.shards import ShardReader
+from hostdev.ext.predict import cli as predict
+from hostdev.ext.verify import cli as verify
 from hostdev.models import fields
 from tests.data.test_vectors import batch_of
 from tests.manifests import edit_manifest

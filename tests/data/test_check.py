@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from hostdev import UserError
-from hostdev.commands import preprocess
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess import counting, stored, stored_vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.check import check

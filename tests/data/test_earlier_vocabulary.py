@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hostdev import UserError
-from hostdev.commands import preprocess
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.check import check

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hostdev.commands import preprocess
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.reading import Reading
 from hostdev.data.preprocess.scaling import select

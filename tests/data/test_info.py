@@ -9,8 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from hostdev import UserError
-from hostdev.commands import preprocess
 from hostdev.core import pictures
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess import counting, info, info_picture, info_text, stored
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic

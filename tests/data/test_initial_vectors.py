@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import hostdev
-from hostdev.commands import preprocess, train, verify
+from hostdev.commands import train
 from hostdev.core.initializers import GivenRows, Normal
 from hostdev.core.optimizers import OPTIMIZERS
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.verify import cli as verify
 
 N, ITEMS, DIM = 600, 30, 4
 RUN = ["--data", "data", "--batch-size", 50, "--emb-dim", DIM, "--device", "cpu", "--run-dir", "run"]

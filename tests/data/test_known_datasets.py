@@ -5,9 +5,10 @@ import shlex
 
 import pytest
 
-from hostdev.commands import preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from tests.conftest import ROOT
 from tests.data import published
 

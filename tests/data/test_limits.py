@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from hostdev.checkpoint.files import mapped
-from hostdev.commands import preprocess
 from hostdev.core import cli
 from hostdev.core.errors import TransientError, UserError
 from hostdev.data import manifest, shard_files
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess import files, row_groups
 from hostdev.data.preprocess.inputs import Input
 from hostdev.data.preprocess.table import Table

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.orc
 import pytest
 
-from hostdev.commands import preprocess
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 
 TEXT = "y,c\n" + "".join(f"{i % 2},v{i % 5}\n" for i in range(3000))
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.commands import preprocess
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.ext.predict.rows import as_batch
 

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hostdev.commands import preprocess
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.source import QueryRows

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hostdev.commands import preprocess
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.sparse_text import find_kind

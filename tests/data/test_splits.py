@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from hostdev.commands import predict, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.shards import ShardReader
+from hostdev.ext.predict import cli as predict
 from tests.data import movies
 
 

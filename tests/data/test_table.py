@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hostdev.commands import preprocess
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.build import Options
 from hostdev.data.schema import Column, Space
 from tests.data import twins

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hostdev.commands import preprocess
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 
 
 def test_values_that_are_unknown_or_apart_are_said(tmp_path, in_process):

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hostdev.commands import preprocess
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.table import Table
 from hostdev.data.preprocess.table_options import TableOptions
 from tests.data.conftest import GOOD

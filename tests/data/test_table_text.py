@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from hostdev.commands import preprocess
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.build import Options
 from tests.data import twins
 from tests.data.test_table import column_of, write

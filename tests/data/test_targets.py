@@ -9,9 +9,11 @@ import pytest
 from sklearn.metrics import mean_absolute_error, roc_auc_score
 
 import hostdev
-from hostdev.commands import predict, preprocess, train
+from hostdev.commands import train
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.shards import ShardReader
+from hostdev.ext.predict import cli as predict
 
 FEATURES = """
 weight = "w"

@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import hostdev
-from hostdev.commands import predict, preprocess, train
+from hostdev.commands import train
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.shards import ShardReader
+from hostdev.ext.predict import cli as predict
 
 N, WIDTH = 400, 6
 ROLES = ["--label", "y", "--categorical", "u"]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hostdev import UserError
-from hostdev.commands import train, verify
+from hostdev.commands import train
 from hostdev.device import backend
+from hostdev.ext.verify import cli as verify
 
 
 class Machine:

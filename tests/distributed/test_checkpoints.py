@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from hostdev.checkpoint.folder import newest
-from hostdev.commands import checkpoint, predict, train
+from hostdev.commands import train
 from hostdev.core import cli
+from hostdev.ext.checkpoints import cli as checkpoint
+from hostdev.ext.predict import cli as predict
 from tests.distributed import own_loop, saved_loop
 from tests.distributed.conftest import Trained, flags_of
 from tests.distributed.processes import wait_until

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hostdev.commands import preprocess
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
 from tests.data import movies
 from tests.distributed.conftest import Trained, flags_of
 from tests.own_models import FewRows

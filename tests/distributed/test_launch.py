@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hostdev.commands import launch
 from hostdev.distributed.rank_environment import find_rank_environment
+from hostdev.ext.launch import cli as launch
 
 SHOW = "import os; print(os.environ['RANK_ID'], os.environ['DEVICE_ID'], os.environ['RANK_TABLE_FILE'])"
 

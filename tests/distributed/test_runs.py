@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hostdev.commands import preprocess
 from hostdev.core import cli
+from hostdev.data.preprocess import cli as preprocess
 from tests.conftest import ROOT
 from tests.distributed.conftest import Trained, flags_of
 from tests.ports import free_port

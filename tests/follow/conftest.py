@@ -4,7 +4,8 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from hostdev.commands import preprocess, train
+from hostdev.commands import train
+from hostdev.data.preprocess import cli as preprocess
 from tests.data import events
 from tests.follow.arriving import COLUMNS, DAYS, END, MODEL, NAMES, ROWS, RULES, day, write
 

@@ -6,7 +6,9 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from hostdev.commands import predict, preprocess, train
+from hostdev.commands import train
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.predict import cli as predict
 from tests.data import drift
 
 MODEL = [

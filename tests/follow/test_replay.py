@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from hostdev.commands import preprocess, train
+from hostdev.commands import train
+from hostdev.data.preprocess import cli as preprocess
 from tests.conftest import digest_of
 from tests.data import movies
 from tests.follow.arriving import (

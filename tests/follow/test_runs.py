@@ -9,7 +9,8 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint.folder import names_in
-from hostdev.commands import predict, train
+from hostdev.commands import train
+from hostdev.ext.predict import cli as predict
 from hostdev.train import metrics
 from tests.conftest import digest_of
 from tests.follow.arriving import DAYS, END, MODEL, NAMES, QUICK, ROWS, RULES, await_lines, lines, read_labels, start

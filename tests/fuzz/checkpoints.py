@@ -13,10 +13,12 @@ from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.loading import load_tables, require_tables, values_of, verify
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import FILE_NAME
-from hostdev.commands import checkpoint, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.core.checksums import json_checksum
 from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.host.table import HostTable
 from tests.fuzz.datasets import TABLE, csv
 from tests.fuzz.mutations import change_bytes, change_json

@@ -7,11 +7,11 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 
-from hostdev.commands import preprocess
 from hostdev.core import cli
 from hostdev.core.checksums import json_checksum
 from hostdev.data import manifest
 from hostdev.data.preprocess import check
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.shards import ShardReader
 from tests.fuzz.mutations import change_bytes, change_json

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv as arrow_csv
 
-from hostdev.commands import preprocess
 from hostdev.core import cli
+from hostdev.data.preprocess import cli as preprocess
 from tests.fuzz.datasets import TABLE, csv
 from tests.fuzz.mutations import change_bytes
 

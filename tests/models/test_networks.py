@@ -8,7 +8,7 @@ import torch
 
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
-from hostdev.models import NAMES, make
+from hostdev.models import make, names
 from hostdev.models.dcn import DCN
 from hostdev.models.deepfm import DeepFM
 from hostdev.models.dlrm import DLRM
@@ -194,8 +194,15 @@ def test_published_sizes():
     assert shapes["dlrm"] == [(512, 13), (256, 512), (128, 256), *top]
     n = 13 + 26 * 128
     assert shapes["dcn"] == [(512, n), (n, 512)] * 3 + [(1024, n), *top[1:]]
-    assert [make(name, schema, 4, seed=0).default_dim for name in NAMES] == [80, 10, 128, 128, 16, 16]
-    assert [make(name, schema, 4, seed=0).lr for name in NAMES] == [3.5e-4, 1e-3, 1e-3, 5e-4, 1e-3, 1e-3]
+    made = {name: make(name, schema, 4, seed=0) for name in names()}
+    assert {name: (model.default_dim, model.lr) for name, model in made.items()} == {
+        "wide_deep": (80, 3.5e-4),
+        "deepfm": (10, 1e-3),
+        "dlrm": (128, 1e-3),
+        "dcn": (128, 5e-4),
+        "shared_bottom": (16, 1e-3),
+        "mmoe": (16, 1e-3),
+    }
 
 
 def test_low_rank_only_where_it_is_smaller():
@@ -207,7 +214,7 @@ def test_low_rank_only_where_it_is_smaller():
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_what_a_batch_looks_up(name, dtype):
     schema = schema_of(dense=3, ids=4, bags=2)
     model = make(name, schema, DIM, seed=0)
@@ -232,7 +239,7 @@ def test_what_a_batch_looks_up(name, dtype):
 
 def test_tables_and_their_optimizers():
     schema = schema_of()
-    tables = {name: make(name, schema, DIM, seed=0).tables for name in NAMES}
+    tables = {name: make(name, schema, DIM, seed=0).tables for name in names()}
     assert all(spec.rows == schema.rows for specs in tables.values() for spec in specs.values())
     assert {
         name: {key: (spec.dim, spec.optimizer) for key, spec in specs.items()} for name, specs in tables.items()
@@ -245,7 +252,7 @@ def test_tables_and_their_optimizers():
         "mmoe": {"vectors": (DIM, LazyAdam(lr=1e-3))},
     }
     given = SGD()
-    for name in NAMES:
+    for name in names():
         specs = make(name, schema, DIM, seed=0, optimizer=given).tables
         assert all(spec.optimizer is given for key, spec in specs.items() if key != "wide")
 

@@ -7,7 +7,7 @@ import pytest
 
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import SGD
-from hostdev.models import NAMES, default_dim, find, make
+from hostdev.models import default_dim, find, make, names
 from tests.conftest import environment
 from tests.models.samples import batch_of, schema_of
 
@@ -98,16 +98,17 @@ def mine(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_the_models_of_here(name):
     schema = schema_of()
     model = make(name, schema, 4, seed=1, optimizer=SGD())
-    assert type(model) is find(name) is find(NAMES[name])
+    assert type(model) is find(name) is find(f"{type(model).__module__}:{type(model).__name__}")
     assert list(model.ids(batch_of(schema, 3))) == list(model.features)
 
 
 def test_columns_where_the_user_does_not_say(mine):
-    assert [default_dim(name) for name in NAMES] == [80, 10, 128, 128, 16, 16]
+    wanted = {"wide_deep": 80, "deepfm": 10, "dlrm": 128, "dcn": 128, "shared_bottom": 16, "mmoe": 16}
+    assert {name: default_dim(name) for name in names()} == wanted
     assert default_dim("shop.models:WithDim") == 7
     with pytest.raises(UserError, match="model 'shop.models:Mine' has no default_dim; .*--emb-dim N"):
         default_dim("shop.models:Mine")
@@ -118,7 +119,7 @@ def test_options_of_a_models_constructor():
 
 
 def test_the_names():
-    assert list(NAMES) == ["wide_deep", "deepfm", "dlrm", "dcn", "shared_bottom", "mmoe"]
+    assert names() == ["dcn", "deepfm", "dlrm", "mmoe", "shared_bottom", "wide_deep"]
 
 
 def test_a_model_of_ones_own(mine):
@@ -198,7 +199,7 @@ def test_an_error_of_ones_own_module_comes_as_it_is(mine):
 
 def test_names_without_torch(tmp_path):
     """The list of names, for a command's help, does not import torch."""
-    code = "import sys; sys.modules['torch'] = None\nfrom hostdev.models import NAMES; print(*NAMES)"
+    code = "import sys; sys.modules['torch'] = None\nfrom hostdev.models import names; print(*names)"
     found = subprocess.run(
         [sys.executable, "-c", code],
         check=True,
@@ -207,4 +208,4 @@ def test_names_without_torch(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert found.stdout.split() == list(NAMES)
+    assert found.stdout.split() == names()

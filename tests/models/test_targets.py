@@ -7,7 +7,7 @@ import torch
 from hostdev.core.errors import UserError
 from hostdev.data.schema import Schema
 from hostdev.data.targets import Targets
-from hostdev.models import NAMES, make
+from hostdev.models import make, names
 from hostdev.models.losses import TargetLoss
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.target_scores import Errors
@@ -96,7 +96,7 @@ def test_errors_of_numbers(sizes):
     assert whole.figures().not_finite == 1
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"shared_bottom", "mmoe"}))
+@pytest.mark.parametrize("name", sorted(set(names()) - {"shared_bottom", "mmoe"}))
 def test_models_of_one_label_refuse_several(name):
     with pytest.raises(UserError, match=r"predicts one label, but the data has 2: label, buy; use --model"):
         make(name, schema_of(targets=Targets(more=("buy",))), 8, seed=1)

@@ -10,7 +10,7 @@ from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
-from hostdev.models import NAMES, make
+from hostdev.models import make, names
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train import metrics
 from hostdev.train.trainer import Trainer
@@ -38,7 +38,7 @@ def trainer_of(name, schema, dim, device=CPU, *, mix=True, options=None, **other
     return Trainer(model, host_device_mix=mix, device=device, seed=1, **others)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_50_steps_on_real_rows(real, name):
     schema, batches_of = real
     batches = list(itertools.islice(batches_of("train", seed=2020), 50))
@@ -69,7 +69,7 @@ def test_two_epochs_on_real_rows(real, name, least):
     assert found.auc > least
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_every_mode_comes_to_the_same_bits(device, name):
     """Columns of ids and bags, tables on host and device, with and without overlap and cache."""
     schema = schema_of(dense=3, ids=4, bags=2)
@@ -104,7 +104,7 @@ def test_dropout_draws_the_same_in_every_mode():
     assert digest(1, depth=0) != digest(2, depth=0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_bfloat16_learns_the_same(name):
     schema = schema_of(dense=3, ids=4, bags=1)
     batches = [batch_of(schema, 200, seed) for seed in range(10)]

@@ -8,9 +8,11 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint.layers import Layers
-from hostdev.commands import neighbours, preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
+from hostdev.data.preprocess import cli as preprocess
+from hostdev.ext.neighbours import cli as neighbours
 from tests.data import movies
 
 OWN = ["--model", "tests.own_models:ThreeTables"]

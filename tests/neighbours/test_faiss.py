@@ -12,8 +12,9 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint.layers import Layers
-from hostdev.commands import checkpoint, train
+from hostdev.commands import train
 from hostdev.core import cli
+from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.neighbours import METRICS, faiss_export, rows
 from hostdev.ext.neighbours.source import open_source
 

@@ -9,9 +9,9 @@ import shutil
 import numpy as np
 import pytest
 
-from hostdev.commands import report
 from hostdev.core.run_files import eval_line, loss_line, read_evaluations, read_losses
 from hostdev.data.targets import SINGLE_LABEL, Targets
+from hostdev.ext.report import cli as report
 from hostdev.ext.report.command import make
 from hostdev.ext.report.scores import calibrate, distribution, newest
 from hostdev.ext.report.series import shorten

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from hostdev.checkpoint.folder import names_in, remove
-from hostdev.commands import report, train
+from hostdev.commands import train
 from hostdev.data import manifest
+from hostdev.ext.report import cli as report
 from tests.conftest import digest_of
 
 OPTIONS = ["--host-device-mix", "--device", "cpu", "--model", "deepfm", "--emb-dim", 4, "--batch-size", 500]

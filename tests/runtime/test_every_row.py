@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.checkpoint import compact, folder, manifest
+from hostdev.checkpoint import folder, manifest
+from hostdev.ext.checkpoints import compact
 from tests.checkpoint.test_runtime import OPTIONS, extra_of, go_on
 from tests.runtime.cases import (
     BF16,

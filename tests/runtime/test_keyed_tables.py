@@ -390,7 +390,7 @@ def test_keys_of_all_kinds_are_the_same():
         ({"capacity": "1KiB", "dim": 500}, "capacity '1KiB' has no room for a row of"),
         ({"capacity": 2.5}, "capacity must be a number of rows or a size"),
         ({"capacity": "900TiB"}, "table 't' may need .* GiB|TiB.* free"),
-        ({"admit": 3}, "admit must be hostdev.MinCount or hostdev.Probability, not 3"),
+        ({"admit": 3}, "admit must be hostdev.MinCount, .* another hostdev.Admission, not 3"),
         ({"evict": "lru"}, "evict must be hostdev.Unused"),
         ({"evict": hostdev.LeastRecent()}, "needs a capacity"),
         ({"admit": hostdev.MinCount(2, expires=9), "evict": hostdev.Unused(steps=5)}, "expires must be at most steps"),

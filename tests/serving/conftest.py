@@ -5,8 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hostdev.commands import preprocess, train
+from hostdev.commands import train
 from hostdev.core import cli
+from hostdev.data.preprocess import cli as preprocess
 from tests.serving.helpers import Served
 
 

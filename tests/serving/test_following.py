@@ -16,7 +16,7 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.deliver import deliver
+from hostdev.ext.checkpoints.deliver import deliver
 from tests.conftest import environment
 from tests.distributed.processes import wait_until
 from tests.ports import free_port
@@ -237,7 +237,7 @@ def test_trainer_delivery_and_server_are_killed(films, tmp_path):
 
 
 def test_a_single_checkpoint_is_refused(film_run, in_process):
-    from hostdev.commands import serve
+    from hostdev.ext.serving import cli as serve
 
     name = folder.names_in(film_run)[0]
     code, out, error = in_process(serve, "--checkpoint", film_run / name, "--follow", "--port", 0)

@@ -19,8 +19,8 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.deliver import deliver
-from hostdev.commands import serve
+from hostdev.ext.checkpoints.deliver import deliver
+from hostdev.ext.serving import cli as serve
 from tests.conftest import environment
 from tests.distributed.processes import wait_until
 from tests.serving.helpers import FILMS, bits

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hostdev.commands import preprocess
+from hostdev.data.preprocess import cli as preprocess
 from tests.data.test_bag_weights import draw_bags, joined, table_of, write_features
 from tests.serving.conftest import run, trained
 from tests.serving.helpers import Served, as_rows, bits, tensor

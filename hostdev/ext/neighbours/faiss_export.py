@@ -2,10 +2,8 @@
 
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
-import argparse
 import json
 import zlib
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -15,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.new_export import write_export
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.core.printable import printable
@@ -39,15 +36,8 @@ class Options(NamedTuple):
     metric: str
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Write the indexes according to the parsed flags of `checkpoint export`."""
-    faiss = _import()
-    options = Options(arguments.table, arguments.column, arguments.index, arguments.metric)
-    write_export(arguments.path, arguments.out, arguments.prog, partial(_write, faiss, options))
-    return 0
-
-
-def _import() -> Any:
+def import_faiss() -> Any:
+    """Return the module; raise UserError if it is not installed."""
     try:
         import faiss
     except ModuleNotFoundError as error:
@@ -57,8 +47,9 @@ def _import() -> Any:
     return faiss
 
 
-def _write(faiss: Any, options: Options, chain: Chain, out: Path) -> list[str]:
+def write(options: Options, chain: Chain, out: Path) -> list[str]:
     """Write an index and a file of names for each choice of rows, and the list of them; return lines to print."""
+    faiss = import_faiss()
     source = open_source(chain[-1].path)
     chosen = choose_rows(source, options)
     entries, lines = [], []

@@ -10,13 +10,13 @@ import pyarrow as pa
 from hostdev.checkpoint.folder import Chain, newest
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
-from hostdev.checkpoint.vocabulary import read_vocabulary
 from hostdev.core.errors import UserError
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Column, Space
+from hostdev.ext.checkpoints.vocabulary import read_vocabulary
 from hostdev.ext.neighbours.rows import Rows
 from hostdev.ext.predict.opening import open_checkpoint, reading
 

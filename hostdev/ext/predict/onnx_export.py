@@ -2,15 +2,12 @@
 
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
-import argparse
 import io
 import json
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +19,6 @@ from torch import Tensor, nn
 from hostdev import __version__
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.new_export import write_export
 from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import rows_of
@@ -46,20 +42,7 @@ class Input(NamedTuple):
     table: str | None = None
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Write the network according to the parsed flags of `checkpoint export`."""
-    for package in ("onnx", "onnxscript", "onnxruntime"):
-        try:
-            import_module(package)
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"--format onnx needs ONNX, and {error.name} is not installed; pip install 'hostdev[onnx]'"
-            ) from None
-    write_export(arguments.path, arguments.out, arguments.prog, partial(_write, arguments.model))
-    return 0
-
-
-def _write(model: str | None, chain: Chain, out: Path) -> list[str]:
+def write(model: str | None, chain: Chain, out: Path) -> list[str]:
     """Write the network and its description into a folder, and check the network; return lines to print."""
     path, state = chain[-1].path, chain[-1].manifest.state
     if not isinstance(state, dict) or "more" not in state:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hostdev.checkpoint import best
 from hostdev.checkpoint.files import check_file
 from hostdev.checkpoint.folder import Chain, Found, is_checkpoint, newest
 from hostdev.checkpoint.layers import Layers
@@ -17,6 +16,7 @@ from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.encoding import Encoding
+from hostdev.ext.checkpoints import best
 from hostdev.ext.predict import WHICH
 from hostdev.models import registry
 
@@ -145,7 +145,7 @@ def choose_model(settings: dict[str, Any], model: "str | type[Any] | None", path
     """Return the model's name or class; raise UserError for a custom class that `model` does not name."""
     if model is not None:
         return model
-    if settings["model"] not in registry.NAMES:
+    if settings["model"] not in registry.names():
         shown = str(settings["model"])[:100]
         raise UserError(
             f"{path} has the custom model class {shown!r}, and predicting imports its module; if you trust it, name it "

@@ -6,3 +6,4 @@ from .callback import EpochInfo as EpochInfo
 from .callback import RunInfo as RunInfo
 from .callback import StepInfo as StepInfo
 from .mlflow_writer import MLflowWriter as MLflowWriter
+from .tracker import Tracker as Tracker

@@ -3,7 +3,7 @@
 if __name__ == "__main__":
     from hostdev.core import cli
 
-    raise SystemExit(cli.run_module("hostdev.commands.verify_process", "hostdev.verify"))
+    raise SystemExit(cli.run_module("hostdev.ext.verify.process_cli", "hostdev.verify"))
 
 import json
 import subprocess

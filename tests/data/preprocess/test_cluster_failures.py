@@ -386,7 +386,7 @@ def test_without_the_package(text, tmp_path, monkeypatch):
 def test_nothing_of_dask_is_imported_without_the_flag(tmp_path):
     code = (
         "import sys; sys.modules['dask'] = sys.modules['distributed'] = None\n"
-        "from hostdev.commands import preprocess\n"
+        "from hostdev.data.preprocess import cli as preprocess\n"
         "preprocess.main(['synthetic', '--rows', '500', '--out', 'out', '--threshold', '1'])\n"
     )
     subprocess.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hostdev.commands import preprocess
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint import best, folder
+from hostdev.checkpoint import folder
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.items import FROM_FIRST, Item, Located
 from hostdev.checkpoint.layers import Layers
@@ -18,6 +18,7 @@ from hostdev.checkpoint.ranges import SPREAD, WEIGHTS
 from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
+from hostdev.ext.checkpoints import best
 from hostdev.host.disk.segments import SegmentFile
 from hostdev.kernels.shards import get_ids_at, range_of
 

@@ -1,10 +1,8 @@
 """Export of a checkpoint's tables and dense layers to Parquet, .npy or safetensors, range by range."""
 
-import argparse
 import io
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -20,60 +18,34 @@ import torch
 from hostdev.checkpoint.current import CurrentLayers
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import read_values
-from hostdev.checkpoint.vocabulary import read_vocabulary
-from hostdev.core import outputs
-from hostdev.core.addresses import shown_place
-from hostdev.core.errors import UserError, naming
-from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import Progress, bar
+from hostdev.ext.checkpoints.vocabulary import read_vocabulary
 
 IDS, DENSE = "ids.parquet", "dense.pt"
 KEY, UNKNOWN = "key", "out_of_vocabulary"
 
 
 class Options(NamedTuple):
-    """The options of `checkpoint export`. `slots` adds optimizer state, steps, settings and `extra` to the export."""
+    """The options of an export. `slots` adds optimizer state, steps, settings and `extra`."""
 
-    out: Path
     format: str
     slots: bool
     dtype: str
 
 
-def make_options(arguments: argparse.Namespace) -> Options:
-    """Return the parsed options; raise UserError if the format does not support the dtype."""
-    dtype = "bfloat16" if arguments.dtype == "bf16" else arguments.dtype  # the alias is accepted for one release
-    if dtype == "bfloat16" and arguments.format != "safetensors":
-        raise UserError(
-            f"--dtype {arguments.dtype}: {arguments.format} has no bfloat16; use --format safetensors, or omit --dtype"
-        )
-    return Options(arguments.out, arguments.format, arguments.slots, dtype)
-
-
-def export(chain: Chain, options: Options) -> Iterator[str]:
-    """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file and omitted part.
+def export(chain: Chain, out: Path, options: Options) -> list[str]:
+    """Write a checkpoint's tables and dense layers into an empty folder; return a line for each omitted part.
 
     Raises:
-        UserError: `options.out` exists.
-        BrokenCheckpointError: A file is damaged; this is raised before anything is written.
         OSError: A file cannot be written.
     """
-    out = options.out
-    if os.path.lexists(out):
-        raise outputs.taken_folder(out)
-    verify(chain, segments=True)
     layers = CurrentLayers(chain)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with outputs.new_folder(out) as partial, naming(out):
-        _write(partial, layers, options)
-    for file in sorted(out.iterdir()):
-        yield f"{shown_place(file)}: {format_bytes(file.stat().st_size)}"
-    yield from _describe_left_out(layers, options)
+    _write(out, layers, options)
+    return list(_describe_left_out(layers, options))
 
 
 def _write(out: Path, layers: Layers, options: Options) -> None:

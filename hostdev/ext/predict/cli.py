@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.addresses import address_of, require_input, result_path, shown_place, source_path
 from hostdev.core.errors import UserError
+from hostdev.ext.predict import options
 
 PROG = "hostdev.predict"
+HELP = "write probabilities for the rows of a file"
 
 
 def parser(prog: str = PROG) -> cli.Parser:

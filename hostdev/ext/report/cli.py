@@ -8,6 +8,7 @@ from hostdev.core.addresses import local_path, require_input
 from hostdev.ext.report.extra import require_extra
 
 PROG = "hostdev.report"
+HELP = "write a page with the charts and tables of runs"
 
 
 def parser(prog: str = PROG) -> cli.Parser:

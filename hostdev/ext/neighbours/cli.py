@@ -2,20 +2,22 @@
 
 from collections.abc import Sequence
 
-from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.ext.neighbours import METRICS
+from hostdev.ext.neighbours.options import add_rows
+from hostdev.ext.predict.options import add_checkpoint
 
 PROG = "hostdev.neighbours"
+HELP = "print the nearest rows of an embedding table"
 _KEYS = -(1 << 63), (1 << 63) - 1
 
 
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Print the rows of an embedding table that are nearest to one of them.")
-    options.add_checkpoint(made, "--checkpoint {} does not exist")
-    options.add_rows(made, "needed if there are several")
+    add_checkpoint(made, "--checkpoint {} does not exist")
+    add_rows(made, "needed if there are several")
     row = made.add_mutually_exclusive_group(required=True)
     row.add_argument(
         "--of",

@@ -17,6 +17,7 @@ from hostdev.train.config import TrainConfig
 from hostdev.train.config_checks import require_table_window
 
 PROG = "hostdev.advise"
+HELP = "recommend an embedding cache for your data"
 MESH_OPTIONS = ("micro_batches", "plan", "stage_cut", "schedule", "precision")
 OPTIONS = (
     "data",

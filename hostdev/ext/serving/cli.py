@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from hostdev.commands import options
 from hostdev.core import cli
 from hostdev.core.addresses import require_input
 from hostdev.core.errors import UserError
 from hostdev.core.memory import parse_bytes
+from hostdev.ext.predict import options
 
 PROG = "hostdev.serving"
+HELP = "answer requests for predictions over HTTP"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LEAST_REQUEST_BYTES, _MOST_REQUEST_BYTES = 1 << 10, 1 << 30
 _MOST_WORKERS, _MOST_WAIT_MS = 256, 10_000

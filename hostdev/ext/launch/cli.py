@@ -9,7 +9,9 @@ from hostdev.core import cli
 from hostdev.core.addresses import local_path, require_input
 from hostdev.core.errors import UserError
 from hostdev.distributed.rank_environment import read_table
-from hostdev.ext.launch import PROG, check, find_server, start
+from hostdev.ext.launch.start import PROG, check, find_server, start
+
+HELP = "start the processes that a rank table assigns to this host; test the connections"
 
 
 def parser(prog: str = PROG) -> cli.Parser:

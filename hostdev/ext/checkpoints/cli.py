@@ -1,18 +1,17 @@
 """The command line of `checkpoint`."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from hostdev.commands import options
-from hostdev.core import cli
+from hostdev.core import cli, registry
 from hostdev.core.addresses import checkpoint_path, require_input, result_path
 from hostdev.core.errors import UserError
-from hostdev.ext.neighbours import INDEXES, METRICS
+from hostdev.ext.checkpoints.exporter import KIND, Exporter, export, require_effect
 
 PROG = "hostdev.checkpoint"
-FORMATS = ("parquet", "npy", "safetensors", "faiss", "onnx")
-DTYPES = ("float32", "bfloat16", "bf16")  # bf16, the former name, is kept for one release
+HELP = "describe, check, compare, merge and export checkpoints"
+DEFAULT = "parquet"  # format of an export
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -84,43 +83,21 @@ def parser(prog: str = PROG) -> cli.Parser:
 
 def _add_export(to: argparse.ArgumentParser) -> None:
     """Add the options of `export`."""
+    exporters = _find_exporters()
     to.add_argument("--out", type=cli.checked(result_path), required=True, metavar="DIR", help="a new folder")
     to.add_argument(
         "--format",
-        choices=FORMATS,
-        default="parquet",
-        help="format of the tables (default parquet); faiss: indexes for nearest rows; onnx: the dense layers only",
+        choices=exporters,
+        default=DEFAULT,
+        help=f"format of the tables (default {DEFAULT}); faiss: indexes for nearest rows; onnx: the dense layers only",
     )
-    to.add_argument("--slots", action="store_true", help="also write optimizer state, steps, settings, and `extra`")
-    to.add_argument("--dtype", choices=DTYPES, help="type of the tables' values (default float32)")
-    options.add_rows(to, "default: all", "with faiss: ")
-    to.add_argument(
-        "--index", choices=INDEXES, help="with faiss: an exact or an approximate, faster search (default flat)"
-    )
-    options.add_model(to)
+    for exporter in exporters.values():
+        exporter.add_options(to)
 
 
-_EFFECTS = {  # the formats with which an option has an effect
-    "slots": ("parquet", "npy", "safetensors"),
-    "dtype": ("parquet", "npy", "safetensors"),
-    "table": ("faiss",),
-    "column": ("faiss",),
-    "metric": ("faiss",),
-    "index": ("faiss",),
-    "model": ("onnx",),
-}
-
-
-def _check_export(arguments: argparse.Namespace) -> None:
-    """Set the defaults of options of `export`; raise UserError for an option without effect in the format."""
-    for name, formats in _EFFECTS.items():
-        if getattr(arguments, name) and arguments.format not in formats:
-            raise UserError(
-                f"--{name} has no effect with --format {arguments.format}, only with {', '.join(formats)}; "
-                f"leave out --{name}"
-            )
-    arguments.dtype = arguments.dtype or DTYPES[0]
-    arguments.metric, arguments.index = arguments.metric or METRICS[0], arguments.index or INDEXES[0]
+def _find_exporters() -> dict[str, Exporter]:
+    """Return a new exporter of each format that a package registers."""
+    return {name: registry.find(KIND, name)() for name in registry.names(KIND)}
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> int:
@@ -130,21 +107,13 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
         number = getattr(arguments, name, None)
         if number is not None and number < 1:
             raise UserError(f"--{name} must be at least 1, not {number}")
-    if arguments.command == "export":
-        _check_export(arguments)
     arguments.prog = prog
-    run = _import_run(arguments, prog)
-    return run(arguments)
-
-
-def _import_run(arguments: argparse.Namespace, prog: str) -> Callable[[argparse.Namespace], int]:
-    """Return the function that runs a command."""
-    form = arguments.format if arguments.command == "export" else ""
+    if arguments.command == "export":
+        exporters = _find_exporters()
+        require_effect(arguments.format, arguments, exporters)
+        with cli.importing(prog):
+            exporters[arguments.format].check(arguments)
+        return export(exporters[arguments.format], arguments)
     with cli.importing(prog):
-        if form == "faiss":
-            from hostdev.ext.neighbours.faiss_export import run
-        elif form == "onnx":
-            from hostdev.ext.predict.onnx_export import run
-        else:
-            from hostdev.checkpoint.command import run
-    return run
+        from hostdev.ext.checkpoints.command import run
+    return run(arguments)

@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from hostdev.checkpoint import compact, deliver, diff, export, folder
+from hostdev.checkpoint import folder
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import damaged, find_newest_valid, verify
 from hostdev.checkpoint.manifest import FILE_NAME, VERSION, BrokenCheckpointError
@@ -16,6 +16,7 @@ from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
 from hostdev.core.table_dtypes import FP32
+from hostdev.ext.checkpoints import compact, deliver, diff
 from hostdev.ext.stores.results import remove_copy, require_new, send
 
 
@@ -174,16 +175,6 @@ def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
     return 0
 
 
-def _export(arguments: argparse.Namespace) -> int:
-    options = export.make_options(arguments)
-    require_new(options.out)
-    remove_copy(options.out)
-    lines = list(export.export(_newest(arguments.path, arguments.prog), options))
-    send(options.out)
-    print("\n".join(lines))
-    return 0
-
-
 def _deliver(arguments: argparse.Namespace) -> int:
     if arguments.target == arguments.path:
         raise UserError(
@@ -209,7 +200,6 @@ _COMMANDS = {
     "merge": _merge,
     "reshard": _reshard,
     "deliver": _deliver,
-    "export": _export,
 }
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands have with the same meaning."""
+"""Options of the commands that predict: which checkpoint and model, and how raw rows are read."""
 
 import argparse
 from functools import partial
@@ -7,7 +7,6 @@ from pathlib import Path
 from hostdev.core import cli
 from hostdev.core.addresses import checkpoint_path, require_input
 from hostdev.core.errors import UserError, in_words
-from hostdev.ext.neighbours import METRICS
 from hostdev.ext.predict import WHICH
 
 
@@ -49,14 +48,3 @@ def read_query(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--query {path}: the file cannot be read ({in_words(error)})") from None
-
-
-def add_rows(to: argparse.ArgumentParser, several: str, used: str = "") -> None:
-    """Add --table, --column and --metric; `several` says what holds without the first two, `used` with what they do."""
-    to.add_argument("--table", metavar="NAME", help=f"{used}the table of vectors ({several})")
-    to.add_argument("--column", metavar="NAME", help=f"{used}the column of the data with the values ({several})")
-    to.add_argument(
-        "--metric",
-        choices=METRICS,
-        help=f"{used}what is near: a large cosine or dot product, or a small distance (default cosine)",
-    )

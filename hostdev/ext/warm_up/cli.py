@@ -7,6 +7,7 @@ from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError
 
 PROG = "hostdev.warm_up"
+HELP = "compile all kernels now, for example for a container image"
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -32,5 +33,5 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     if not 1 <= processes <= 256:
         raise UserError(f"--jobs must be in 1..256, not {processes}")
     with cli.importing(prog):
-        from hostdev.ext.warm_up import run
+        from hostdev.ext.warm_up.kernels import run
     run(processes)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hostdev.commands.verify import OPTIONS
 from hostdev.core import cli
+from hostdev.ext.verify.cli import OPTIONS
 from hostdev.train import config
 
 PROG = "hostdev.ext.verify.processes"

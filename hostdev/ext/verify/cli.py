@@ -13,6 +13,7 @@ from hostdev.ext.parallel.plan_text import parse_plan
 from hostdev.train import config
 
 PROG = "hostdev.verify"
+HELP = "show on your data that every mode gives the same bits"
 EXIT_DIFFERENT = 1
 OPTIONS = (
     "data",

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
-from hostdev.core import cli
+from hostdev.core import cli, registry
 from hostdev.core.addresses import local_path, require_input, result_path, source_path
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import flags
 from hostdev.data.preprocess.options import Options, add_options, add_seed
+from hostdev.data.preprocess.row_source import KIND, RowSource
 
 PROG = "hostdev.data.preprocess"
+HELP = "turn tables or Criteo text into a data set; check or describe one"
 _RESULT, _SOURCE = cli.checked(result_path), cli.checked(source_path)
 
 
@@ -18,7 +21,9 @@ def parser(prog: str = PROG) -> cli.Parser:
     what = "Turn tables, Criteo text or synthetic data into Arrow shards; check or describe them."
     made = cli.parser(prog, what, cli.StrictParser)
     commands = made.add_subparsers(
-        dest="command", required=True, metavar="table|query|criteo|synthetic|check|info|suggest"
+        dest="command",
+        required=True,
+        metavar=f"table|{'|'.join(registry.names(KIND))}|criteo|synthetic|check|info|suggest",
     )
     table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
     table.add_argument("files", nargs="+", type=_SOURCE, metavar="FILE",
@@ -27,17 +32,7 @@ def parser(prog: str = PROG) -> cli.Parser:
     flags.add_table(table)
     flags.add_split(table)
     flags.add_split_files(table)
-    query = commands.add_parser("query", help="from an SQL query over files", allow_abbrev=False)
-    query.add_argument("sql", nargs="?", metavar="SQL", help="one SELECT in DuckDB's dialect; quote it for the shell")
-    query.add_argument(
-        "--query", type=cli.checked(local_path), metavar="FILE", help="a file with the query, instead of SQL"
-    )
-    query.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
-    query.add_argument(
-        "--query-memory", metavar="SIZE", help="memory of the query, such as 4GiB (default: half of what is available)"
-    )
-    flags.add_roles(query)
-    flags.add_split(query)
+    sources = [_add_source(commands, name) for name in registry.names(KIND)]
     criteo = commands.add_parser("criteo", help="from Criteo text", allow_abbrev=False)
     criteo.add_argument("files", nargs="+", type=_SOURCE, metavar="FILE",
                         help="Criteo text (label, 13 integers, 26 hex values), folders, or - for stdin")  # fmt: skip
@@ -49,10 +44,10 @@ def parser(prog: str = PROG) -> cli.Parser:
     target.add_argument(
         "--tsv", type=cli.checked(local_path), metavar="FILE", help="write raw Criteo text instead of shards"
     )
-    for command in (table, query):
+    for command in (table, *sources):
         add_options(command, Options(threshold=flags.THRESHOLD))
         add_seed(command, None)
-    for command in (table, query, criteo):
+    for command in (table, *sources, criteo):
         flags.add_earlier(command)
         command.inputs["files"] = partial(require_input, said="{}: no such file")
         command.inputs["query"] = partial(
@@ -61,12 +56,24 @@ def parser(prog: str = PROG) -> cli.Parser:
     for command in (criteo, synthetic):
         add_options(command)
         add_seed(command, Options().seed)
-    for command in (table, query, criteo, synthetic):
+    for command in (table, *sources, criteo, synthetic):
         command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all cores)")
         flags.add_scheduler(command)
         cli.add_debug(command)
     flags.add_looking(commands)
     return made
+
+
+def _add_source(commands: Any, name: str) -> cli.Parser:
+    """Add the command of a registered source, and return its parser."""
+    source: RowSource = registry.find(KIND, name)()
+    to: cli.Parser = commands.add_parser(name, help=source.help, allow_abbrev=False)
+    source.add_options(to)
+    to.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
+    flags.add_roles(to)
+    flags.add_split(to)
+    to.set_defaults(source=source)
+    return to
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:

@@ -1,0 +1,121 @@
+"""Sources of rows that packages register: `hostdev preprocess NAME ...` reads the rows of each.
+
+This module imports little, so that a wrong flag is reported at once.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:  # slow imports
+    import pyarrow as pa
+
+    from hostdev.data.preprocess.files import Chunk, Part, TableFile
+
+KIND = "source"
+
+
+class RowSource:
+    """A source of rows with named columns: subclass it, and register it as a `hostdev.source`.
+
+    The class is created without arguments when the command line is parsed: its module should import little, and `open`
+    the rest. The command has the options about columns' roles and splits, too. `hostdev.testing.check_source` checks
+    what `open` returns.
+
+    Attributes:
+        help: What the rows come from, in a line of `hostdev preprocess --help`.
+    """
+
+    help: ClassVar[str] = ""
+
+    def add_options(self, to: argparse.ArgumentParser) -> None:
+        """Add the source's own options and arguments; --out is there."""
+
+    def open(self, arguments: argparse.Namespace) -> "TableFile":
+        """Return the rows, a subclass of `RecordBatches`; raise UserError if they cannot be read."""
+        raise NotImplementedError
+
+
+class RecordBatches:
+    """Rows in a fixed order, as Arrow record batches: subclass it.
+
+    Args:
+        name: The name in messages.
+        schema: The columns' names and types: plain values, and lists of them.
+    """
+
+    lines_before = 0
+    most_rows = 2**62  # unknown
+    respelled: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, name: str, schema: "pa.Schema") -> None:
+        self.name, self.schema = name, schema
+        self.names = tuple(schema.names)
+        self.input: Any = _Input(self)
+
+    def batches(self, columns: Sequence[str], first: int) -> "Iterator[pa.RecordBatch]":
+        """Yield the rows from number `first` on, with these columns in this order; the same rows each time.
+
+        A preparation reads them twice, and from the middle if it was killed. Raise UserError if they cannot be read.
+        """
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the data set's manifest says of the rows: plain values, by name."""
+        return {"source": self.name}
+
+    def fingerprint(self) -> list[Any] | None:
+        """Return what differs if the rows do, such as versions or times; None if rows can be read only once.
+
+        A preparation that was killed goes on only if this is equal.
+        """
+        return None
+
+    def get_type(self, name: str) -> "pa.DataType":
+        """Return a column's type."""
+        return self.schema.field(name).type
+
+    def parts(self, used: Sequence[str], offset: int) -> "Iterator[Part]":
+        """Yield the `used` columns of the rows from `offset` on."""
+        from hostdev.data.preprocess.files import split_batch
+
+        row = offset
+        for batch in self.batches(used, offset):
+            yield from split_batch(batch, row, batch.nbytes / max(1, len(batch)))
+            row += len(batch)
+
+    def parse(self, part: "Part", used: Sequence[str]) -> "Chunk":
+        """Return a part's rows."""
+        from hostdev.data.preprocess.files import Chunk
+
+        return Chunk(part.content, size=part.taken)
+
+
+class _Input:
+    """What `Input` says of a file, of rows without one."""
+
+    plain, size, path = False, 0, Path("-")
+
+    def __init__(self, rows: RecordBatches) -> None:
+        self._rows = rows
+        self._seen = rows.fingerprint()
+
+    @property
+    def name(self) -> str:
+        return self._rows.name
+
+    def describe(self) -> dict[str, Any]:
+        return self._rows.describe()
+
+    def stamp(self) -> list[Any] | None:
+        return self._seen
+
+    def check_unchanged(self) -> None:
+        from hostdev.core.errors import UserError
+
+        if self._rows.fingerprint() != self._seen:
+            raise UserError(
+                f"{self.name}: the rows changed while they were read; run again once nothing writes to them"
+            )

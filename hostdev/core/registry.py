@@ -1,0 +1,102 @@
+"""Implementations that installed packages register by kind and name, ours in the same way as a stranger's.
+
+A package declares them in its pyproject.toml; `find("tracker", "mine")` then imports and returns `Tracker`:
+
+    [project.entry-points."hostdev.tracker"]
+    mine = "package.module:Tracker"
+"""
+
+import functools
+import tomllib
+from collections.abc import Iterable
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hostdev.core.errors import UserError
+
+_OURS = "hostdev"
+_SOURCES = Path(__file__).parents[2] / "pyproject.toml"  # beside the package, where it runs from its sources
+
+
+class _Registered(NamedTuple):
+    """An entry point, and the name of the package that declares it."""
+
+    entry: EntryPoint
+    package: str
+
+
+def names(kind: str) -> list[str]:
+    """Return the names of a kind's implementations, sorted. None of them is imported.
+
+    Args:
+        kind: The kind of thing, such as "tracker".
+    """
+    return sorted(_list_registered(kind))
+
+
+@functools.cache
+def find(kind: str, name: str) -> Any:
+    """Import and return the implementation with this name.
+
+    Args:
+        kind: The kind of thing, such as "tracker".
+        name: The name under which a package registers it.
+
+    Raises:
+        UserError: No package registers the name, several do, or what it stands for cannot be imported. Other errors
+            of the module are raised unchanged.
+    """
+    registered = _list_registered(kind)
+    if name not in registered:
+        raise UserError(f"there is no {kind} {name!r}; {_suggest(kind, name, registered)}")
+    (entry, package), *others = registered[name]
+    if others:
+        packages = " and ".join([package, *(other.package for other in others)])
+        raise UserError(f"{packages} both register a {kind} {name!r}; uninstall one of them")
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{kind} {name!r} of {package}, {entry.value}, cannot be imported: {error}") from error
+
+
+def clear() -> None:
+    """Forget what was read, for packages that were installed since."""
+    find.cache_clear()
+    _list_registered.cache_clear()
+
+
+def _suggest(kind: str, name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    if known:
+        return f"choose one of {', '.join(sorted(known))}"
+    return f"no installed package registers any under hostdev.{kind}"
+
+
+@functools.cache
+def _list_registered(kind: str) -> dict[str, list[_Registered]]:
+    group = f"hostdev.{kind}"
+    ours = _read_sources(_SOURCES, group)
+    registered: dict[str, list[_Registered]] = {}
+    for entry in entry_points(group=group):
+        package = entry.dist.name if entry.dist is not None else "a package"
+        # The sources are newer than what was installed from them.
+        if ours is None or package != _OURS:
+            registered.setdefault(entry.name, []).append(_Registered(entry, package))
+    for name, value in (ours or {}).items():
+        registered.setdefault(name, []).append(_Registered(EntryPoint(name, value, group), _OURS))
+    return registered
+
+
+def _read_sources(path: Path, group: str) -> dict[str, str] | None:
+    """Return a group's table in our pyproject.toml, or None where the package is installed without its sources."""
+    if not path.is_file():
+        return None
+    project = tomllib.loads(path.read_text()).get("project", {})
+    if project.get("name") != _OURS:
+        return None
+    table: dict[str, str] = project.get("entry-points", {}).get(group, {})
+    return table

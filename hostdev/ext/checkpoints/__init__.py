@@ -1,0 +1,1 @@
+"""`hostdev checkpoint`: describe, check, compare, merge, deliver and export checkpoints."""

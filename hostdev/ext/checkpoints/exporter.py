@@ -1,0 +1,91 @@
+"""Formats of `checkpoint export`: what a format's class has, and the steps that all formats share."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from hostdev.core.addresses import shown_place
+from hostdev.core.errors import UserError
+
+if TYPE_CHECKING:  # pyarrow and torch take seconds to import
+    from hostdev.checkpoint.folder import Chain
+
+KIND = "exporter"
+
+
+class Exporter:
+    """A format of `hostdev checkpoint export --format NAME`: subclass it, and register it as a `hostdev.exporter`.
+
+    The class is created without arguments when the command line is parsed: its module should import little, and `check`
+    and `write` the rest.
+
+    Attributes:
+        options: The names of the options, such as "slots", that have an effect with the format; the command refuses
+            the others. Those that `add_options` adds belong to them.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ()
+
+    def add_options(self, to: argparse.ArgumentParser) -> None:
+        """Add the format's own options, of which none may be required."""
+
+    def check(self, arguments: argparse.Namespace) -> None:
+        """Raise UserError if an option's value is wrong, or a package is not installed; nothing was read yet."""
+
+    def write(self, chain: "Chain", out: Path, arguments: argparse.Namespace) -> list[str]:
+        """Write a checkpoint's files into an empty folder; return lines to print.
+
+        Args:
+            chain: The checkpoint (the last one) and the full one and increments before it; all checksums are right.
+            out: The folder, which gets its name once this method has returned.
+            arguments: The parsed options.
+        """
+        raise NotImplementedError
+
+
+def export(exporter: Exporter, arguments: argparse.Namespace) -> int:
+    """Write a new folder from the newest valid checkpoint, and print its files and more lines; return the exit code.
+
+    Raises:
+        UserError: `arguments.out` exists, or an option is wrong.
+        BrokenCheckpointError: A file is damaged; this is raised before anything is written.
+        OSError: A file cannot be written.
+    """
+    from hostdev.checkpoint.folder import newest
+    from hostdev.checkpoint.loading import verify
+    from hostdev.core import outputs
+    from hostdev.core.errors import naming
+    from hostdev.core.memory import format_bytes
+    from hostdev.core.progress import note
+    from hostdev.ext.stores.results import remove_copy, require_new, send
+
+    exporter.check(arguments)
+    out: Path = arguments.out
+    require_new(out)
+    remove_copy(out)
+    if os.path.lexists(out):
+        raise outputs.taken_folder(out)
+    found = newest(arguments.path)
+    for line in found.notes():
+        note(f"{arguments.prog}: {line}")
+    verify(found.chain, segments=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with outputs.new_folder(out) as partial, naming(out):
+        lines = exporter.write(found.chain, partial, arguments)
+    files = [f"{shown_place(file)}: {format_bytes(file.stat().st_size)}" for file in sorted(out.iterdir())]
+    send(out)
+    print("\n".join(files + lines))
+    return 0
+
+
+def require_effect(name: str, arguments: argparse.Namespace, exporters: dict[str, Exporter]) -> None:
+    """Raise UserError for a given option that has no effect with the format `name`."""
+    known = {option for exporter in exporters.values() for option in exporter.options}
+    for option in sorted(known - set(exporters[name].options)):
+        if getattr(arguments, option):
+            formats = ", ".join(format for format, exporter in exporters.items() if option in exporter.options)
+            raise UserError(
+                f"--{option.replace('_', '-')} has no effect with --format {name}, only with {formats}; "
+                f"leave out --{option.replace('_', '-')}"
+            )

@@ -1,0 +1,57 @@
+"""The formats of exported tables: Parquet, .npy and safetensors."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from hostdev.core.errors import UserError
+from hostdev.ext.checkpoints.exporter import Exporter
+
+if TYPE_CHECKING:
+    from hostdev.checkpoint.folder import Chain
+
+DTYPES = ("float32", "bfloat16", "bf16")  # bf16, the former name, is kept for one release
+
+
+class _Tables(Exporter):
+    """Tables and dense layers as files for other programs."""
+
+    options = ("slots", "dtype")
+    format: ClassVar[str]
+
+    def check(self, arguments: argparse.Namespace) -> None:
+        """See `Exporter`."""
+        if arguments.dtype not in (None, "float32") and self.format != "safetensors":
+            raise UserError(
+                f"--dtype {arguments.dtype}: {self.format} has no bfloat16; use --format safetensors, or omit --dtype"
+            )
+
+    def write(self, chain: "Chain", out: Path, arguments: argparse.Namespace) -> list[str]:
+        """See `Exporter`."""
+        from hostdev.ext.checkpoints.export import Options, export
+
+        dtype = {None: "float32", "bf16": "bfloat16"}.get(arguments.dtype, arguments.dtype)
+        return export(chain, out, Options(self.format, arguments.slots, dtype))
+
+
+class Parquet(_Tables):
+    """One Parquet file per table, with the names of the ids."""
+
+    format = "parquet"
+
+    def add_options(self, to: argparse.ArgumentParser) -> None:
+        """Add the options of all three formats."""
+        to.add_argument("--slots", action="store_true", help="also write optimizer state, steps, settings, and `extra`")
+        to.add_argument("--dtype", choices=DTYPES, help="type of the tables' values (default float32)")
+
+
+class Npy(_Tables):
+    """One .npy file per column of a table."""
+
+    format = "npy"
+
+
+class Safetensors(_Tables):
+    """One file of safetensors per table."""
+
+    format = "safetensors"

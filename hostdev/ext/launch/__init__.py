@@ -1,0 +1,1 @@
+"""`hostdev launch`: start the processes that a rank table assigns to this host, or check their connections."""

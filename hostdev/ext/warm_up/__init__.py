@@ -1,0 +1,1 @@
+"""`hostdev warm-up`: compile all kernels, so that no command has to wait for them."""
