@@ -14,7 +14,7 @@ from hostdev.core.optimizers import SparseOptimizer, take_over_form
 from hostdev.kernels.catch_up import bring_tasks, packed_planes, packed_width, record, write_recent
 from hostdev.kernels.clock import LEAST, MOST_TERMS, Clock
 from hostdev.kernels.pool import Task, run_tasks
-from hostdev.kernels.rounding import round_to_nearest
+from hostdev.kernels.stochastic_rounding import round_to_nearest
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]

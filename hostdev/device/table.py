@@ -30,7 +30,7 @@ from hostdev.device.writing import DeviceWriting
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.norm import PART, partial_squares, total
 from hostdev.kernels.plane_formats import BFLOAT16
-from hostdev.kernels.rounding import require_exact, round_rows, round_to_nearest
+from hostdev.kernels.stochastic_rounding import require_exact, round_rows, round_to_nearest
 
 Rows = npt.NDArray[np.float32]
 

@@ -22,6 +22,7 @@ from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, UNSIGNED_8, plane_b
 from hostdev.kernels.pool import Task
 from hostdev.kernels.rounding import SplitRows
 from hostdev.kernels.shards import get_inverse
+from hostdev.kernels.stochastic_rounding import require_exact, round_into, round_rows
 
 _FILLED = 1 << 20  # rows of a rank's part that are filled at a time
 _FILLED_BYTES = 1 << 26  # bytes of float32 weights that are filled and rounded at a time
@@ -131,7 +132,7 @@ class Split(InMemory):
     """Storage of weights [V, D] and state in separate arrays, each in its format; see `kernels.plane_formats`.
 
     Weights are float32, or bfloat16 as uint16. The state is float32 or bfloat16, [V, S, D], or 8 bits, uint8 [V, S, P].
-    `kernels.rounding` rounds new values; its random numbers depend on a row's id in the whole table.
+    `kernels.stochastic_rounding` rounds new values; its random numbers depend on a row's id in the whole table.
 
     Args:
         name: The table's name.
@@ -164,7 +165,7 @@ class Split(InMemory):
             if stored.dtype == np.float32:
                 stored[:] = part[:, 0]
             else:
-                rounding.round_into(part, stored, rounding_key(seed, name, 0), **where)
+                round_into(part, stored, rounding_key(seed, name, 0), **where)
         if self.slots.dtype == np.uint8:
             eight_bits.fill(self.slots, shape.slots, dim, self._unsigned)
         elif len(shape.slots):
@@ -176,7 +177,7 @@ class Split(InMemory):
         """See `Storage`."""
         init.fill(block, seed, self._name, shape.slots, ids=ids)
         if self._formats[0] == BFLOAT16:
-            rounding.round_rows(block, identity(len(ids)), ids, rounding_key(seed, self._name, 0), (BFLOAT16,))
+            round_rows(block, identity(len(ids)), ids, rounding_key(seed, self._name, 0), (BFLOAT16,))
 
     @property
     def planes(self) -> list[Any]:
@@ -235,7 +236,7 @@ class Split(InMemory):
 
     def require_exact(self, plane: int, values: Rows) -> None:
         """See `Storage`."""
-        rounding.require_exact(values, self._name, plane, self._formats[plane])
+        require_exact(values, self._name, plane, self._formats[plane])
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """See `Storage`."""

@@ -33,7 +33,7 @@ from hostdev.kernels.join import join
 from hostdev.kernels.key_directory import parts_of
 from hostdev.kernels.key_rows import number_rows
 from hostdev.kernels.pool import run_tasks
-from hostdev.kernels.rounding import round_rows
+from hostdev.kernels.stochastic_rounding import round_rows
 from hostdev.kernels.unique import unique
 
 Optimizers = Iterable[tuple[SparseOptimizer, int]]  # table optimizers, each with its table's dimension
