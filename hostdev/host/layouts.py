@@ -66,17 +66,9 @@ class Float32(InMemory):
         """See `Storage`."""
         return self.block.nbytes + self.row_slots.nbytes
 
-    def weights(self) -> Rows:
-        """See `Storage`."""
-        return self.block[:, 0]
-
     def column(self, number: int) -> Any:
         """See `Storage`."""
         return self.block[:, number]
-
-    def slot(self, number: int) -> Rows:
-        """See `Storage`."""
-        return self.block[:, 1 + number]
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
@@ -195,10 +187,6 @@ class Split(InMemory):
         """See `Storage`."""
         return self.stored.nbytes + self.slots.nbytes + self.row_slots.nbytes
 
-    def weights(self) -> Rows:
-        """See `Storage`."""
-        return _all_of(self.column(0))
-
     def column(self, number: int) -> Any:
         """See `Storage`."""
         held = self.slots[:, number - 1] if number else self.stored
@@ -207,10 +195,6 @@ class Split(InMemory):
         if held.dtype == np.uint16:
             return Bfloat16View(held)
         return EightBitView(held, self.stored.shape[1], bool(self._unsigned[number - 1]))
-
-    def slot(self, number: int) -> Rows:
-        """See `Storage`."""
-        return _all_of(self.column(1 + number))
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
@@ -282,15 +266,6 @@ def _allocate(of: Shape, shape: tuple[int, ...], kind: int) -> npt.NDArray[Any]:
     if dtype == np.uint8:
         shape = (*shape[:-1], plane_bytes(shape[-1]))
     return of.allocate(shape, dtype)
-
-
-def _all_of(column: Any) -> Rows:
-    """Return a column's values as float32: a view or a read-only copy."""
-    if isinstance(column, np.ndarray):
-        return column
-    found: Rows = column[:]
-    found.flags.writeable = False
-    return found
 
 
 def _to_bfloat16(values: Rows) -> npt.NDArray[np.uint16]:

@@ -183,16 +183,12 @@ class ReadableTable(Owned):
     def lookup_now(self, ids: Ids, out: Rows, positions: Positions | None = None) -> None:
         """Do what `lookup` does, without any check."""
         for source, rows, at in self.storage.sources(ids, positions):
-            run_tasks(self.lookup_tasks_from(source, rows, out, at))
+            run_tasks(self.history.lookup_tasks(source, rows, out, at))
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return the work of `lookup` as tasks, for rows that are in memory."""
         check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
         return self.history.lookup_tasks(self.storage, ids, out, positions)
-
-    def lookup_tasks_from(self, storage: Storage, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
-        """Return the work of `lookup` as tasks, for rows of one of the storage's `sources`."""
-        return self.history.lookup_tasks(storage, ids, out, positions)
 
     def fetch_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return tasks that look up rows for a batch while steps of earlier batches may be unfinished.

@@ -99,14 +99,8 @@ class Storage(Protocol):
     def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
         """Write the initial values of all rows."""
 
-    def weights(self) -> Rows:
-        """Return all weights: a view or a read-only copy."""
-
     def column(self, number: int) -> Any:
         """Return the weights (number 0) or state column `number - 1`; indexing by slices or row ids yields float32."""
-
-    def slot(self, number: int) -> Rows:
-        """Return state column `number`, from 0, float32 [V, D]: a view, or a copy."""
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that copy weights to out [N, D]."""

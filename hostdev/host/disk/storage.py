@@ -144,17 +144,9 @@ class DiskStorage:
         """See `Storage`."""
         return self.tier.held(np.unique(ids), change=True)
 
-    def weights(self) -> Rows:
-        """See `Storage`."""
-        return _read_only(self.column(0)[:])
-
     def column(self, number: int) -> Any:
         """See `Storage`."""
         return DiskColumn(self, self.shape[2], lambda source: source.column(number)[:])
-
-    def slot(self, number: int) -> Rows:
-        """See `Storage`."""
-        return _read_only(self.column(1 + number)[:])
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
@@ -257,11 +249,6 @@ class RowSlots:
         width = len(range(*columns.indices(self.shape[1])))
         found = DiskColumn(self._storage, width, lambda source: source.row_slots[:, columns])
         return found if isinstance(index, tuple) and rows == slice(None) else found[rows]
-
-
-def _read_only(values: Rows) -> Rows:
-    values.flags.writeable = False
-    return values
 
 
 def make_storage(format_: RowFormat, disk: Disk | None, get_keys: Callable[[Ids], Ids]) -> Storage:
