@@ -19,6 +19,7 @@ from hostdev.kernels.stochastic_rounding import round_to_nearest
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
+Formats = tuple[int, ...]  # the storage format of each plane of a row
 
 MOST_STEPS = 1 << 24  # per-row state is float32, which represents all integers up to here
 _ROOM = 1024
@@ -75,14 +76,7 @@ class NoHistory:
         tasks: list[Task] = storage.lookup_tasks(ids, out, positions)
         return tasks
 
-    def bring(
-        self,
-        block: Rows,
-        row_slots: Rows,
-        *,
-        positions: Positions | None = None,
-        formats: tuple[int, ...] | None = None,
-    ) -> None:
+    def bring(self, block: Rows, row_slots: Rows, positions: Positions | None, formats: Formats | None = None) -> None:
         """See `History`; here without effect."""
 
 
@@ -187,21 +181,14 @@ class History:
         tasks: list[Task] = storage.current_tasks(ids, self.clock(), out, positions)
         return tasks
 
-    def bring(
-        self,
-        block: Rows,
-        row_slots: Rows,
-        *,
-        positions: Positions | None = None,
-        formats: tuple[int, ...] | None = None,
-    ) -> None:
+    def bring(self, block: Rows, row_slots: Rows, positions: Positions | None, formats: Formats | None = None) -> None:
         """Apply to copies of rows the steps that they have missed.
 
         Args:
             block: float32 [N, 1 + S, D]: weights, then state of D values.
             row_slots: float32 [N, R]: per-row state.
             positions: Those rows of the arrays that are copies, int32 [any]; None for all.
-            formats: The storage format of each plane, if values are to be rounded to the nearest that can be stored.
+            formats: If values are to be rounded to the nearest that can be stored, the formats.
         """
         some = (block, row_slots) if positions is None else (block[positions], row_slots[positions])
         run_tasks(bring_tasks(*some, self.clock()))

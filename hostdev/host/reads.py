@@ -221,7 +221,7 @@ class ReadableTable(Owned):
         self._check_whole(ids, block, row_slots, positions)
         self._before_read()
         self.read_now(ids, block, row_slots, positions)
-        self.history.bring(block, row_slots, positions=positions)
+        self.history.bring(block, row_slots, positions)
 
     def _read(self, ids: Ids, formats: tuple[int, ...] | None = None) -> tuple[Rows, Rows]:
         """Return copies of rows with their optimizer state, as they are after the last step.
@@ -232,7 +232,7 @@ class ReadableTable(Owned):
         block = np.empty((len(ids), planes, D), np.float32)
         row_slots = np.empty((len(ids), self.storage.row_slots.shape[1]), np.float32)
         self.read_now(ids, block, row_slots)
-        self.history.bring(block, row_slots, formats=formats)
+        self.history.bring(block, row_slots, None, formats)
         return block, row_slots
 
     def read_now(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:

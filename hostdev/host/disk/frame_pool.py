@@ -4,8 +4,10 @@ Shapes: V rows, M frames, N rows of a call.
 """
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +15,17 @@ import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, format_bytes, free_addresses
+from hostdev.host.disk.folder import TableFolder
 from hostdev.host.disk.readers import Planes
-from hostdev.host.disk.sizes import MemorySize
-from hostdev.host.disk.store import SegmentStore
+from hostdev.host.disk.sizes import MemorySize, get_location_bytes
+from hostdev.host.disk.store import SegmentStore, end_table
 from hostdev.kernels import frames
 from hostdev.kernels.buffers import give_back, reserved
+from hostdev.kernels.disk_records import Format
 
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
+Allocate = Callable[[int, npt.NDArray[np.int64]], Planes]
 
 
 class NoFramesError(UserError):
@@ -28,29 +33,41 @@ class NoFramesError(UserError):
 
 
 class FramePool:
-    """The frames of a `Tier`, which creates them. Methods with an underscore need the lock of `_changed`."""
+    """The frames of a `Tier`, and the store below. Methods with an underscore need the lock of `_changed`.
 
-    _name: str
-    size: MemorySize
-    count: int  # frames in the budget
-    exceeded: int  # times that rows had more memory than the budget
-    most_exceeded: int  # most frames beyond it
-    needed_bytes: int  # memory in which the largest of these would have had room
-    where: Any  # where each row is, [V]: its frame, its place on disk, or neither
-    keys: npt.NDArray[np.int64]  # [M]
-    planes: Planes  # [M, any]
-    store: SegmentStore
-    _changed: threading.Condition
-    _row_of: Positions  # [M]
-    _pins: Any  # [M]
-    _saved: Any  # [M]
-    _state: Any  # [M]
-    _free: Positions  # [M], of which the first `_free_count` are free frames
-    _free_count: int
-    _hand: int  # of the clock that chooses frames
-    _end: int  # frames from here on have no memory; those from `count` on are beyond the budget
-    _most: int  # frames for which there are addresses
-    _leaving: deque[Positions]  # frames whose rows may leave before others
+    Args:
+        name: The table's name.
+        parent: The folder in which the store makes one for its segments.
+        size: The sizes of rows and frames.
+        format_: The format of records.
+        nbytes: Memory for frames and buffers.
+        allocate: As for `Tier`.
+    """
+
+    def __init__(
+        self, name: str, parent: Path, size: MemorySize, format_: Format, nbytes: int, allocate: Allocate
+    ) -> None:
+        self._name, self.size, self.count = name, size, size.count_frames(nbytes)
+        if self.count < 1:
+            raise UserError(
+                f"table {name!r}: its Disk has {nbytes:,} bytes of memory, but needs at least {size.least_bytes:,}, "
+                "most of them for buffers"
+            )
+        self._changed = threading.Condition()
+        self.where: Any = reserved((size.rows,), f"i{get_location_bytes(size.rows)}")
+        arrays = reserve_frames(self.count, size, allocate)
+        self.keys, self._row_of, self._pins, self._saved, self._state, self._free, self.planes = arrays
+        self._most = len(self.keys)  # frames for which there are addresses
+        self._free[: self.count] = np.arange(self.count - 1, -1, -1, dtype=np.int32)
+        self._free_count, self._hand, self._pinned = self.count, 0, 0
+        self._end = self.count  # frames from here on have no memory; those from `count` on are beyond the budget
+        self._leaving: deque[Positions] = deque()
+        self._folder = folder = TableFolder(parent, name)
+        shared = self.where, self._saved, self._changed
+        self.store = SegmentStore(name, folder.path, format_, *shared, size.count_buffers(nbytes))
+        self._at_end = weakref.finalize(self, end_table, self.store, folder)
+        self.exceeded = self.most_exceeded = 0  # times that rows had more memory than the budget; most frames beyond it
+        self.needed_bytes = 0  # memory in which the largest of these would have had room
 
     @property
     def nbytes(self) -> int:
@@ -196,9 +213,7 @@ class FrameArrays(NamedTuple):
     planes: Planes
 
 
-def reserve_frames(
-    count: int, size: MemorySize, allocate: Callable[[int, npt.NDArray[np.int64]], Planes]
-) -> FrameArrays:
+def reserve_frames(count: int, size: MemorySize, allocate: Allocate) -> FrameArrays:
     """Reserve at least `count` frames, all of which are free, and as many as the table has rows if addresses allow it.
 
     Raises MemoryError if the system refuses the addresses for `count` frames.
@@ -211,7 +226,7 @@ def reserve_frames(
         return _reserve(count, count, allocate)
 
 
-def _reserve(most: int, count: int, allocate: Callable[[int, npt.NDArray[np.int64]], Planes]) -> FrameArrays:
+def _reserve(most: int, count: int, allocate: Allocate) -> FrameArrays:
     dtypes = np.int64, np.int64, np.int32, np.int64, np.uint8, np.int32
     keys, row_of, pins, saved, state, free = (reserved((most,), dtype) for dtype in dtypes)
     row_of[:count] = frames.FREE

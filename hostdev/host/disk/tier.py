@@ -3,10 +3,7 @@
 Shapes: V rows, M frames (places in memory), N rows of a call.
 """
 
-import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +14,11 @@ import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
-from hostdev.host.disk.folder import TableFolder
-from hostdev.host.disk.frame_pool import FramePool, reserve_frames
+from hostdev.host.disk.frame_pool import FramePool
 from hostdev.host.disk.readers import Planes, Read
 from hostdev.host.disk.segments import SEGMENT_BYTES
-from hostdev.host.disk.sizes import MemorySize, count_most, get_location_bytes
-from hostdev.host.disk.store import SegmentStore, end_table
+from hostdev.host.disk.sizes import MemorySize, count_most
 from hostdev.kernels import disk_records, frames
-from hostdev.kernels.buffers import reserved
 from hostdev.kernels.disk_records import Format
 
 Ids = npt.NDArray[Any]
@@ -72,32 +66,11 @@ class Tier(FramePool):
         keys_change: bool = False,
     ) -> None:
         self._keys_change = keys_change
-        self._name, self.rows, self._get_keys, self._fill = name, rows, get_keys, fill
+        self.rows, self._get_keys, self._fill = rows, get_keys, fill
         format_ = Format.of(row_bytes, SEGMENT_BYTES if segment_bytes is None else segment_bytes)
-        self.size = size = MemorySize(rows, row_bytes, format_)
-        self.count = size.count_frames(nbytes)
-        if self.count < 1:
-            raise UserError(
-                f"table {name!r}: its Disk has {nbytes:,} bytes of memory, but needs at least {size.least_bytes:,}, "
-                "most of them for buffers"
-            )
-        self._changed = threading.Condition()
-        self.where: Any = reserved((rows,), f"i{get_location_bytes(rows)}")
-        arrays = reserve_frames(self.count, size, allocate)
-        self.keys, self._row_of, self._pins, self._saved, self._state, self._free, self.planes = arrays
-        self._most = len(self.keys)  # frames for which there are addresses
-        self._free[: self.count] = np.arange(self.count - 1, -1, -1, dtype=np.int32)
-        self._free_count, self._hand, self._pinned = self.count, 0, 0
-        self._end = self.count  # frames from here on have no memory; those from `count` on are beyond the budget
-        self._leaving: deque[Positions] = deque()
-        self._folder = folder = TableFolder(parent, name)
-        shared = self.where, self._saved, self._changed
-        self.store = SegmentStore(name, folder.path, format_, *shared, size.count_buffers(nbytes))
-        self._at_end = weakref.finalize(self, end_table, self.store, folder)
+        super().__init__(name, parent, MemorySize(rows, row_bytes, format_), format_, nbytes, allocate)
         self.used = self.missed = 0  # rows that were pinned, and those of them that were not in memory
         self.waited = 0.0  # seconds of waiting for pinned rows
-        self.exceeded = self.most_exceeded = 0  # times that rows had more memory than the budget; most frames beyond it
-        self.needed_bytes = 0  # memory in which the largest of these would have had room
 
     def close(self) -> None:
         """Remove the files. The rows are lost."""
