@@ -185,7 +185,8 @@ class KeyedTable(SteppedKeys):
 
     def rows_at(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the rows of the keys at positions [N] in the order of `keys`."""
-        return self.committed().rows[positions]
+        rows: npt.NDArray[np.int32] = self.committed().rows[positions]
+        return rows
 
     def find_ids(self, ids: Ids, unknown: Sequence[tuple[int, Sequence[str]]]) -> tuple[Ids, GuestRows | None]:
         """See `Owned.find_ids`; rows of keys without a row are those of the names, which are used in turn."""

@@ -1,6 +1,7 @@
 """Create the model, layout, caches and device that the options describe; shared by `train`, `verify` and `advise`."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -237,7 +238,7 @@ def warm_up_kernels(
     on_disk = any(spec.disk is not None for spec in specs)
     row_dtype = np.dtype(np.int32 if by_key else id_type)
     dtypes = {np.dtype(id_type), row_dtype, *([np.dtype(np.int32)] if cached or on_disk else [])}
-    further = {
+    further: dict[Callable[[], object], bool] = {
         warm_up_keys: by_key,
         partial(warm_up_planner, row_dtype): cached or on_disk,
         partial(warm_up_disk, row_dtype): on_disk,

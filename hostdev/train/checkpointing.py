@@ -429,8 +429,8 @@ class CheckpointSchedule:
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
         """Save the run's last checkpoint, unless the run was resumed and has taken no step since then."""
         loaded = self._loaded
-        due = loaded is None or loaded is not self.manager.last
-        due = due or loaded.manifest.step != step or not still_exists(loaded)
+        same = loaded is not None and loaded is self.manager.last and loaded.manifest.step == step
+        due = loaded is None or not same or not still_exists(loaded)
         if self._ranks is not None:  # ranks may see different files on a shared disk
             due = self._ranks.control.share(due)[0]
         if due:

@@ -267,12 +267,12 @@ def write_state(out: Path, layers: Layers) -> None:
     state = found.state if isinstance(found.state, dict) else {}
     dense = state.get("dense")
     if isinstance(dense, dict) and "optimizer" in dense:
-        _write(out / OPTIMIZER, dense["optimizer"], layers)
+        _write_tree(out / OPTIMIZER, dense["optimizer"], layers)
     if "extra" in state:
-        _write(out / EXTRA, state["extra"], layers)
+        _write_tree(out / EXTRA, state["extra"], layers)
 
 
-def _write(path: Path, tree: Any, layers: Layers) -> None:
+def _write_tree(path: Path, tree: Any, layers: Layers) -> None:
     content = io.BytesIO()  # torch's file writer hides the error of a full disk
     torch.save(_as_tensors(read_values(layers, tree)), content)
     path.write_bytes(content.getbuffer())

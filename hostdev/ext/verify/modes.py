@@ -200,11 +200,11 @@ def train(
     )
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
-        table = group.tables[0]
+        table: Any = group.tables[0]
         if table.capabilities.by_key:
             local_ids.append(table.index.keys)
         else:
-            local_ids.append(None if ranks is None else table.ids(0, table.rows))  # type: ignore[union-attr]
+            local_ids.append(None if ranks is None else table.ids(0, table.rows))
     with bar(len(batches), str(mode), "step") as progress:
         for number, result in enumerate(trainer.train(batches)):
             record.losses.append(tuple(result.value))
