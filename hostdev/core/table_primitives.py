@@ -190,16 +190,4 @@ class FusedSparseMomentum(_Update):
     name = "FusedSparseMomentum"
 
 
-UPDATES: dict[str, type[_Update]] = {
-    op.name: op
-    for op in (
-        FusedSparseAdagrad,
-        FusedSparseAdam,
-        FusedSparseFtrl,
-        FusedSparseLazyAdam,
-        FusedSparseMomentum,
-        FusedSparseRowWiseAdagrad,
-        FusedSparseRowWiseAdam,
-        FusedSparseSGD,
-    )
-}
+UPDATES: dict[str, type[_Update]] = {op.name: op for op in _Update.__subclasses__()}
