@@ -1,4 +1,4 @@
-"""Loading of rows in segments into a table on disk: it holds the segments by hard links, and reads no rows."""
+"""Checkpoints that hold the segments of a table on disk by hard links, in place of its rows; and tables that do so."""
 
 from pathlib import Path
 from typing import Any

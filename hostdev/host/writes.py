@@ -157,10 +157,7 @@ class WritableTable(ReadableTable):
 
         `copies` copies the places of all rows on disk; None for a snapshot that copies values.
         """
-        changes = self.note_changes()
-        if copies is not None:
-            return changes.begin_located(copies, budget)
-        return changes.begin(budget, everything=everything)
+        return self.note_changes().begin(budget, everything=everything, copies=copies)
 
     def end_snapshot(self, changes: Changes, snapshot: Any, *, saved: bool) -> None:
         """End a snapshot; if it was not saved, its rows count as changed again.

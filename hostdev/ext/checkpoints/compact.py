@@ -1,4 +1,4 @@
-"""Offline merging of a checkpoint and its parents into one full checkpoint, range by range."""
+"""Offline merging of a checkpoint with its parents into a full one, also for another number of processes, by ranges."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
