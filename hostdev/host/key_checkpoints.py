@@ -3,9 +3,7 @@
 S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,11 +11,9 @@ import numpy.typing as npt
 
 from hostdev.core.keys import KeyArrays, KeyColumns
 from hostdev.host.changes import Changes
-from hostdev.host.committed_keys import CommittedKeys
-from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_snapshot import KeySnapshot, gone_since
+from hostdev.host.key_steps import SteppedKeys
 from hostdev.host.snapshot import Budget, Copies, RowCopies
-from hostdev.host.writes import WritableTable
 from hostdev.kernels.key_directory import EMPTY
 from hostdev.kernels.key_parts import owners_of
 from hostdev.kernels.norm import partial_squares
@@ -58,18 +54,8 @@ def columns_in_order(
     return {name: OrderedColumn(column, rows) for name, column in found.items()}
 
 
-class CheckpointedKeys(WritableTable):
+class CheckpointedKeys(SteppedKeys):
     """The methods of a table by key that tell which keys it has, that read all its rows, or that checkpoints call."""
-
-    index: KeyIndex
-    _lock: threading.RLock  # held while the index is read or changed
-    _noting: threading.Lock  # held while rows are recorded as changed
-    _gone: list[Keys]  # keys that have lost their rows since the last checkpoint
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process has the out-of-vocabulary rows."""
-        return self.part is None or self.part[0] == 0
 
     def owns(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Return which keys, int64 [N], this rank owns, bool [N]; they depend on the number of ranks only."""
@@ -78,15 +64,6 @@ class CheckpointedKeys(WritableTable):
         rank, ranks = self.part
         found: npt.NDArray[np.bool_] = owners_of(keys, ranks) == rank
         return found
-
-    def committed(self) -> CommittedKeys:
-        """Return the table's keys after its last finished step, with their rows."""
-        raise NotImplementedError
-
-    @property
-    def unknown_rows(self) -> Mapping[str, int]:
-        """The rows for keys without a row, by name, in the order of the names."""
-        raise NotImplementedError
 
     @property
     def weights(self) -> Rows:
@@ -139,13 +116,6 @@ class CheckpointedKeys(WritableTable):
         """Return the sums of squares of the weights, in the order of `keys`."""
         return partial_squares(np.ascontiguousarray(self.weights)[:, None])
 
-    def unknown_row(self, name: str = "") -> int:
-        """Return the out-of-vocabulary row of this name."""
-        raise NotImplementedError
-
-    def _rekeying(self) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
     def begin_snapshot(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> KeySnapshot:
         """Begin a snapshot of all rows, or of those written since the last saved one; see `Changes.begin`.
 
@@ -175,10 +145,6 @@ class CheckpointedKeys(WritableTable):
         if anew:
             self._gone = []
         return super().note_changes(anew=anew)
-
-    def _forget(self, rows: Positions) -> None:
-        """Free what rows take which nothing uses any more."""
-        raise NotImplementedError
 
     def load_rows(self, found: KeyColumns, block: Rows, row_slots: Rows) -> None:
         """Write rows of a checkpoint: keys [N], all different, with block [N, 1 + S, D] and row_slots [N, R].

@@ -3,17 +3,21 @@
 Methods take and return row numbers, which are private.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.keys import INITIAL, SHARED, ZEROS
+from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.free_rows import GuestRows
-from hostdev.host.key_checkpoints import CheckpointedKeys
 from hostdev.host.key_eviction import EvictionReports, Total
+from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_plan import KeyCount, PlannedKeys
 from hostdev.host.storage import Shape
+from hostdev.host.writes import WritableTable
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.counter import key64
 from hostdev.kernels.key_directory import EMPTY
@@ -25,15 +29,44 @@ Positions = npt.NDArray[np.int32]
 _AT_ONCE = 1 << 16  # rows that are filled or read at a time
 
 
-class SteppedKeys(CheckpointedKeys):
+class SteppedKeys(WritableTable):
     """The methods of a table by key that the pipeline calls for each batch."""
 
+    index: KeyIndex
+    _lock: threading.RLock  # held while the index is read or changed
+    _noting: threading.Lock  # held while rows are recorded as changed
+    _gone: list[Keys]  # keys that have lost their rows since the last checkpoint
     unknown: str  # one of UNKNOWN
     key_counts: list[KeyCount] | None
     _unknown: dict[str, int]  # out-of-vocabulary rows by name
     _reports: EvictionReports
     _first_step: int  # the table's step count when the index was at step 0
     _key_shape: Shape
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the out-of-vocabulary rows."""
+        return self.part is None or self.part[0] == 0
+
+    def committed(self) -> CommittedKeys:
+        """Return the table's keys after its last finished step, with their rows."""
+        with self._lock:
+            return self.index.committed()
+
+    @contextmanager
+    def _rekeying(self) -> Iterator[None]:
+        """Change keys in a `with` block, while no step of an open loop is planned ahead."""
+        self._before_write()
+        for owner in self._owners:
+            owner.before_rekey(self)
+        with self._lock:
+            if self.index.unfinished:
+                raise ValueError(
+                    f"table {self.name!r}: a loop has a batch without its step; change keys after the batch's step, "
+                    "or between loops"
+                )
+            self.untouched = False
+            yield
 
     def unknown_row(self, name: str = "") -> int:
         """Return the row that features with the out-of-vocabulary row `name` use for keys without a row.

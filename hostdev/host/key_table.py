@@ -26,10 +26,10 @@ from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import FP32, TableStep
 from hostdev.core.tables import initial_seed
-from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.disk.rows import RowFormat
 from hostdev.host.disk.storage import make_storage
 from hostdev.host.free_rows import GuestRows
+from hostdev.host.key_checkpoints import CheckpointedKeys
 from hostdev.host.key_eviction import EvictionReports
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_options import (
@@ -41,9 +41,7 @@ from hostdev.host.key_options import (
     require_row_memory,
 )
 from hostdev.host.key_plan import KeyCount
-from hostdev.host.key_steps import SteppedKeys
 from hostdev.host.storage import Shape
-from hostdev.host.writing import Writing
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.key_directory import EMPTY, PARTS
 from hostdev.kernels.unique import count_occurrences, unique
@@ -57,7 +55,7 @@ _LOCATION_BYTES = 8  # at most, for each key of a table on disk, to know where i
 _AT_ONCE = 1 << 16  # rows that are filled or read at a time
 
 
-class KeyedTable(SteppedKeys):
+class KeyedTable(CheckpointedKeys):
     """The construction of a table by key, and the methods that programs call with keys; see `host.table.KeyTable`."""
 
     def __init__(
@@ -198,11 +196,6 @@ class KeyedTable(SteppedKeys):
         rows = rows[inverse]
         return np.where(rows == EMPTY, others, rows), guests
 
-    def committed(self) -> CommittedKeys:
-        """Return the table's keys after its last finished step, with their rows."""
-        with self._lock:
-            return self.index.committed()
-
     def erase(self, ids: npt.ArrayLike) -> None:
         """Forget keys with their rows, optimizer state, and counts of uses; keys that are unknown have no effect.
 
@@ -292,16 +285,6 @@ class KeyedTable(SteppedKeys):
         self.retire(evicted)
         self.release(guests)
 
-    @contextmanager
-    def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:
-        """Edit copies of rows, as `HostTable.writing` does; without `ids`, of all keys in the order of `keys`.
-
-        Raises:
-            UserError: A key has no row.
-        """
-        with super().writing(ids) as one:
-            yield one
-
     def _to_edit(self, ids: npt.ArrayLike | None) -> Ids:
         self._before_write()
         if ids is None:
@@ -338,21 +321,6 @@ class KeyedTable(SteppedKeys):
     def __getstate__(self) -> NoReturn:
         """Raise TypeError: only address space is reserved for most rows."""
         raise TypeError(f"table {self.name!r} is a table by key, which cannot be copied; save a checkpoint and load it")
-
-    @contextmanager
-    def _rekeying(self) -> Iterator[None]:
-        """Change keys in a `with` block, while no step of an open loop is planned ahead."""
-        self._before_write()
-        for owner in self._owners:
-            owner.before_rekey(self)
-        with self._lock:
-            if self.index.unfinished:
-                raise ValueError(
-                    f"table {self.name!r}: a loop has a batch without its step; change keys after the batch's step, "
-                    "or between loops"
-                )
-            self.untouched = False
-            yield
 
     def _checked(self, ids: npt.ArrayLike) -> Ids:
         """Return the rows of keys after all steps so far; the out-of-vocabulary row for a key without a row."""
