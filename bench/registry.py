@@ -87,4 +87,5 @@ BENCHES = {
     "scaling": Bench("scaling"),
     "machine": Bench("machine"),
     "report": Bench("device_report"),
+    "figures": Bench("figures"),
 }

@@ -1,1 +1,1 @@
-"""Data preparation; imported as hostdev.data."""
+"""Data sets: a schema, a manifest and shards, read as batches; imported as hostdev.data."""

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from bench import figures
+from bench.record import RESULTS
 from bench.registry import BENCHES, HERE
 from tests.conftest import ROOT
 
@@ -26,6 +28,29 @@ def test_the_list_and_a_misspelt_name():
     done = subprocess.run([*command, "pipelin"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "pipeline" in done.stderr
+
+
+def test_the_page_of_figures_is_made_from_the_recorded_runs():
+    """`python -m bench figures` writes both; an edit by hand, or a new record without it, fails here."""
+    assert figures.PAGE.read_text() == figures.make_page()
+    assert figures.CHART.read_text() == figures.make_chart()
+
+
+def test_each_benchmark_has_one_recorded_run():
+    names = [path.stem[11:] for path in RESULTS.glob("*.json")]
+    assert sorted(names) == sorted(set(names)), "delete the older run from bench/results"
+
+
+def test_a_newer_run_replaces_its_figures(tmp_path):
+    run = json.loads(next(RESULTS.glob("*-stores.json")).read_text())
+    (tmp_path / "2026-11-28-stores.json").write_text(json.dumps(run))
+    (tmp_path / "2027-01-01-stores.json").write_text(json.dumps({**run, "date": "2027-01-01", "ratio": 0.5}))
+    (tmp_path / "2026-11-22-loop.json").write_text(json.dumps({"date": "2026-11-22"}))
+    page = figures.make_page(tmp_path)
+    assert "local folder | 0.50 |" in page
+    assert run["date"] not in page.replace(figures.HEAD, "")
+    assert "0.1.0: `loop`" in page
+    assert "RocksDB" not in page
 
 
 @pytest.mark.slow

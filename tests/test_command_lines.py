@@ -1,5 +1,7 @@
 """The command lines: what is wrong with them is said before torch, numba and pyarrow are imported."""
 
+import re
+import shlex
 import subprocess
 import sys
 
@@ -86,7 +88,7 @@ def test_the_program_itself(tmp_path):
     assert run(tmp_path, "--help").stdout == console.text() + "\n"
     assert all(f"  {name} " in console.text() for name in commands.names())
     assert run(tmp_path).returncode == 2
-    assert run(tmp_path, "--version").stdout == "hostdev 0.2.0.dev0\n"
+    assert run(tmp_path, "--version").stdout == "hostdev 0.3.0.dev0\n"
     done = run(tmp_path, "trian")
     assert (done.returncode, done.stderr) == (2, "hostdev: error: there is no command 'trian'; did you mean train?\n")
     assert "; the commands are train, quickstart, " in run(tmp_path, "xyz").stderr
@@ -100,3 +102,19 @@ def test_the_guides_have_every_option(page):
     parser = {"training": train, "preparation": preprocess, "serving": serve}[page].parser()
     options = set(parser._all_options()) - {"--help", "-h", "--debug"}
     assert {option for option in options if f"`{option}" not in text and f"{option} " not in text} == set()
+
+
+def test_the_readme_is_short_and_its_commands_parse(tmp_path, monkeypatch):
+    text = (ROOT / "README.md").read_text()
+    assert len(text.encode()) <= 8 << 10
+    assert text.partition("## Read on")[2].partition("hostdev is licensed")[0].count("](") <= 6
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "films").mkdir()
+    for file in ("ratings.csv", "new.csv", "films/manifest.json"):
+        (tmp_path / file).touch()
+    lines = re.findall(r"^    (?:\$ )?hostdev ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    calls = [shlex.split(line.replace("\\\n", " "), comments=True) for line in lines]
+    assert {name for name, *_ in calls} >= {"preprocess", "train", "predict", "serve", "report"}
+    for name, *arguments in calls:
+        commands.find(name).parser().parse_args(arguments)

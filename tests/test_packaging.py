@@ -14,11 +14,12 @@ from types import ModuleType
 import pytest
 from setuptools import find_packages
 
+from tests import house
 from tests.conftest import ROOT, environment
 
 PLACES = {"hostdev": "hostdev", "models": "hostdev.models", "data": "hostdev.data"}
 
-# The rooms from top to bottom, as docs/tree.md lists them. A room imports those below it, at import time or later.
+# The rooms from top to bottom. A room imports those below it, at import time or later.
 # Rooms and modules in one entry are one room. An entry need not exist. Other modules beside the rooms are above all.
 # The engine imports no extension: tests/house.json bounds how many such imports are left.
 ROOMS = [
@@ -178,16 +179,14 @@ def test_no_arrow_points_up():
                 assert allowed, f"{path} imports {other}, which is above it"
 
 
-def test_the_tree_in_the_documents_has_this_order():
-    """docs/tree.md names every room that exists, in the order of ROOMS."""
-    names = re.findall(r"^ {4,6}(?=\S)((?:\w+(?:/|\.py)(?:, )?)+)", (ROOT / "docs/tree.md").read_text(), re.MULTILINE)
-    shown = [re.sub(r"/$|\.py$", "", name) for part in names for name in part.split(", ") if name]
-    level = {room.removeprefix("ext."): number for number, entry in enumerate(ROOMS) for room in entry}
-    levels = [level[name] for name in shown if name in level]
-    assert levels == sorted(levels), shown
-    present = {room_of(name).removeprefix("ext.") for path, name in modules() if path.name == "__init__.py"} - {""}
-    present -= {"ext"}
-    assert present <= set(shown), f"not in docs/tree.md: {present - set(shown)}"
+def test_the_tree_in_the_documents_is_current():
+    """`python -m docs.tree` writes docs/tree.md, the engine from top to bottom."""
+    tree = load_site("tree")
+    assert tree.PAGE.read_text() == tree.make_page(), "run python -m docs.tree"
+    rooms = [folder.rpartition("/")[2] for folder in tree.ENGINE]
+    assert sorted(rooms) == sorted(house.ENGINE)
+    level = {room: number for number, entry in enumerate(ROOMS) for room in entry}
+    assert [level[room] for room in rooms] == sorted(level[room] for room in rooms)
 
 
 def imported_at_once(body):
@@ -228,10 +227,26 @@ def load_site(name="site"):
     return site
 
 
-def test_the_chart_shows_the_table_of_figures():
-    drawn = load_site("chart").draw()
-    assert (ROOT / "docs/figures.svg").read_text() == drawn
-    assert drawn.count('fill="#3f51b5"') == 13
+def test_the_documents_name_files_that_exist():
+    pages = [*(ROOT / "docs/internals").glob("*.md"), *(ROOT / f"docs/{name}.md" for name in ("dataflow", "doors"))]
+    named = {
+        (page, file) for page in [*pages, ROOT / "docs/tree.md", ROOT / "CONTRIBUTING.md"] for file in files_in(page)
+    }
+    gone = {
+        f"{page.name}: {file}"
+        for page, file in named
+        if not any((ROOT / top / file).exists() for top in ("", "hostdev"))
+    }
+    assert not gone
+
+
+def files_in(page):
+    return re.findall(r"(?:\w+/)+[a-z0-9_]+\.py\b", page.read_text())
+
+
+def test_the_picture_of_a_batch_is_drawn_by_its_script():
+    picture = load_site("batch")
+    assert picture.PICTURE.read_text() == picture.draw(), "run python docs/batch.py"
 
 
 def test_cells_of_tables_have_their_columns_names():

@@ -1,4 +1,4 @@
-"""What a checkpoint is written from: its tables, and the rows of each file.
+"""The content of a checkpoint that is being written: its tables, and the rows of each file.
 
 S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """

@@ -1,4 +1,4 @@
-"""checkpoint.json: a checkpoint's content and its files' checksums, in format version 2; version 1 can be read."""
+"""checkpoint.json: the content of a checkpoint and the checksums of its files, in formats 1 (read only) to 4."""
 
 import json
 import re

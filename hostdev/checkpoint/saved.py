@@ -102,8 +102,6 @@ class SavedModel(Mapping[str, SavedTable]):
         """Return, for each named table, the rows of its ids; see `SavedTable.lookup`."""
         return {name: self[name].lookup(values) for name, values in ids.items()}
 
-    look_up = lookup  # the former name, kept for one release
-
     @cached_property
     def extra(self) -> Any:
         """The `extra` of `Runtime.save`; for the command `train`, a dict with `dense`, `random` and `more`.

@@ -1,4 +1,4 @@
-"""What the system is told about the pages of memory-mapped files: which are read soon, and which in no order."""
+"""Advice to the system about the pages of memory-mapped files: read soon, or read in no order."""
 
 import ctypes
 import mmap

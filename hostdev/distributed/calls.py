@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 
-ADVICE = "all ranks must make the same calls in the same order (docs/parallel.md)"
+ADVICE = "all ranks must make the same calls in the same order (docs/guides/networks-in-parts.md)"
 _MOST_RECENT = 8
 LEFT = "left"  # kind of a call that leaves a loop early, perhaps because of an error yet to be reported
 

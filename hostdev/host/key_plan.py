@@ -1,4 +1,4 @@
-"""What a step does to the keys of a table, and how it is undone."""
+"""The changes of a table's keys in one step, and how to undo them."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Looks up the rows of one batch of ids in the caller's thread, without a pipeline."""
+"""Look-up of the rows of one batch of ids in the caller's thread, without a pipeline."""
 
 from collections.abc import Sequence
 from itertools import accumulate

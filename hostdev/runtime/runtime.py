@@ -349,7 +349,7 @@ class Runtime(Logged, FrameworkLoaders):
         self.require_open()
         chosen = None if features is None else some_features(features, self.bindings, self.stacks)
         if self.ranks is not None:
-            with self._make_predict_loop([ids], None, None, None, features=chosen, name="look_up") as loop:
+            with self._make_predict_loop([ids], None, None, None, features=chosen, name="lookup") as loop:
                 return dict(next(loop)[1])
         self.loops.catch_up()
         self.loops.dense.require_same()
@@ -361,8 +361,6 @@ class Runtime(Logged, FrameworkLoaders):
         with torch.inference_mode(False), torch.no_grad():
             found = lookup_rows(request, self.bindings, self.group_specs, self.device, self.stacks)
         return found if chosen is None else {name: found[name] for name in chosen}
-
-    look_up = lookup  # the former name, kept for one release
 
     def freeze(self, *tables: str) -> None:
         """Freeze these tables (by default all) from the next batch on: they get no gradients and do not change."""
@@ -392,7 +390,7 @@ class Runtime(Logged, FrameworkLoaders):
         keep: int = 3,
         wait: bool = True,
     ) -> "AsyncWriter":
-        """Save a checkpoint of all tables, with optimizer state and steps, to a folder (docs/checkpoints.md).
+        """Save a checkpoint of all tables, with optimizer state and steps (docs/internals/checkpoint-format.md).
 
         Within a loop, the checkpoint includes the body's batch if the dense optimizer has stepped with it; the loop
         keeps its prefetched batches. It also has the `cursor`. The checkpoint is full or, in a folder that has

@@ -54,7 +54,6 @@ def test_rows_are_those_that_were_saved(tmp_path, dtype):
         with pytest.raises(TypeError):
             model[name].lookup([0.5])
     both = model.lookup({"users": [1, 2], "items": 3})
-    assert model.look_up.__func__ is model.lookup.__func__  # its name before
     assert (both["users"].shape, both["items"].shape) == ((2, 4), (3,))
     assert model.extra["epoch"] == extra["epoch"]
     np.testing.assert_array_equal(model.extra["mean"], extra["mean"])

@@ -1,7 +1,4 @@
-"""The same values in every type that a column may have, and what of them is found again: docs/serving.md is made here.
-
-By hand: `python -m tests.data.pairs` writes the document anew.
-"""
+"""Which values of a column match in which other type. `python -m tests.data.pairs` writes the document."""
 
 import copy
 import dataclasses
@@ -28,7 +25,7 @@ from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.unlabelled import rows_in
 from hostdev.ext.predict.rows import as_batch, as_columns
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs/serving.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/reference/value-types.md"
 ROWS = 8
 _UTC = datetime.UTC
 _NUMBERS = [1, 2, None, 3, 10, 2, 1, 7]
@@ -358,9 +355,9 @@ def _only(encoding, name):
 
 
 def document(found, by_carrier):
-    """Return docs/serving.md."""
+    """Return docs/reference/value-types.md."""
     lines = [
-        "# Types in serving",
+        "# Types that match in serving",
         "",
         "A categorical value gets the same id in a prediction as in training, whatever type it has there;",
         "otherwise its column is refused with one line. `tests/data/pairs.py` writes this page, and a test compares",

@@ -26,7 +26,7 @@ def not_found(found):
 
 
 def test_the_document_is_what_is_found(tmp_path):
-    """Each type trained and served as each other one, and each kind of file as each other, as docs/serving.md says."""
+    """Each type and each kind of file, trained and served as each other one: docs/reference/value-types.md."""
     found = pairs.matrix(tmp_path / "a")
     assert not_found(found) == []
     for rows in found.values():

@@ -21,8 +21,8 @@ def act(what, runtime, loop):
     if what == "predict":
         for _ in runtime.predict([IDS]):
             pass
-    elif what == "look_up":
-        runtime.look_up(IDS)
+    elif what == "lookup":
+        runtime.lookup(IDS)
     elif what == "save":
         runtime.save("checkpoints")
     elif what == "rate":
@@ -64,7 +64,7 @@ def main(what, rank):
                 if what == "break":
                     break
         if what == "evaluate":
-            runtime.look_up(IDS) if mine else runtime.save("checkpoints")
+            runtime.lookup(IDS) if mine else runtime.save("checkpoints")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from hostdev.distributed.calls import LEFT, Calls, find_mismatch, format_calls, 
 from tests.distributed.mismatched import AT
 
 SOON = 40.0  # seconds on a busy machine, of which most are the start; the timeout is 60
-ADVICE = ": all ranks must make the same calls in the same order (docs/parallel.md)"
+ADVICE = ": all ranks must make the same calls in the same order (docs/guides/networks-in-parts.md)"
 NEXT = f"step {AT + 1} of runtime.train()"
 
 
@@ -34,7 +34,7 @@ def test_ranks_wait_in_calls_of_one_number_and_different_kinds():
 
 
 def test_what_all_were_known_to_do_is_forgotten():
-    mine, other = calls_of("train", "look_up"), calls_of("train", "train", "look_up")
+    mine, other = calls_of("train", "lookup"), calls_of("train", "train", "lookup")
     for one in (mine, other):
         one.catch_up(3)
         one.begin("train", "step 2")
@@ -79,9 +79,7 @@ def told(done):
         pytest.param(
             "predict", 0, f"rank 1 of 2: is in {NEXT}, and rank 0 in runtime.predict()", marks=pytest.mark.slow
         ),
-        pytest.param(
-            "look_up", 1, f"rank 1 of 2: is in runtime.look_up(), and rank 0 in {NEXT}", marks=pytest.mark.slow
-        ),
+        pytest.param("lookup", 1, f"rank 1 of 2: is in runtime.lookup(), and rank 0 in {NEXT}", marks=pytest.mark.slow),
         pytest.param("save", 1, f"rank 1 of 2: is in runtime.save(), and rank 0 in {NEXT}", marks=pytest.mark.slow),
     ],
 )
@@ -155,7 +153,7 @@ def test_one_rank_does_not_come(processes):
         ("freeze", "UnlikeError: step 4: the frozen tables differ between ranks"),
         (
             "evaluate",
-            "UnlikeError: rank 0 is in runtime.save(), and rank 1 is in runtime.look_up(): "
+            "UnlikeError: rank 0 is in runtime.save(), and rank 1 is in runtime.lookup(): "
             "all ranks must make the same calls",
         ),
     ],

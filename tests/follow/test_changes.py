@@ -254,5 +254,3 @@ def test_what_was_taken_survives_a_checkpoint():
         assert each.get("2999.csv") == Taken(2999, 5998, 8997, 11996)
     again.keep(["7.csv", "8.csv"])
     assert again.size == 2 and again.get("8.csv") == Taken(8, 16, 24, 32)
-    values = {name: value for name, value in seen.as_values().items() if name != "of_each"}  # of an earlier version
-    assert Seen.of(values).get("7.csv") == Taken() and Seen.of(values).is_known("2999.csv")

@@ -193,12 +193,6 @@ def test_the_public_surface():
         hostdev.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize(("name", "room"), [("unique", "ops"), ("Network", "parallel"), ("ranks", "distributed")])
-def test_a_name_that_has_moved_is_there_for_one_release(name, room):
-    with pytest.warns(DeprecationWarning, match=rf"hostdev\.{name} has moved to hostdev\.{room}\.{name}"):
-        assert getattr(hostdev, name) is getattr(getattr(hostdev, room), name)
-
-
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("dim", [1, 80])
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])

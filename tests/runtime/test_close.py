@@ -55,7 +55,7 @@ def test_a_runtime_that_is_closed(device, depth, cache):
     with contextlib.suppress(BodyError), Runtime(features_of(case.tables), device=device) as other:
         raise BodyError
     with pytest.raises(ValueError, match="this runtime is closed"):
-        other.look_up({})
+        other.lookup({})
 
 
 def test_a_closed_runtime_holds_no_table():

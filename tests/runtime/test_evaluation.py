@@ -216,7 +216,7 @@ def test_two_runtimes_with_one_table(device, cache):
         with pytest.raises(ValueError, match="table 'users' is being trained by a loop of another runtime"):
             next(other.train(batches, ids=ids))
         with pytest.raises(ValueError, match="table 'users' is being trained by a loop of another runtime"):
-            other.look_up(ids(batches[0]))
+            other.lookup(ids(batches[0]))
     for number, runtime in enumerate((other, case.runtime, other), 1):
         for label, rows in runtime.train(batches[2 * number : 2 * number + 2], ids=ids, send=send):
             case.step(label, rows)

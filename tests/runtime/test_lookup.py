@@ -127,10 +127,3 @@ def test_in_inference_mode_rows_may_be_changed(device):
     with torch.inference_mode():
         found = case.runtime.lookup(ids(batches_of(1)[0]))
     assert not any(part.is_inference() for part in (found["user"], *found["item"], found["history"], found["words"]))
-
-
-def test_the_name_before():
-    """`look_up`, for one release."""
-    case = Case()
-    batch = ids(batches_of(1)[0])
-    assert bits_of(case.runtime.look_up(batch)) == bits_of(case.runtime.lookup(batch))

@@ -123,13 +123,13 @@ class Freeze:
 
 @dataclass(frozen=True)
 class Look:
-    """What `look_up`, or a loop over `predict`, sees of all rows; it counts the batch as over where that may be."""
+    """What `lookup`, or a loop over `predict`, sees of all rows; it counts the batch as over where that may be."""
 
     how: str
 
     def on_hostdev(self, it):
         every = {"x": list(range(ROWS)), "y": list(range(ROWS))}
-        if self.how == "look_up":
+        if self.how == "lookup":
             found = it.runtime.lookup(every)
         else:
             [found] = [{name: rows[name].clone() for name in rows} for _, rows in it.runtime.predict([every])]
@@ -179,7 +179,7 @@ ACTIONS = [  # before the step, in any order
     st.builds(Forget),
 ]
 AFTER = [  # and after it
-    st.builds(Look, st.sampled_from(["look_up", "predict"])),
+    st.builds(Look, st.sampled_from(["lookup", "predict"])),
     st.builds(Rate, st.integers(-2, 1)),
     st.builds(Freeze, st.booleans(), st.sampled_from(["t", "u"])),
 ]

@@ -13,7 +13,7 @@ from tests.conftest import ROOT, environment
 from tests.data import movies
 from tests.distributed.processes import wait_until
 
-PAGE = (ROOT / "docs/tutorials/serving.md").read_text()
+PAGE = (ROOT / "docs/tutorials/served-model.md").read_text()
 PATIENCE = 120
 
 

@@ -1,4 +1,4 @@
-"""What a worker runs: one of the tasks by name, after checking the worker; errors for users are returned as JSON."""
+"""The tasks of a worker, by name; errors for users are returned as JSON."""
 
 from typing import Any
 

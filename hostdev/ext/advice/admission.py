@@ -1,4 +1,4 @@
-"""What each --admit-count keeps of data with raw ids: keys, their memory, and the uses that have no row."""
+"""The effect of each --admit-count on data with raw ids: keys, their memory, and uses without a row."""
 
 from collections.abc import Iterator
 from dataclasses import replace

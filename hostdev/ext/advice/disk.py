@@ -1,4 +1,4 @@
-"""How much memory tables on disk need on a disk, for `hostdev advise --disk`: measured rates, and simulated reads."""
+"""Memory for tables on disk (`hostdev advise --disk`), from measured rates and simulated reads."""
 
 import threading
 import time

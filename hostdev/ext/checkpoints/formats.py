@@ -10,7 +10,7 @@ from hostdev.ext.checkpoints.exporter import Exporter
 if TYPE_CHECKING:
     from hostdev.checkpoint.folder import Chain
 
-DTYPES = ("float32", "bfloat16", "bf16")  # bf16, the former name, is kept for one release
+DTYPES = ("float32", "bfloat16")
 
 
 class _Tables(Exporter):
@@ -30,8 +30,7 @@ class _Tables(Exporter):
         """See `Exporter`."""
         from hostdev.ext.checkpoints.export import Options, export
 
-        dtype = {None: "float32", "bf16": "bfloat16"}.get(arguments.dtype, arguments.dtype)
-        return export(chain, out, Options(self.format, arguments.slots, dtype))
+        return export(chain, out, Options(self.format, arguments.slots, arguments.dtype or "float32"))
 
 
 class Parquet(_Tables):

@@ -45,7 +45,7 @@ def get_pieces(network: nn.Module) -> list[Piece]:
     else:
         raise UserError(
             f"{type(network).__name__} cannot be cut into stages: it is not an nn.Sequential and has no method "
-            "pieces() that returns its parts in order (docs/parallel.md)"
+            "pieces() that returns its parts in order (docs/guides/networks-in-parts.md)"
         )
     held = {id(parameter) for piece in pieces for parameter in piece.parameters}
     if not pieces or len({piece.name for piece in pieces}) < len(pieces):

@@ -236,8 +236,8 @@ class Predictor:
 
         For a numeric label, the value is the predicted number.
 
-        A value matches the same value in training even if its type differs (docs/serving.md). Unseen values are out of
-        vocabulary; a warning names a column in which most values are unseen, unlike in training.
+        A value matches the same value in training even if its type differs (docs/reference/value-types.md). Unseen
+        values are out of vocabulary; a warning names a column in which most values are unseen, unlike in training.
 
         Args:
             rows: Columns by name, as in the data set, or as in the raw files that its query reads: a dict of lists or

@@ -1,4 +1,4 @@
-"""Who may ask: the token that clients must show, and the names by which they may ask a server of this machine."""
+"""Access to the server: the token of clients, and the host names that a request may use."""
 
 import hmac
 import ipaddress

@@ -1,4 +1,4 @@
-"""The application: the ends of the server, as an ASGI application of Starlette."""
+"""The HTTP API: its endpoints, as an ASGI application of Starlette."""
 
 import asyncio
 import json

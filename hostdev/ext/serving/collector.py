@@ -1,4 +1,4 @@
-"""How Python's garbage collector works in a server's process."""
+"""Settings of Python's garbage collector for a server's process."""
 
 import gc
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A line for a process that ends because a file that it serves was cut: no Python code can run then."""
+"""The last line of a process whose served file was truncated: no Python code can run then."""
 
 import ctypes
 import signal

@@ -1,4 +1,4 @@
-"""`ServedModel`: a predictor with what requests need of it."""
+"""`ServedModel`: a predictor, and the checks and limits of its requests."""
 
 import copy
 import re

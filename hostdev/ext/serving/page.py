@@ -1,4 +1,4 @@
-"""The page for people at /: what the server has, and a command to try it. It loads nothing from elsewhere."""
+"""The page at /: the served model, and a command to try it."""
 
 import json
 import shlex

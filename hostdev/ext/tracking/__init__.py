@@ -1,4 +1,4 @@
-"""What a training run reports while it trains: callbacks of one's own, TensorBoard, MLflow.
+"""Reports of a training run while it trains: callbacks, TensorBoard, MLflow.
 
 `__init__.pyi` lists the public names. A name is imported at its first use.
 """

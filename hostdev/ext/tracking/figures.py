@@ -1,4 +1,4 @@
-"""What a runtime knows about its own work, as scalars by tag; `TAGS` of docs/guides/tracking.md explains them."""
+"""The measurements of a runtime as scalars by tag; `TAGS` of docs/guides/tracking.md explains them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How the rows of a table are stored in memory, and what they are initially."""
+"""How rows of a table are stored in memory, and their initial values."""
 
 from functools import cached_property
 from typing import Any

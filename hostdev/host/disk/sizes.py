@@ -1,4 +1,4 @@
-"""How many rows of a table on disk fit in an amount of memory."""
+"""The number of rows of a table on disk that fit in an amount of memory."""
 
 from typing import NamedTuple
 

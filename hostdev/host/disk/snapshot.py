@@ -1,4 +1,4 @@
-"""What a snapshot copies of a table on disk: the places of its rows' records, which do not change.
+"""A snapshot of a table on disk: the places of its rows' records, which do not change.
 
 A location is 1 + (number of the segment << 32 | number of the record in it), or 0 for a row with its initial values.
 """

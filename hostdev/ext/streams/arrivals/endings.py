@@ -1,4 +1,4 @@
-"""Whether a file has an end, as far as its last bytes tell; one that lacks it may still be written."""
+"""Detection of an incomplete file by its last bytes; it may still be written."""
 
 import os
 from pathlib import Path

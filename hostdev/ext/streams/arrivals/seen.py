@@ -1,4 +1,4 @@
-"""Which files have been taken: as little as it takes to notice late and repeated ones, however long a run lasts."""
+"""The files taken so far, stored in bounded memory, so that late and repeated files are noticed."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -133,8 +133,7 @@ class Seen:
         made = cls()
         made.last, made.taken = values["last"], values["taken"]
         numbers = np.ascontiguousarray(values["known"], np.int64).view(np.uint64)
-        nothing = np.tile(np.array(UNKNOWN, np.int64), (len(numbers), 1))  # checkpoints of earlier versions
-        made._known = numbers, np.ascontiguousarray(values.get("of_each", nothing), np.int64)
+        made._known = numbers, np.ascontiguousarray(values["of_each"], np.int64)
         digests = values["digests"].tobytes().hex()
         names = values["names"].tobytes().decode(errors="surrogateescape").split("\0")
         for i in range(len(digests) // 64):

@@ -1,4 +1,4 @@
-"""A thread that looks at a folder again and again, and converts the next files while earlier ones are trained on.
+"""A thread that polls a folder, and converts the next files while earlier ones are trained on.
 
 Files are found by listing, not by notifications, which network file systems do not have.
 """

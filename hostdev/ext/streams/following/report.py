@@ -1,4 +1,4 @@
-"""What a run that follows a folder reports: a line for each file, entries of summary.json, and the picture."""
+"""The report of a run that follows a folder: a line for each file, summary.json, and the picture."""
 
 import math
 import time

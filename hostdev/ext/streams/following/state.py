@@ -1,4 +1,4 @@
-"""Where a run that follows a folder is: the files taken, and the rows of them that are not trained on yet."""
+"""The position of a run that follows a folder: the files taken, and their rows that are not trained on yet."""
 
 from collections import deque
 from collections.abc import Mapping

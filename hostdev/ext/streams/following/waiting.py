@@ -1,4 +1,4 @@
-"""What a run says while it waits: a line that is overwritten on a terminal, else one line for each reason to wait."""
+"""The line that a waiting run prints: overwritten on a terminal, else one for each reason to wait."""
 
 import shutil
 import sys
