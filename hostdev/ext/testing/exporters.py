@@ -5,6 +5,7 @@ import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,8 @@ def _save(folder: Path) -> None:
     runtime = Runtime(dict(tables), device="cpu", depth=0)
     batches = [{name: torch.tensor([number, 2, 3]) for name in tables} for number in range(2)]
     for _, rows in runtime.train(batches, ids=dict):
-        torch.cat([rows[name].square().sum(1) for name in tables]).sum().backward()
+        loss: Any = sum(torch.as_tensor(rows[name]).square().sum() for name in tables)
+        loss.backward()
     runtime.save(folder, extra={"note": "checked"})
     runtime.close()
     assert all(np.isfinite(table.weights).all() for table in tables.values())

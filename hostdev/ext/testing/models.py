@@ -96,7 +96,7 @@ def _train(
                 f"model {name!r}: forward must return logits [{_BATCH}] for a batch of {_BATCH}, not "
                 f"{list(logits.shape) if isinstance(logits, torch.Tensor) else logits!r}"
             )
-            loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), torch.from_numpy(batch.label))
+            loss: Any = nn.functional.binary_cross_entropy_with_logits(logits.float(), torch.from_numpy(batch.label))
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))

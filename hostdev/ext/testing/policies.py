@@ -105,4 +105,4 @@ def _require_same_tables(admit: Callable[[], Admission | None], evict: Eviction 
             keys = random.zipf(1.3, _BATCH).astype(np.int64) % 150
             table.apply(keys, random.random((_BATCH, 2)).astype(np.float32))
         rows.append(table.lookup(np.arange(150)))
-    assert np.array_equal(*rows), "two tables that took the same steps have different rows"
+    assert np.array_equal(rows[0], rows[1]), "two tables that took the same steps have different rows"
