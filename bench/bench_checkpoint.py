@@ -78,7 +78,7 @@ def run_steps(runtime: hostdev.Runtime, rows: int) -> Iterator[None]:
     """Yield after each step; the dense side only waits, and gradients are ones."""
     batches = [torch.from_numpy(draw_ids(rows, UNIQUE_IDS, seed)) for seed in range(8)]
     one = torch.ones(1)
-    for _, found in runtime.train(itertools.cycle(batches), ids=lambda ids: {"t": ids}):
+    for _, found in runtime.train(itertools.cycle(batches), ids=lambda ids: {"t": ids}, read_ahead=True):
         time.sleep(STEP_SECONDS)
         found["t"].backward(one.expand_as(found["t"]))
         yield

@@ -135,7 +135,7 @@ def train(runtime: hostdev.Runtime, layer: torch.nn.Module, batches: Iterator[to
     """Take steps; return the seconds of each step."""
     times, one = [], torch.optim.SGD(layer.parameters(), lr=1e-3)
     last = time.perf_counter()
-    for _, found in runtime.train(itertools.islice(batches, steps), ids=lambda ids: {"t": ids}):
+    for _, found in runtime.train(itertools.islice(batches, steps), ids=lambda ids: {"t": ids}, read_ahead=True):
         layer(found["t"].reshape(BATCH, -1)).square().mean().backward()
         one.step()
         now = time.perf_counter()
@@ -181,7 +181,7 @@ def main() -> None:
         print(f"{'':>16}  {np.median(times) * 1e3:.1f} ms a step")
         ops = phases.ops(log, copied, ops)
         with phases.phase("predict"):
-            for _ in runtime.predict(itertools.islice(batches, PREDICTED), ids=lambda ids: {"t": ids}):
+            for _ in runtime.predict(itertools.islice(batches, PREDICTED), ids=lambda ids: {"t": ids}, read_ahead=True):
                 pass
         ops = phases.ops(log, copied, ops)
         with phases.phase("digest", size, hashed):

@@ -100,7 +100,9 @@ def hostdev_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor, depth
     )
     top = Top(TABLES * DIM)
     dense = torch.optim.Adam(top.parameters(), lr=1e-3)
-    for _, rows in runtime.train(itertools.cycle(batches), ids=lambda ids: dict(zip(names, ids, strict=True))):
+    for _, rows in runtime.train(
+        itertools.cycle(batches), ids=lambda ids: dict(zip(names, ids, strict=True)), read_ahead=True
+    ):
         loss = nn.functional.binary_cross_entropy_with_logits(top([rows[name] for name in names]), labels)
         dense.zero_grad()
         loss.backward()
@@ -211,7 +213,7 @@ class Waiting:
                 for embedding, slots in zip(group.embeddings, group.cache.slots, strict=True):
                     embedding.use_cache(slots)
         given = [dict(zip(names, map(torch.from_numpy, batch), strict=True)) for batch in batches]
-        reading = Reading(Endless(given), (), keep=ReadAhead)
+        reading = Reading(Endless(given), keep=ReadAhead)
         requests = Reader(runtime.bindings, runtime.group_specs, None, None).requests(reading)
         self._open = ExitStack()
         self._pass = self._open.enter_context(runtime.pipeline.train(requests))

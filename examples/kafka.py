@@ -104,7 +104,7 @@ def train(make_records, first, folder, steps=None, every=100):
     with runtime:
         stream = batches(make_records(cursor))
         ids = lambda batch: {name: batch[name] for name in FEATURES}  # noqa: E731
-        for batch, rows in runtime.train(stream, ids=ids, cursor=lambda batch: batch["cursor"]):
+        for batch, rows in runtime.train(stream, ids=ids, cursor=lambda batch: batch["cursor"], read_ahead=True):
             logits = model(torch.cat([rows[name] for name in FEATURES], 1)).squeeze(1)
             loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["label"])
             adam.zero_grad()

@@ -93,7 +93,7 @@ def train_hostdev(data: films.Films, epochs: int, **options) -> list[float]:
     batches = loader(data)
     ids = lambda batch: {"user": batch[0], "film": batch[1], "genre": batch[2]}  # noqa: E731
     for _ in range(epochs):
-        for (*_, liked, finished), rows in runtime.train(batches, ids=ids):
+        for (*_, liked, finished), rows in runtime.train(batches, ids=ids, read_ahead=True):
             logits = model(rows["user"], rows["film"], rows["genre"])
             loss = loss_of(logits, liked, finished)
             optimizer.zero_grad()

@@ -94,7 +94,7 @@ def train_hostdev(data: films.Films, epochs: int, **options) -> float:
     batches = loader(data)
     ids = lambda batch: {"user": batch[0], "film": batch[1], "genre": batch[2]}  # noqa: E731
     for _ in range(epochs):
-        for batch, rows in runtime.train(batches, ids=ids):
+        for batch, rows in runtime.train(batches, ids=ids, read_ahead=True):
             vectors = model.users(rows["user"]), model.films(rows["film"], rows["genre"])
             loss = loss_of(*vectors, batch[1], log_count)
             optimizer.zero_grad()

@@ -33,7 +33,7 @@ class Steps:
         if case != self.case:
             if loop is not None:
                 loop.close()
-            loop = self.runtime.train(itertools.repeat(self.batch), ids=lambda ids: {"bag": ids})
+            loop = self.runtime.train(itertools.repeat(self.batch), ids=lambda ids: {"bag": ids}, read_ahead=True)
             open_loops[self.dim] = self.case, loop
         _, found = next(loop)
         found["bag"].backward(self.grads)

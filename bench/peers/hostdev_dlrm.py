@@ -15,7 +15,9 @@ runtime = hostdev.Runtime(features, device="cpu", depth=depth, stacks={"vectors"
 
 def loop(batches):
     """Yield a batch and its vectors."""
-    for batch, rows in runtime.train(batches, ids=lambda batch: dict(zip(NAMES, batch[0], strict=True))):
+    for batch, rows in runtime.train(
+        batches, ids=lambda batch: dict(zip(NAMES, batch[0], strict=True)), read_ahead=True
+    ):
         yield batch, lambda rows=rows: rows["vectors"]
 
 

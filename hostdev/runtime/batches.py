@@ -2,6 +2,7 @@
 
 import atexit
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -15,16 +16,17 @@ from hostdev.distributed.channel import PeerLostError
 from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.pipeline.results import StepBatch
-from hostdev.runtime.body import Body, BodyState
 from hostdev.runtime.body_batch import BodyBatch
 from hostdev.runtime.features import Table
 from hostdev.runtime.finite import Flags
+from hostdev.runtime.own_generators import find_unknown
 from hostdev.runtime.random_streams import Place, make_streams
 from hostdev.runtime.reading import Reading
 from hostdev.runtime.requests import Reader
 from hostdev.runtime.step import Step
 
 Item = TypeVar("Item")  # (batch, rows), or a `Step`
+AnyItem = TypeVar("AnyItem")
 _open_loops: WeakSet[Any] = WeakSet()
 
 
@@ -50,7 +52,8 @@ class Loop(Generic[Item]):
         reader: Turns the loader's batches into requests.
         by_step: Whether to yield all batches of a step together, as a `Step`.
         background: Whether to read the batches in another thread.
-        read_ahead: Maximum number of batches to read ahead of the body; None for as many as depth and caches need.
+        read_ahead: Maximum number of batches to read ahead of the body; True for as many as depth and caches need; None
+            for as many, if the loader and the program's functions are known to have no random generators.
         name: The name of the runtime's method, for messages.
         features: The features that are looked up; None for all.
         flags: The flags that stop a step whose gradients or loss are not finite; None in a loop that takes no steps.
@@ -67,28 +70,33 @@ class Loop(Generic[Item]):
         *,
         by_step: bool = False,
         background: bool = False,
-        read_ahead: int | None = None,
+        read_ahead: int | bool | None = None,
         name: str | None = None,
         features: Sequence[str] | None = None,
         flags: Flags | None = None,
     ) -> None:
+        self._ended = True  # until the end of this method: a warning may be an error
         self._by_step, self.name = by_step, name or self.name
         self._number = 0  # the number of the last batch, or step, that was requested
-        steps_ahead = None if read_ahead is None else read_ahead // reader.together  # in requests, one per step
-        self._how: dict[str, Any] = {"background": background, "read_ahead": steps_ahead}
         self._reading: Reading | None = None  # None before the first batch and after the last
         self._runtime, self._reader, self._batches = runtime, reader, batches
+        self._may_read: bool | None = None if read_ahead == 0 else True  # None: nothing is known of the loader
+        if read_ahead is None and not background and not self._may_read_ahead():
+            self._may_read, read_ahead = False, 0
+        number = None if read_ahead is None or read_ahead is True else read_ahead // reader.together  # of requests
+        self._how: dict[str, Any] = {"background": background, "read_ahead": number}
         # If several ranks have the same samples, only one of them looks up the rows.
         self._batch = BodyBatch(runtime, asks=runtime.world.leads, flags=flags, features=features)
         self._stack = ExitStack()  # its callbacks must not keep the loop alive: deleting a loop closes it
         self._pass: Any = None  # None before the first batch and after the last
-        self._ended = False
         self._length: int | None = None
         self._given = 0  # number of batches, or steps, that were yielded
         self._what = "step" if self.name == "train" else "batch"
-        self._body = BodyState()
+        self.is_left = False  # whether a `for` statement over the loop has ended, and the loop has not continued since
+        self._is_replaced = False
+        self._ended = False
 
-    def __iter__(self) -> Body[Item]:
+    def __iter__(self) -> "Statement[Item]":
         """Return an iterator for one `for` statement; raise ValueError if the loop is over, as in a second epoch."""
         spent = False
         with suppress(TypeError):  # the loader has no length
@@ -98,21 +106,18 @@ class Loop(Generic[Item]):
                 "this loop is over; call runtime.train(...) or predict(...) again for each epoch, or pass "
                 "runtime.train_loader(...), which opens a new loop for each epoch, to a framework's trainer"
             )
-        return Body(self)
-
-    def left_body(self, *, raised: bool, abandoned: bool) -> None:
-        """Record how a `for` statement over the loop ended; `Body` calls this.
-
-        Args:
-            raised: Whether the statement's body raised an exception.
-            abandoned: Whether an exception propagated out of the statement, from its body or from the loop.
-        """
-        self._body.raised, self._body.abandoned = raised, abandoned
+        return Statement(self)
 
     @property
-    def is_abandoned(self) -> bool:
-        """Whether an exception ended a `for` statement over the loop, and the loop has not continued or ended since."""
-        return self._body.abandoned and not self._ended
+    def given(self) -> int:
+        """Number of batches, or steps, that were yielded."""
+        return self._given
+
+    def replace(self) -> None:
+        """End a loop that was left, because another one begins; `next` then raises ValueError."""
+        if not self._ended:
+            self._is_replaced = True
+            self.close()
 
     @property
     def is_finished(self) -> bool:
@@ -126,8 +131,6 @@ class Loop(Generic[Item]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._body.raised is None:
-            self._body.raised = error is not None
         self.close()
 
     def __len__(self) -> int:
@@ -165,11 +168,8 @@ class Loop(Generic[Item]):
             try:
                 self._end_batch(closing=True)
             finally:
-                reading, self._reading = self._reading, None
                 self._release()
                 self._stack.close()
-                if reading is not None:
-                    reading.leave()
 
     def finish(self) -> None:
         """End the loop after the batch that was yielded last, as if it were the loader's last batch."""
@@ -197,12 +197,36 @@ class Loop(Generic[Item]):
             self._length = len(self)
         runtime, together = self._runtime, self._reader.together
         keep = partial(runtime.loops.iterators.get, train=self._is_training)
-        self._reading = reading = Reading(self._batches, self._reader.program, keep)
+        self._reading = reading = Reading(self._batches, keep)
+        if reading.kept is not None and self._may_read is not None:
+            reading.kept.may_read_ahead = self._may_read
         if not self._how["background"]:
             ahead = together > 1 or (reads_ahead(runtime.pipeline) and self._how["read_ahead"] != 0)
             streams = make_streams(runtime.device, runtime.ranks, self._find_place(reading), together)
             reading.watch(streams, ahead=ahead)
         return self._reader.requests(reading)
+
+    def _may_read_ahead(self) -> bool:
+        """Return whether the loader and the program's functions are known to have no generators; warn if not."""
+        if not reads_ahead(self._runtime.pipeline):
+            return True
+        kept = self._runtime.loops.iterators.find(self._batches)  # of an earlier loop
+        if kept is not None and kept.may_read_ahead is not None:
+            return bool(kept.may_read_ahead)
+        unknown = find_unknown(self._batches, self._reader.program)
+        if unknown is None:
+            return True
+        kind = type(unknown).__name__
+        if kind not in self._runtime.loops.warned_of:
+            self._runtime.loops.warned_of.add(kind)
+            warnings.warn(
+                f"the loop over runtime.{self.name}() does not read ahead, and is therefore slower: the loader, or a "
+                f"function that it calls for each batch, uses a {kind}, which may be or have a random generator. If "
+                f"nothing that reads a batch draws from a generator of its own, pass read_ahead=True, or set "
+                "own_generators = False on the object or its class; read_ahead=0 avoids this warning",
+                stacklevel=6,
+            )
+        return False
 
     def _find_place(self, reading: Reading) -> Place | None:
         """Return the position at which an earlier loop left the iterator, to continue its random streams; else None."""
@@ -216,15 +240,16 @@ class Loop(Generic[Item]):
     def __next__(self) -> Item:
         """Finish the previous batch, or step; return the next batch with its rows, or the next `Step`."""
         if self._ended:
+            if self._is_replaced:
+                raise ValueError("this loop ended when another one began after its `for` statement had been left")
             raise StopIteration
+        self.is_left = False
         try:
             with torch.inference_mode(False):  # a step could not change tensors made in inference mode
                 asks = self._by_step or not self._batch.micros
                 if asks:
                     self._begin_next()
                     self._end_batch()
-                self._body.begin()
-                if asks:
                     self._take_or_stop()
                 self._given += 1
                 item: Item = self._make_step() if self._by_step else self._next_batch()
@@ -274,15 +299,13 @@ class Loop(Generic[Item]):
 
     def _get_settings(self) -> dict[str, Any]:
         """Return the settings of this loop that must be equal on all ranks."""
-        return {"micro_batches": self._reader.together, "by_step": self._by_step}
+        settings = {"micro_batches": self._reader.together, "by_step": self._by_step}
+        has_window = any(group.window for group in self._runtime.pipeline.groups)
+        return {**settings, "read_ahead": self._how["read_ahead"]} if has_window else settings
 
     def _fail(self, error: BaseException) -> None:
         """End the loop because of an error."""
-        reading, self._reading = self._reading, None
         self._release()
-        if reading is not None:
-            with suppress(ValueError):  # the first error is already being raised
-                reading.leave()
         self._stack.__exit__(type(error), error, error.__traceback__)
 
     def _forget(self) -> None:
@@ -309,6 +332,35 @@ class Loop(Generic[Item]):
 
     def _end_batch(self, *, closing: bool = False) -> None:
         raise NotImplementedError
+
+
+class Statement(Iterator[AnyItem]):
+    """The iterator of one `for` statement over a loop; it tells the loop when the statement has ended."""
+
+    def __init__(self, loop: Loop[AnyItem]) -> None:
+        self._loop, self._given = loop, -1
+
+    def __iter__(self) -> "Statement[AnyItem]":
+        """Return a new iterator for each `for` statement; raise ValueError if the loop is over."""
+        return iter(self._loop)
+
+    def __next__(self) -> AnyItem:
+        """Return the loop's next batch with its rows."""
+        item = next(self._loop)
+        self._given = self._loop.given
+        return item
+
+    def __len__(self) -> int:
+        """Return the loop's number of batches; raise TypeError if the loader has no length."""
+        return len(self._loop)
+
+    def close(self) -> None:
+        """Close the loop. Python also calls this when it closes a generator that is suspended in `yield from`."""
+        self._loop.close()
+
+    def __del__(self) -> None:
+        if self._given == self._loop.given:  # otherwise the loop has continued elsewhere
+            self._loop.is_left = True
 
 
 class PredictLoop(Loop[Item]):
@@ -341,12 +393,6 @@ class PredictLoop(Loop[Item]):
     def is_finished(self) -> bool:
         """Whether the last batch was yielded, and nothing is left to do after its body."""
         return self._next == [None] and not self._ended
-
-    def left_body(self, *, raised: bool, abandoned: bool) -> None:
-        """Record how a `for` statement over the loop ended; close the loop if its last batch was yielded."""
-        super().left_body(raised=raised, abandoned=abandoned)
-        if self.is_finished:
-            self.close()
 
     def _take_next(self) -> StepBatch | None:
         if not self._next:

@@ -41,14 +41,13 @@ def get_generators(device: torch.device) -> list[Generator]:
     return found
 
 
-def torch_state(generator: torch.Generator) -> bytes:
-    """Return the state of one of torch's generators, comparable with `==`."""
-    return generator.get_state().numpy().tobytes()
-
-
-def set_torch_state(generator: torch.Generator, state: bytes) -> None:
-    """Set a generator to a state that `torch_state` has returned."""
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+def is_global(generator: Any) -> bool:
+    """Return whether a generator is a global one of the host; `from random import choice` refers to Python's."""
+    if isinstance(generator, torch.Generator):
+        return generator is torch.default_generator
+    if isinstance(generator, np.random.RandomState):
+        return generator is getattr(np.random.random_sample, "__self__", None)
+    return generator is getattr(random.random, "__self__", None)
 
 
 class _Torch:
@@ -56,10 +55,10 @@ class _Torch:
         self._generator, self.name = generator, name
 
     def state(self) -> bytes:
-        return torch_state(self._generator)
+        return self._generator.get_state().numpy().tobytes()
 
     def restore(self, state: bytes) -> None:
-        set_torch_state(self._generator, state)
+        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def seed(self, seed: int) -> None:
         self._generator.manual_seed(seed)

@@ -19,10 +19,10 @@ class _First:
     """The batches [skip, length) of a loader; each iteration restarts the loader."""
 
     def __init__(self, loader: Iterable[Any], length: int, skip: int) -> None:
-        self._loader, self._length, self._skip = loader, length, skip
+        self.wrapped_loader, self._length, self._skip = loader, length, skip
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._loader), self._skip, self._length)
+        return islice(iter(self.wrapped_loader), self._skip, self._length)
 
     def __len__(self) -> int:
         return self._length - self._skip
@@ -184,6 +184,7 @@ class FrameworkLoaders:
         send: None = None,
         accumulate: int = 1,
         length: int | None = None,
+        read_ahead: int | bool | None = None,
     ) -> TrainLoader[B]: ...
     @overload
     def train_loader(
@@ -194,6 +195,7 @@ class FrameworkLoaders:
         send: Callable[[B], S],
         accumulate: int = 1,
         length: int | None = None,
+        read_ahead: int | bool | None = None,
     ) -> TrainLoader[S]: ...
     def train_loader(
         self,
@@ -203,6 +205,7 @@ class FrameworkLoaders:
         send: Callable[[Any], Any] | None = None,
         accumulate: int = 1,
         length: int | None = None,
+        read_ahead: int | bool | None = None,
     ) -> TrainLoader[Any]:
         """Return a loader of batches with their rows for a framework's trainer, such as Lightning's.
 
@@ -221,13 +224,16 @@ class FrameworkLoaders:
             accumulate: Number of batches per step, as set in the trainer, for example by `accumulate_grad_batches`.
             length: Number of batches per epoch; None for `len(loader)`. If the loader is an iterator, each epoch
                 continues where the previous one ended.
+            read_ahead: As for `train`.
 
         Raises:
             TypeError: The loader has no `len`, and no length is given.
         """
         made = TrainLoader[Any](
             self,
-            lambda batches: self.train(batches, ids=ids, send=send, accumulate=accumulate).clipping_rows(),
+            lambda batches: self.train(
+                batches, ids=ids, send=send, accumulate=accumulate, read_ahead=read_ahead
+            ).clipping_rows(),
             loader,
             length,
             accumulate,
@@ -237,11 +243,23 @@ class FrameworkLoaders:
 
     @overload
     def predict_loader(
-        self, loader: Iterable[B], *, ids: GetIds[B] | None = None, send: None = None, length: int | None = None
+        self,
+        loader: Iterable[B],
+        *,
+        ids: GetIds[B] | None = None,
+        send: None = None,
+        length: int | None = None,
+        read_ahead: int | bool | None = None,
     ) -> PredictLoader[B]: ...
     @overload
     def predict_loader(
-        self, loader: Iterable[B], *, ids: GetIds[B] | None = None, send: Callable[[B], S], length: int | None = None
+        self,
+        loader: Iterable[B],
+        *,
+        ids: GetIds[B] | None = None,
+        send: Callable[[B], S],
+        length: int | None = None,
+        read_ahead: int | bool | None = None,
     ) -> PredictLoader[S]: ...
     def predict_loader(
         self,
@@ -250,9 +268,11 @@ class FrameworkLoaders:
         ids: GetIds[Any] | None = None,
         send: Callable[[Any], Any] | None = None,
         length: int | None = None,
+        read_ahead: int | bool | None = None,
     ) -> PredictLoader[Any]:
         """Return a loader as `train_loader` does, but rows get no gradients; for validation and predictions."""
-        made = PredictLoader[Any](lambda batches: self.predict(batches, ids=ids, send=send), loader, length)
+        how = {"ids": ids, "send": send, "read_ahead": read_ahead}
+        made = PredictLoader[Any](lambda batches: self.predict(batches, **how), loader, length)
         self.loaders.add(made)
         return made
 

@@ -2,14 +2,11 @@
 
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import proxy
 
 from hostdev.core.errors import in_words
-
-if TYPE_CHECKING:
-    from hostdev.ext.tracking.figures import RuntimeFigures
-    from hostdev.runtime.open_loops import Loops
+from hostdev.runtime.figures import RuntimeFigures
 
 _METHODS = ("add_scalar", "add_histogram")
 
@@ -34,7 +31,7 @@ class RuntimeLog:
         histograms_every: Steps between two records with histograms; 0 for none.
     """
 
-    def __init__(self, writer: Writer, figures: "RuntimeFigures", every: int, histograms_every: int) -> None:
+    def __init__(self, writer: Writer, figures: RuntimeFigures, every: int, histograms_every: int) -> None:
         self._writer, self._figures, self._every, self._histograms_every = writer, figures, every, histograms_every
         self._step = self._steps = self._samples = 0
         self._start = 0.0
@@ -73,8 +70,6 @@ class RuntimeLog:
 class Logged:
     """The method `log_to` of a `Runtime`."""
 
-    loops: "Loops"
-
     def log_to(self, writer: Writer, every: int = 100, *, histograms_every: int | None = None) -> None:
         """Write speed, waits, op times, caches and the norms of rows to a writer, in every loop over `train`.
 
@@ -106,13 +101,9 @@ class Logged:
             raise ValueError(
                 f"every must be at least 1, and histograms_every at least 0, not {every} and {histograms_every}"
             )
-        self.require_open()
-        from hostdev.ext.tracking.figures import RuntimeFigures
+        self._add_log(RuntimeLog(writer, RuntimeFigures(proxy(self)), every, histograms_every))
 
-        self.loops.add_log(RuntimeLog(writer, RuntimeFigures(proxy(self)), every, histograms_every))
-
-    def require_open(self) -> None:
-        """Raise ValueError if the runtime is closed."""
+    def _add_log(self, log: RuntimeLog) -> None:
         raise NotImplementedError
 
 

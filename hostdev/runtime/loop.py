@@ -1,32 +1,31 @@
 """The training loop around a user's model: yields batches with their rows, and applies gradients to the tables."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from hostdev.core.signals import deferred
+from hostdev.device.staging import Staging
 from hostdev.distributed.dense import DenseExchange
 from hostdev.host.key_plan import PlannedAheadError
-from hostdev.pipeline.batch_ids import Request
+from hostdev.pipeline.outcome import Outcome
 from hostdev.pipeline.results import Gradients, StepBatch
-from hostdev.runtime import clipping, scaling
-from hostdev.runtime.batches import Loop, PredictLoop
+from hostdev.runtime import torch_tools
+from hostdev.runtime.batches import Loop, PredictLoop, Statement
+from hostdev.runtime.body_batch import BodyBatch
 from hostdev.runtime.features import Table
 from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.loaders import PredictLoader
-from hostdev.runtime.pending import Pending, gradients_left
 from hostdev.runtime.random_streams import Place
+from hostdev.runtime.read_ahead import require_read_ahead
 from hostdev.runtime.reading import Reading
 from hostdev.runtime.reduction import Reduction
-from hostdev.runtime.replay import Replay
-from hostdev.runtime.requests import Reader
+from hostdev.runtime.requests import GetCursor, GetIds, Reader, Replay
 from hostdev.runtime.row_parameter import RowParameter
-from hostdev.runtime.step_gradients import make_gradients
 from hostdev.runtime.watcher import TrainWatcher
 
 __all__ = ["AnyPredictLoop", "AnyTrainLoop", "NonFiniteError", "PredictLoop", "TrainLoop", "trained", "trained_by"]
@@ -41,8 +40,8 @@ class TrainLoop(Loop[Item]):
     batch without gradients is skipped and changes nothing.
 
     If dense optimizers step in the loop, the tables are updated for each batch with which an optimizer has stepped.
-    Otherwise they are updated at the end of each body in which `backward` has run, whether the loop continues, is left
-    by `break` or is closed. A body that raises an exception has not reached its end, and changes nothing.
+    Otherwise they are updated for each batch in whose body `backward` has run. A loop that is left before the
+    optimizer's step, or the next batch, drops the gradients of its last batch; the next use of the tables says so.
     """
 
     _is_training = True
@@ -71,7 +70,6 @@ class TrainLoop(Loop[Item]):
         self._keyed = list(runtime.pipeline.keyed)  # numbers of the groups of tables by key
         self._must_replan = False  # whether the batches read ahead must be planned again
         self._is_suspended = False  # whether the pass has ended meanwhile
-        self._clipped = False  # whether the batch's rows were clipped with the parameters
 
     @property
     def thread(self) -> int:
@@ -81,20 +79,12 @@ class TrainLoop(Loop[Item]):
     @property
     def is_stepped(self) -> bool:
         """Whether an optimizer has taken the step of the body's batch, which the tables take later."""
-        return self._batch.flight is not None and bool(self.watcher.steps.stepped) and self._was_stepped()
+        return self._batch.flight is not None and self._was_stepped()
 
     def clipping_rows(self) -> "TrainLoop[Item]":
         """From now on, clip the rows whenever torch's functions clip parameters; return this loop."""
-        clipping.add(self)
+        self.watcher.adds_rows_to_clips = True
         return self
-
-    def take_clipped(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """See `clipping.Clipped`."""
-        gradients = [parameter.grad for parameter in given if parameter.grad is not None]
-        if self._clipped or not self._batch.rows or self.watcher.clips_rows(gradients) is not False:
-            return []
-        self._clipped = True
-        return self._batch.rows[-1].parameters()
 
     def _open(self) -> Any:
         self._runtime.loops.begin_training(self)
@@ -102,7 +92,7 @@ class TrainLoop(Loop[Item]):
         for number in self._keyed:
             self._stack.callback(self._runtime.group_specs[number].tables[0].report_evictions)
         self._wanted: Replay = Replay(self._requests())
-        scaling.watch(self.watcher)
+        torch_tools.watch(self.watcher)
         self._stack.enter_context(self._of_pass)
         return self._open_pass()
 
@@ -111,21 +101,14 @@ class TrainLoop(Loop[Item]):
         return super()._find_place(reading) or loaded
 
     def _open_pass(self) -> Any:
-        """Open a pass over the remaining batches; if an earlier loop's gradients wait, over the first batch alone."""
-        requests: Iterator[Request] = self._wanted
+        """Open a pass over the remaining batches."""
         self._must_replan = self._is_suspended = False
         for number in self._keyed:
             self._runtime.pipeline.keyed[number].trains = self._trains(self._runtime.group_specs[number].tables[0])
-        self.watcher.first = first = self._runtime.loops.carried.first_batch()
-        if first is not None:
-            self._of_pass.callback(first.end)
-            requests = map(first.request, islice(requests, 1))
-        return self._of_pass.enter_context(self._runtime.pipeline.train(requests, position=self._position, **self._how))
+        opened = self._runtime.pipeline.train(self._wanted, position=self._position, **self._how)
+        return self._of_pass.enter_context(opened)
 
     def _take_next(self) -> StepBatch | None:
-        if self.watcher.first is not None and self._position:  # the first batch was alone in its pass, which is over
-            self._of_pass.close()
-            self._pass = self._open_pass()
         if self._must_replan:
             self._begin_again()
         for number in self._keyed:
@@ -207,7 +190,6 @@ class TrainLoop(Loop[Item]):
                 runtime.step_channel,
             )
         self.watcher.begin_batch()
-        self._clipped = False
 
     def _get_settings(self) -> dict[str, Any]:
         return {**super()._get_settings(), "reduce_early": self._reduce_early}
@@ -216,18 +198,21 @@ class TrainLoop(Loop[Item]):
         super()._release()
         self._late = []
         self._dense.close()
-        scaling.forget(self.watcher)
-        clipping.remove(self)
+        torch_tools.forget(self.watcher)
 
     def _next_batch(self) -> Any:
         if len(self._batch.micros) == 1 and self._reduce_early:
             self._dense.expect_last()
         return super()._next_batch()
 
-    def wrote(self, table: Table, ids: Any) -> None:
-        """Record that the program has written rows of a table: `ids`, int32 or int64 [N], or all rows if None."""
-        if self.watcher.first is not None:
-            self.watcher.first.wrote(table, ids)
+    def __iter__(self) -> Statement[Item]:
+        """Return an iterator for one `for` statement; gradients that the last one left without a step are dropped."""
+        statement = super().__iter__()
+        if self.is_left and self._has_left_gradients():
+            self._runtime.loops.left.note(self._position)
+            self._runtime.loops.left.report()
+            self.drop_gradients()
+        return statement
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the batch's rows, unless an optimizer has stepped with them."""
@@ -244,20 +229,20 @@ class TrainLoop(Loop[Item]):
                     self._late = late
                 if self._pass is not None and not self._is_suspended:
                     self._pass.drain()
-                if self.watcher.first is not None and self._batch.flight is None:
-                    self.watcher.first.end()
         except BaseException as error:
             self._fail(error)
             raise
 
     def _was_stepped(self) -> bool:
-        """Return whether the body is done with its batch: an optimizer has stepped, or none steps in this loop."""
-        batch, steps = self._batch, self.watcher.steps
+        """Return whether an optimizer has taken the step of the body's batch."""
+        batch = self._batch
         if batch.reduction is not None and not batch.is_reduced():
             return False
-        if batch.micros or not batch.has_gradients():
-            return False
-        return bool(steps.stepped) or not (steps.any or self._body.has_raised() or steps.awaits())
+        return bool(self.watcher.steps.stepped) and not batch.micros and batch.has_gradients()
+
+    def _has_left_gradients(self) -> bool:
+        """Return whether the body's batch has gradients, but no step."""
+        return self._batch.flight is not None and self._batch.has_gradients() and not self._was_stepped()
 
     def _end_batch(self, *, closing: bool = False) -> None:
         if any(leaf.grads() for leaf in self._late):
@@ -269,14 +254,15 @@ class TrainLoop(Loop[Item]):
         batch, runtime, watcher = self._batch, self._runtime, self.watcher
         if batch.flight is None or self._pass is None:
             return
-        if closing and (not self._was_stepped() or self._has_reported()):
-            self._keep_pending(batch.flight)
+        if closing and self._has_reported():
             return
-        if self._body.raised and not watcher.steps.stepped:  # the loop continues after an error, so no step was taken
-            self.drop_gradients()
+        if closing and not self._was_stepped():
+            if batch.has_gradients():
+                runtime.loops.left.note(self._position)
+            return
         with deferred():  # otherwise Ctrl-C could interrupt a step
             rates = runtime.settings.learning_rates() if watcher.rates is None else watcher.rates
-            gradients = make_gradients(batch, watcher, self._flags, runtime.staging, self)
+            gradients = _make_gradients(batch, watcher, self._flags, runtime.staging, self, is_last=closing)
             flight, batch.flight, cursor = batch.flight, None, batch.cursor
             self._forget()  # free the rows before more is allocated
             later = runtime.settings.exchange_rates(rates)  # the body may have set other rates for the next step
@@ -294,27 +280,70 @@ class TrainLoop(Loop[Item]):
         """Return whether the error of a failed step was already raised in the body; then it is not raised again."""
         return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._batch.rows)
 
-    def _keep_pending(self, flight: StepBatch) -> None:
-        """If the batch had no step, keep the rows' gradients for the next step, as `.grad` keeps dense gradients."""
-        batch, watcher = self._batch, self.watcher
-        steps, carried = watcher.steps, self._runtime.loops.carried
-        if steps.stepped or batch.reduction is not None or not batch.has_gradients():
-            return
-        scaler = watcher.losses.waiting_scaler
-        optimizers = [] if steps.without else steps.find_waiting()
-        if not optimizers and (steps.any or not batch.shares_rows):
-            return  # `zero_grad` was called, or a body without an optimizer raised an exception
-        uses, more = [rows.uses for rows in batch.rows], None
-        if watcher.first is not None and watcher.first.counts:
-            more = watcher.first.places(batch.inverses)
-        left = gradients_left(flight, batch.leaves, uses, more)
-        carried.keep(Pending(left, optimizers, carried.apply, scaler))
-
 
 def _takes_step(flight: StepBatch, gradients: Gradients, group: int) -> bool:
     """Return whether the table by key of a group takes the step that was planned for it, if any."""
     stepped = gradients.parts or gradients.grads  # the former with other ranks
     return not flight.groups[group].planned.plans_keys or stepped[group][0] is not None
+
+
+def _make_gradients(
+    batch: BodyBatch, watcher: TrainWatcher, flags: Flags, staging: Staging, owner: object, *, is_last: bool
+) -> Gradients:
+    """Return the step's gradients, and remove them from the rows.
+
+    Args:
+        batch: The batch in the body.
+        watcher: The loop's watcher.
+        flags: The flags that stop a step whose gradients or loss are not finite.
+        staging: Copies the flags to the host.
+        owner: An object that stands for an optimizer: a scaler records an overflow under its `id`.
+        is_last: Whether the loop is left after this step.
+
+    Raises:
+        ValueError: The dense parameters and the tables would take different steps.
+    """
+    nothing = [[None] * len(group) for group in batch.leaves]
+    guarded = next((rows.guarded for rows in reversed(batch.rows) if rows.guarded is not None), None)
+    if not batch.has_gradients():
+        return Gradients(nothing, check=None if guarded is None else guarded[1])
+    watcher.steps.require_on_time()
+    if watcher.losses.skips_step(owner):
+        return Gradients(nothing)
+    watcher.steps.count_step(is_last=is_last)
+    assert batch.flight is not None
+    if batch.reduction is not None and batch.reduction.has_ranks:
+        guarded = guarded or (flags.stop, _make_outcome(batch, batch.flight, flags, staging))
+        reduction, parts = batch.reduction, iter(batch.reduction.parts)
+        chunks = [[next(parts) for _ in group] for group in batch.leaves]
+        return Gradients((), *guarded, chunks, reduction.count, reduction.in_two)
+    grads = [[leaf.take_grad() for leaf in group] for group in batch.leaves]
+    if guarded is None:
+        flat = zip([grad for group in grads for grad in group], batch.all_leaves, strict=True)
+        found, tables = zip(*[(grad, leaf.table) for grad, leaf in flat if grad is not None], strict=True)
+        flags.check(found, tables, batch.losses)
+        guarded = flags.stop, _make_outcome(batch, batch.flight, flags, staging)
+    return Gradients(grads, *guarded)
+
+
+def _make_outcome(batch: BodyBatch, flight: StepBatch, flags: Flags, staging: Staging) -> Outcome:
+    """Return the outcome that raises an error on the host if the flags stop the step."""
+    step, names = flight.position, ", ".join(repr(leaf.table.name) for leaf in batch.all_leaves)
+
+    def read(results: list[Any]) -> None:
+        stop, not_finite, loss = results[0]
+        if not stop:
+            return
+        if not_finite:
+            what = f"a gradient of the rows of {names} is not finite"
+        elif loss:
+            what = "a loss is not finite"
+        else:
+            what = f"a gradient of the rows of {names} is too large for the table's optimizer"
+        advice = "Look at the loss before backward(), or use a smaller learning rate"
+        raise NonFiniteError(f"step {step}: {what}; no row was updated. {advice}", step)
+
+    return Outcome([flags.now()], read, staging, flight.memory)
 
 
 AnyTrainLoop: TypeAlias = TrainLoop[Any]  # with batches of any type
@@ -327,3 +356,54 @@ def trained_by(table: Table) -> AnyTrainLoop | None:
     """Return the open loop, of any runtime, that trains a table, or None."""
     loop = trained.get(table)
     return None if loop is None else loop()
+
+
+Program = tuple[GetIds[Any] | None, Callable[[Any], Any] | None, GetCursor[Any] | None]  # `ids`, `send` and `cursor`
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of `Runtime.train` about the batches of a step."""
+
+    accumulate: int
+    micro_batches: int | None
+    by_step: bool
+    reduce_early: bool
+
+
+def make_train_loop(
+    runtime: Any,  # a `Runtime`, whose module imports this one
+    batches: Iterable[Any],
+    program: Program,
+    options: StepOptions,
+    reading: dict[str, Any],
+) -> TrainLoop[Any]:
+    """Return the loop; raise ValueError for options that contradict each other.
+
+    Args:
+        reading: The options `read_ahead` and `background`.
+    """
+    ids, send, cursor = program
+    accumulate, micro_batches = options.accumulate, options.micro_batches
+    if accumulate < 1:
+        raise ValueError(f"accumulate must be a number of batches, 1 or more, not {accumulate}")
+    require_read_ahead(**reading)
+    tables = runtime.bindings, runtime.group_specs
+    if micro_batches is None and runtime.ranks is None:
+        if options.reduce_early:
+            raise ValueError("reduce_early requires micro_batches=N")
+        return TrainLoop(runtime, batches, Reader(*tables, ids, send, accumulate, cursor=cursor), **reading)
+    if micro_batches is None and accumulate != 1:
+        raise ValueError(f"with other ranks, give micro_batches={accumulate} instead of accumulate={accumulate}")
+    micro_batches = 1 if micro_batches is None else micro_batches
+    if micro_batches < 1 or accumulate != 1:
+        raise ValueError(
+            f"micro_batches must be a number of batches, 1 or more, not {micro_batches}"
+            if micro_batches < 1
+            else "micro_batches and accumulate both set the number of batches per step; give only one of them"
+        )
+    if options.by_step and runtime.ranks is None:
+        raise ValueError("by_step requires other ranks, but this process is alone")
+    reader = Reader(*tables, ids, send, micro_batches, whole=True, asks=runtime.world.leads, cursor=cursor)
+    how = {"reduce_early": options.reduce_early, "by_step": options.by_step}
+    return TrainLoop(runtime, batches, reader, micro_batches, **how, **reading)

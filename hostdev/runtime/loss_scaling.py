@@ -1,11 +1,18 @@
 """Tracks how the losses of one batch were scaled, and whether its rows' gradients were divided by the scale."""
 
+import threading
+from collections import deque
+from typing import Any
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.utils._pytree import tree_leaves
 
-from hostdev.runtime import scaling
 from hostdev.runtime.body_batch import BodyBatch
+
+_MOST_SCALES = 64  # values kept for each scaler; only those of the current batch matter
 
 
 class LossScaling:
@@ -19,8 +26,8 @@ class LossScaling:
 
     def __init__(self, batch: BodyBatch, device: torch.device, *, has_ranks: bool) -> None:
         self._batch, self._device, self._has_ranks = batch, device, has_ranks
-        self._since = scaling.losses_scaled()
-        self._origin: scaling.Origin | None = None  # None: no loss was scaled
+        self._since = _losses_scaled()
+        self._origin: _Origin | None = None  # None: no loss was scaled
         self._overflow: Tensor | None = None  # float32 scalar: 0 if all divided gradients are finite, else more
         self.is_unscaled = False
         self._by_optimizer = False  # whether a scaler divided the gradients through `Runtime.optimizer`
@@ -30,16 +37,10 @@ class LossScaling:
         """Whether rows have gradients from scaled losses."""
         return self._origin is not None and self._origin.has_scaled
 
-    @property
-    def waiting_scaler(self) -> GradScaler | None:
-        """The scaler that has yet to divide the gradients, if any."""
-        scaled = scaling.scaler_since(self._since) if self.has_scaled and not self.is_unscaled else None
-        return None if scaled is None else scaled[0]
-
     def scaled(self, losses: object) -> None:
         """Record that a scaler has multiplied these losses by its scale."""
         if self._origin is None:
-            self._origin = scaling.Origin(plain=bool(self._batch.gradients))
+            self._origin = _Origin(plain=bool(self._batch.gradients))
             for leaf in self._batch.all_leaves:
                 if leaf.trained:
                     self._origin.watch(leaf.rows)
@@ -64,7 +65,7 @@ class LossScaling:
         """
         if self.is_unscaled or not self.is_scaled():
             return {}
-        scaled = scaling.scaler_since(self._since)
+        scaled = _scaler_since(self._since)
         if scaled is None or scaled[0] is not scaler:
             return {}
         self._require_alone()
@@ -72,7 +73,7 @@ class LossScaling:
         if not grads:
             return {}
         self.is_unscaled = True
-        found, factor = self._scalar(0.0), self._scalar(scaling.inverse(scaled[1]))
+        found, factor = self._scalar(0.0), self._scalar(_inverse(scaled[1]))
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
         return {self._device: found}
 
@@ -105,12 +106,12 @@ class LossScaling:
         Args:
             owner: An object that stands for an optimizer: the scaler records an overflow under its `id`.
         """
-        scaled = scaling.scaler_since(self._since) if self.is_scaled() else None
+        scaled = _scaler_since(self._since) if self.is_scaled() else None
         if scaled is not None:
             for found in self.unscale(scaled[0]).values():
                 self.overflowed(found)
                 if found.item():
-                    scaling.report(scaled[0], owner, self._device)
+                    _report(scaled[0], owner, self._device)
         known = scaled is not None or self._by_optimizer
         return known and self._overflow is not None and bool(self._overflow.item())
 
@@ -123,3 +124,121 @@ class LossScaling:
 
     def _scalar(self, value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float32, device=self._device)
+
+
+class _Origin:
+    """Tracks whether the rows' gradients come from scaled losses, since a scaler may belong to another model.
+
+    Args:
+        plain: Whether the rows already have gradients from losses that were not scaled.
+    """
+
+    def __init__(self, *, plain: bool) -> None:
+        self._plain, self._scaled = plain, False
+        self._inside = 0  # running backward passes of scaled losses
+
+    def expect(self, losses: Any) -> None:
+        """Watch for backward passes from these tensors."""
+        for loss in tree_leaves(losses):
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                loss.register_hook(self._enter)  # type: ignore[no-untyped-call]
+
+    def watch(self, parameter: Tensor) -> None:
+        """Watch for the gradients of a tensor."""
+        parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+
+    @property
+    def has_scaled(self) -> bool:
+        """Whether some gradients come from scaled losses."""
+        return self._scaled
+
+    def is_scaled(self) -> bool:
+        """Return whether the gradients come from scaled losses, as far as known; raise ValueError if only some do."""
+        if self._plain and self._scaled:
+            raise ValueError(
+                "the gradients of the rows come from scaled and from unscaled losses; scale all losses of a step"
+            )
+        return not self._plain  # assigned gradients count as scaled, as for any parameter
+
+    def forget(self) -> None:
+        """Forget the gradients so far."""
+        self._plain = self._scaled = False
+
+    def _enter(self, _: Tensor) -> None:
+        self._inside += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # at the end of this backward pass
+
+    def _leave(self) -> None:
+        self._inside -= 1
+
+    def _note_gradient(self, _: Tensor) -> None:
+        if self._inside:
+            self._scaled = True
+        else:
+            self._plain = True
+
+
+class _Scale:
+    """One value of a scaler's scale, and the number of the last loss that was multiplied by it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.version = tensor._version  # grows with every change in place
+        self.value = tensor.detach().clone()
+        self.last = 0
+
+
+class _Seen(threading.local):
+    """One thread's record of scaler calls."""
+
+    def __init__(self) -> None:
+        self.scales: WeakKeyDictionary[GradScaler, deque[_Scale]] = WeakKeyDictionary()
+        self.losses = 0  # losses scaled so far, by any scaler
+
+
+_seen = _Seen()
+
+
+def note_scale(scaler: GradScaler) -> None:
+    """Record that a scaler has multiplied a loss in this thread."""
+    _seen.losses += 1
+    tensor = scaler._scale
+    if tensor is None:  # `scale` got an iterable, whose results must not be consumed here
+        tensor = torch.tensor(scaler.get_scale())
+    scales = _seen.scales.setdefault(scaler, deque(maxlen=_MOST_SCALES))
+    if not scales or scales[-1].version != tensor._version:
+        scales.append(_Scale(tensor))
+    scales[-1].last = _seen.losses
+
+
+def _losses_scaled() -> int:
+    """Return the number of losses scaled so far in this thread, for `_scaler_since`."""
+    return _seen.losses
+
+
+def _scaler_since(since: int) -> tuple[GradScaler, float] | None:
+    """Return the scaler of the losses after the first `since` ones, and its scale; None if there are no such losses.
+
+    Raises:
+        ValueError: These losses had several scalers or scales.
+    """
+    if since == _seen.losses:
+        return None
+    found = [
+        (scaler, float(one.value)) for scaler, scales in _seen.scales.items() for one in scales if one.last > since
+    ]
+    if len(found) > 1:
+        raise ValueError(
+            "the losses of one step were scaled differently; use one GradScaler, and call its update() after the step"
+        )
+    return found[0] if found else None
+
+
+def _inverse(scale: float) -> float:
+    """Return the factor by which `GradScaler.unscale_` multiplies gradients: 1 / scale, rounded to float32."""
+    return float(torch.tensor(scale, dtype=torch.float64).reciprocal().float())
+
+
+def _report(scaler: GradScaler, owner: object, device: torch.device) -> None:
+    """Record for a scaler's next `update` that gradients are not finite, as if `owner` were an optimizer."""
+    found = torch.ones((), dtype=torch.float32, device=device)
+    scaler._per_optimizer_states[id(owner)]["found_inf_per_device"][device] = found

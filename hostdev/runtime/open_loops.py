@@ -5,10 +5,11 @@ from copy import copy
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 
+from torch import Tensor
+
 from hostdev.core.errors import HostdevError
 from hostdev.pipeline.pipeline import Pipeline
-from hostdev.runtime.access import Access
-from hostdev.runtime.carried import CarriedGradients
+from hostdev.runtime.access import Access, LeftGradients
 from hostdev.runtime.dense_layers import DenseLayers
 from hostdev.runtime.features import GroupSpec, Table
 from hostdev.runtime.loaders import PredictLoader, RowsLoader, close_loaders
@@ -16,8 +17,8 @@ from hostdev.runtime.logged import RuntimeLog
 from hostdev.runtime.loop import AnyPredictLoop, AnyTrainLoop, trained, trained_by
 from hostdev.runtime.random_streams import Place
 from hostdev.runtime.read_ahead import Iterators
+from hostdev.runtime.table_optimizer import TableOptimizer
 from hostdev.runtime.table_settings import TableSettings
-from hostdev.runtime.watcher import TrainWatcher
 
 
 class AbandonedLoopError(RuntimeError):
@@ -44,8 +45,8 @@ class Loops:
         loaders: WeakSet[RowsLoader[Any]],
     ) -> None:
         self._tables: Mapping[str, Table] = {table.name: table for group in groups for table in group.tables}
-        self._pipeline, self._access, self._loaders = pipeline, access, loaders
-        self.carried = CarriedGradients(groups, pipeline, settings)
+        self._pipeline, self._settings, self._access, self._loaders = pipeline, settings, access, loaders
+        self.left = LeftGradients(self._tables.values())
         self.dense = DenseLayers(self._tables, pipeline, settings)
         self.iterators = Iterators()
         self.cursor: Any = None  # the program's position after the last batch that is done, or a checkpoint's
@@ -54,6 +55,7 @@ class Loops:
         self._open: ReferenceType[AnyTrainLoop] | None = None  # weak, so that a loop ends when nothing refers to it
         self._late: BaseException | None = None  # the error of a deleted loop
         self._logs: list[RuntimeLog] = []
+        self.warned_of: set[str] = set()  # the classes of objects because of which loops do not read ahead
 
     @property
     def training(self) -> AnyTrainLoop | None:
@@ -66,19 +68,22 @@ class Loops:
         loop = self.training
         return self.iterators.place if loop is None else loop.place
 
-    @property
-    def watcher(self) -> TrainWatcher | None:
-        """The watcher of the open loop over `train`."""
-        loop = self.training
-        return None if loop is None else loop.watcher
+    def make_optimizer(self) -> TableOptimizer:
+        """Return the tables' torch optimizer, which is created at the first call."""
+        if self._settings.optimizer is None:
+            self._settings.optimizer = TableOptimizer(
+                list(self._tables.values()), lambda: self.training is not None, self._find_rows, self.drop_gradients
+            )
+        return self._settings.optimizer
 
-    def step_pending(self) -> bool:
-        """Apply the gradients that a loop left without a step; return whether there were any."""
-        return self.carried.step()
+    def _find_rows(self, table: Table) -> Tensor | None:
+        """Return the rows of a table in the body's batch as a parameter; None if there are none."""
+        loop = self.training
+        return None if loop is None else loop.watcher.row_parameter(table)
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the body's batch, and gradients that wait for a step."""
-        self.carried.drop()
+        """Drop the gradients of the body's batch, and those that a loop left without a step."""
+        self.left.forget()
         if (loop := self.training) is not None:
             loop.drop_gradients()
 
@@ -90,7 +95,8 @@ class Loops:
             self._late = RuntimeError(f"{type(error).__name__}: {error}")
 
     def raise_late(self) -> None:
-        """Raise the error, if any, of a loop that failed after the program had left it."""
+        """Raise the error, if any, of a loop that failed after it was left; warn of gradients that it has left."""
+        self.left.report()
         error, self._late = self._late, None
         if isinstance(error, HostdevError):
             raise error
@@ -101,7 +107,7 @@ class Loops:
 
     def begin_training(self, loop: AnyTrainLoop) -> None:
         """Register a loop over `train`; raise ValueError while another loop over these tables is open."""
-        self._close_abandoned()
+        self._close_left()
         self.raise_late()
         if self.training is not None:
             raise ValueError("a loop over `train` is open; end it, or call its close(), before the next one")
@@ -113,7 +119,6 @@ class Loops:
         self.dense.begin_loop(self._open)
         for log in self._logs:
             log.begin(self._pipeline.steps)
-        self.carried.is_training = True
         for table in self._tables.values():
             trained[table] = self._open
             table.add_owner(self._access)
@@ -134,7 +139,6 @@ class Loops:
         """Unregister the loop over `train`."""
         self._open = None
         self.dense.end_loop()
-        self.carried.is_training = False
         for table in self._tables.values():
             trained.pop(table, None)
         self._disown()
@@ -160,14 +164,14 @@ class Loops:
         self._disown()
 
     def is_predicting(self) -> bool:
-        """Close loops that are finished or ended with an error; return whether a loop over `predict` is still open."""
+        """Close loops that are finished or were left; return whether a loop over `predict` is still open."""
         if self.predicting:
-            self._close_abandoned(but=self.training)
+            self._close_left(but=self.training)
         return self.predicting > 0
 
     def catch_up(self) -> None:
         """Apply all steps so far to the tables; raise ValueError while a loop of another runtime trains them."""
-        self._close_abandoned(but=self.training)
+        self._close_left(but=self.training)
         self.raise_late()
         self._require_untrained()
         if (training := self.training) is not None:
@@ -175,7 +179,7 @@ class Loops:
 
     def require_closed(self, purpose: str) -> None:
         """Raise ValueError while a loop is open; raise the error of an earlier loop that failed."""
-        self._close_abandoned()
+        self._close_left()
         if self.training is not None or self.predicting:
             raise ValueError(f"a loop over these tables is open; end it, or call its close(), before {purpose}")
         self.raise_late()
@@ -185,15 +189,17 @@ class Loops:
         for loop in [self.training, *self._predict_loops]:
             if loop is not None:
                 loop.close()
-        self.carried.forget()
         self.iterators.clear()
 
-    def _close_abandoned(self, *, but: AnyTrainLoop | None = None) -> None:
-        """Close each loop, except `but`, that is finished or ended with an error; a traceback may have kept it open."""
+    def _close_left(self, *, but: AnyTrainLoop | None = None) -> None:
+        """Close each loop, except `but`, that is finished, or that a variable holds although its `for` has ended."""
         training = [trained_by(table) for table in self._tables.values()]
         for loop in [*training, *self._predict_loops]:
-            if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:
-                loop.close()
+            if loop is not None and loop is not but:
+                if loop.is_finished:
+                    loop.close()
+                elif loop.is_left:
+                    loop.replace()
 
     def _require_untrained(self) -> None:
         busy = [table.name for table in self._tables.values() if trained_by(table) is not None]

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from hostdev.runtime.own_generators import Draw
 from hostdev.runtime.random_streams import Place, RandomStreams
 
 _OWN_REFERENCES = 2  # references to the iterator: the field, and the argument of the counting call
@@ -22,8 +21,8 @@ class ReadAhead:
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
         self.streams: RandomStreams | None = None  # random streams of the last loop over the iterator
-        self.states: Any = None  # accelerate's state for each kept batch
-        self.draws: deque[list[Draw]] = deque()  # the loader's draws from its own generators, for each kept batch
+        self.states: list[Any] = []  # the `reading.LoaderStates` of the kept batches
+        self.may_read_ahead: bool | None = None  # whether it is known to have no generators; None: no loop has asked
         self._kept: deque[Any] = deque()
         self._readers = 0
         self._reading = threading.Lock()  # an earlier reader may still run the loader's code
@@ -55,13 +54,11 @@ class ReadAhead:
                 except StopIteration:
                     return
                 self._kept.append(held[0])
-                self.draws.append([])
             yield held.pop()  # popped, so that only the caller keeps a batch alive
 
     def given(self) -> None:
         """Remove the first kept batch, which the loop has yielded."""
         self._kept.popleft()
-        self.draws.popleft()
 
 
 class Iterators:
@@ -75,13 +72,17 @@ class Iterators:
     def get(self, source: Iterator[Any], *, train: bool) -> ReadAhead:
         """Return an iterator's record, which has the batches that an earlier loop has read but not used."""
         self._held = [one for one in self._held if one.is_held or one is self._last]
-        found = next((one for one in self._held if one.source is source), None)
+        found = self.find(source)
         if found is None:
             found = ReadAhead(source)
             self._held.append(found)
         if train:
             self._last = found
         return found
+
+    def find(self, source: Any) -> ReadAhead | None:
+        """Return an iterator's record, if an earlier loop has read it."""
+        return next((one for one in self._held if one.source is source), None)
 
     def remove(self, ahead: ReadAhead) -> None:
         """Forget an iterator that is at its end."""
@@ -109,10 +110,10 @@ class Iterators:
 
 
 def require_read_ahead(read_ahead: Any, *, background: bool) -> None:
-    """Raise ValueError unless `read_ahead` is None or a number of batches; `background` allows only None."""
-    if read_ahead is None:
+    """Raise ValueError unless `read_ahead` is None, True, or a number of batches; `background` allows only None."""
+    if read_ahead is None or (read_ahead is True and not background):
         return
-    if isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0:
-        raise ValueError(f"read_ahead must be a number of batches, 0 or more, not {read_ahead!r}")
+    if read_ahead is not True and (isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0):
+        raise ValueError(f"read_ahead must be True, or a number of batches, 0 or more, not {read_ahead!r}")
     if background:
         raise ValueError("read_ahead has no effect with background=True; leave out one of them")

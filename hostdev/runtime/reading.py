@@ -2,21 +2,35 @@
 
 The loader, `ids` and `send` are the program's code. They run in the loop's thread, but ahead of the body. Each problem
 that this causes has its own module: random numbers (`random_streams`, `own_generators`), reused memory (`refills`),
-prefetched batches that a loop did not use (`read_ahead`), and accelerate's state (`frameworks.accelerate`). This module
-calls those modules when a batch is read and when the loop yields it.
+prefetched batches that a loop did not use (`read_ahead`). A framework whose loaders have a state that belongs to the
+body's batch, such as accelerate, registers a `LoaderStates` under the name of the module that has these loaders.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
+from hostdev.core import registry
 from hostdev.core.reading_ahead import reading_ahead
-from hostdev.ext.frameworks import accelerate
-from hostdev.runtime.own_generators import Draw, OwnGenerators, repeat
+from hostdev.runtime.own_generators import LOADER_STATES
 from hostdev.runtime.random_streams import Place, RandomStreams
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.refills import InFlight
+
+
+class LoaderStates(Protocol):
+    """A framework's state for each batch that was read but not yet yielded; a loop creates it without arguments."""
+
+    def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and record each one's state, unless an earlier loop has recorded it."""
+
+    def show(self) -> None:
+        """Show the framework the state of the batch that is about to be yielded."""
+
+    def hide(self) -> None:
+        """Show nothing any more, because the loop has ended."""
 
 
 class Reading:
@@ -24,28 +38,22 @@ class Reading:
 
     Args:
         batches: The loader, whose iterator is created here.
-        program: The other functions that are called for each batch: `ids` and `send`.
         keep: Called with an iterator; returns its `ReadAhead`, from which a later loop may continue.
     """
 
-    def __init__(
-        self, batches: Iterable[Any], program: Sequence[Any], keep: Callable[[Iterator[Any]], ReadAhead]
-    ) -> None:
+    def __init__(self, batches: Iterable[Any], keep: Callable[[Iterator[Any]], ReadAhead]) -> None:
         source = iter(batches)
         self.kept = kept = keep(source) if source is batches else None
-        self._repeated = deque[list[Draw]]() if kept is None else kept.draws.copy()  # draws to repeat
         self._streams: RandomStreams | None = None
         self._in_flight: InFlight | None = None  # None: a batch is read after the previous one was yielded
-        self._own: OwnGenerators | None = None
-        self._states: accelerate.States | None = None
         self._drew: deque[Sequence[str]] = deque()  # for each prefetched batch, the global generators that it drew from
-        self._roots = batches, *program
         self._source = source if kept is None else kept.batches()
-        if accelerate.is_imported():
-            self._states = accelerate.States() if kept is None or kept.states is None else kept.states
-            self._source = self._states.reading(self._source)
-            if kept is not None:
-                kept.states = self._states
+        self._states = [] if kept is None else kept.states
+        if not self._states:
+            names = [name for name in registry.names(LOADER_STATES) if name in sys.modules]
+            self._states += [registry.find(LOADER_STATES, name)() for name in names]
+        for states in self._states:
+            self._source = states.reading(self._source)
 
     def watch(self, streams: RandomStreams, *, ahead: bool) -> None:
         """Prepare to watch what the program's code does while batches are read.
@@ -57,7 +65,6 @@ class Reading:
         self._streams = streams
         if ahead:
             self._in_flight = InFlight()
-            self._own = OwnGenerators(*self._roots)
         if self.kept is not None:
             self.kept.streams = streams
 
@@ -83,18 +90,9 @@ class Reading:
         """
         if self._in_flight is not None:
             self._in_flight.before_read()
-        if self._own is not None:
-            self._own.before_read()
-        try:
-            with self._reading(number) as (held, drew):
-                has_one = bool(held)
-                yield held
-        except BaseException:
-            if self._own is not None:
-                self._own.failed()
-            raise
-        if self._own is not None:
-            self._own.after_read()
+        with self._reading(number) as (held, drew):
+            has_one = bool(held)
+            yield held
         if has_one:
             self._drew.append(drew)
 
@@ -114,12 +112,7 @@ class Reading:
 
     def _next(self) -> list[Any]:
         """Return the loader's next batch in a list; the caller removes it, so that nothing keeps the batch alive."""
-        is_new = not self._repeated
-        if not is_new:
-            repeat(self._repeated.popleft())
         for batch in self._source:
-            if is_new and self.kept is not None and self._own is not None:
-                self.kept.draws[-1] = self._own.loaded()
             return [batch]
         return []
 
@@ -134,22 +127,13 @@ class Reading:
             self.kept.given()
         if self._in_flight is not None:
             self._in_flight.given()
-        if self._own is not None:
-            self._own.give()
         if self._streams is not None:
             self._streams.give(self._drew.popleft())
-        if self._states is not None:
-            self._states.show()
-
-    def leave(self) -> None:
-        """Stop before the last batch; raise ValueError if random draws would differ from those at depth 0."""
-        own = self._own
-        self.end()
-        if own is not None:
-            own.leave()
+        for states in self._states:
+            states.show()
 
     def end(self) -> None:
         """Release the batches."""
-        self._source, self._in_flight, self._own = iter(()), None, None
-        if self._states is not None:
-            self._states.hide()
+        self._source, self._in_flight = iter(()), None
+        for states in self._states:
+            states.hide()

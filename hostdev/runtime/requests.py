@@ -1,8 +1,10 @@
 """Requests to the pipeline: a batch's ids by group, and the tensors that are sent to the device with its rows."""
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +16,32 @@ from hostdev.runtime.features import FeatureBinding, FeatureIds, GroupSpec, chec
 from hostdev.runtime.reading import Reading
 from hostdev.runtime.spec import FeatureInput
 
-B = TypeVar("B")
+B = TypeVar("B")  # a loader's batch
+S = TypeVar("S")  # the result of `send`
+Send: TypeAlias = Callable[[B], S]
 GetIds: TypeAlias = Callable[[B], Mapping[str, FeatureInput]]  # returns a batch's ids by feature
 GetCursor: TypeAlias = Callable[[B], Any]  # returns the program's position after a batch, as a tree of values
+
+
+class TrainKwargs(TypedDict, total=False):
+    """Options of a loop over `Runtime.train` that yields one batch at a time."""
+
+    cursor: Callable[[Any], Any] | None
+    accumulate: int
+    micro_batches: int | None
+    reduce_early: bool
+    by_step: Literal[False]
+    read_ahead: int | bool | None
+    background: bool
+
+
+class PredictKwargs(TypedDict, total=False):
+    """Options of a loop over `Runtime.predict` that yields one batch at a time."""
+
+    micro_batches: None
+    features: Iterable[str] | None
+    read_ahead: int | bool | None
+    background: bool
 
 
 class MicroBatch(NamedTuple):
@@ -198,3 +223,46 @@ class Reader:
     def length(self, batches: Iterable[Any]) -> int:
         """Return the number of batches of a loader; raise TypeError if it has no length."""
         return len(batches)  # type: ignore[arg-type]
+
+
+class Replay(Iterator[Request]):
+    """An iterator over requests, which keeps those whose batch was not taken yet. Several threads may use it.
+
+    The pipeline reads ahead, and may have to begin again after the last batch that was taken.
+
+    Args:
+        source: The requests.
+    """
+
+    def __init__(self, source: Iterator[Request]) -> None:
+        self._source = source
+        self._read: deque[Request] = deque()  # read, but not taken
+        self._again: deque[Request] = deque()  # to be read again
+        self._rewound = 0
+        self._reading = threading.Lock()  # held while the source is read, by a thread of a pass that may be over
+        self._changing = threading.Lock()
+
+    def __next__(self) -> Request:
+        rewound = self._rewound
+        with self._reading:
+            with self._changing:
+                found = self._again.popleft() if self._again and rewound == self._rewound else None
+                if found is not None:
+                    self._read.append(found)
+                    return found
+            request = next(self._source)
+            with self._changing:
+                (self._read if rewound == self._rewound else self._again).append(request)
+            return request
+
+    def take(self) -> None:
+        """Forget the first request that was read, whose batch was taken."""
+        with self._changing:
+            self._read.popleft()
+
+    def rewind(self) -> None:
+        """Read the requests again whose batches were not taken."""
+        with self._changing:
+            self._again.extendleft(reversed(self._read))
+            self._read.clear()
+            self._rewound += 1

@@ -84,16 +84,6 @@ class RowParameter:
         grad = grad.detach().contiguous()  # the program may have assigned it
         return grad if self._order is None or self._parameter is None else self._order.in_rows(grad)
 
-    def add_grad(self, grad: Tensor) -> None:
-        """Add `grad`, float32 [U, D] in the order of the rows, to the gradient."""
-        if self.rows.grad is not None:
-            self.rows.grad.add_(grad)
-        elif self._parameter is None or self._order is None:
-            self.rows.grad = grad
-        else:
-            grad = self._order.in_ids(grad)
-            self._parameter.grad = grad if self._parameter.grad is None else self._parameter.grad + grad
-
     def drop_grad(self) -> None:
         """Forget the gradient."""
         self.rows.grad = None

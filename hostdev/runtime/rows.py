@@ -128,11 +128,6 @@ class Rows(FeatureRows):
         self.guarded: tuple[Tensor, Outcome] | None = None  # set by `guard`: the device's flag, and the outcome
 
     @property
-    def uses(self) -> Sequence[GroupUses]:
-        """The occurrences of each group's rows in the batch."""
-        return self._uses
-
-    @property
     def leaves(self) -> list[RowParameter]:
         """The unique rows of every trained table, in the order of the features, wherever the tables are stored."""
         return [leaf for group, place in self._order if (leaf := self._leaves[group][place]).trained]

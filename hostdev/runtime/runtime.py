@@ -23,18 +23,14 @@ from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import alike, placement
 from hostdev.runtime.access import Access
-from hostdev.runtime.checkpointed import CheckpointedState
 from hostdev.runtime.features import FeatureTables, Table, require_seeds, resolve
 from hostdev.runtime.loaders import FrameworkLoaders
-from hostdev.runtime.logged import Logged
-from hostdev.runtime.lookup import lookup_rows
-from hostdev.runtime.loop import PredictLoop, TrainLoop
-from hostdev.runtime.making import StepOptions, make_train_loop
+from hostdev.runtime.logged import Logged, RuntimeLog
+from hostdev.runtime.lookup import get_ids_of_some, lookup_rows, some_features
+from hostdev.runtime.loop import PredictLoop, StepOptions, TrainLoop, make_train_loop
 from hostdev.runtime.open_loops import Loops
-from hostdev.runtime.options import B, PredictKwargs, S, Send, TrainKwargs
-from hostdev.runtime.partial import get_ids_of_some, some_features
 from hostdev.runtime.read_ahead import require_read_ahead
-from hostdev.runtime.requests import GetCursor, GetIds, Reader
+from hostdev.runtime.requests import B, GetCursor, GetIds, PredictKwargs, Reader, S, Send, TrainKwargs
 from hostdev.runtime.rows import Rows, Value
 from hostdev.runtime.spec import FeatureInput
 from hostdev.runtime.stacks import resolve_stacks
@@ -166,6 +162,10 @@ class Runtime(Logged, FrameworkLoaders):
         self.require_open()
         return self.loops.cursor
 
+    def _add_log(self, log: RuntimeLog) -> None:
+        self.require_open()
+        self.loops.add_log(log)
+
     @property
     def caches(self) -> list[EmbeddingCache]:
         """The caches of the groups that have one."""
@@ -182,7 +182,7 @@ class Runtime(Logged, FrameworkLoaders):
     def optimizer(self) -> TableOptimizer:
         """A torch optimizer with one parameter group per table, for torch's schedulers and scalers."""
         self.require_open()
-        return self.settings.make_optimizer(lambda: self.loops)
+        return self.loops.make_optimizer()
 
     @overload
     def train(
@@ -215,7 +215,7 @@ class Runtime(Logged, FrameworkLoaders):
         accumulate: int = 1,
         micro_batches: int | None = None,
         reduce_early: bool = False,
-        read_ahead: int | None = None,
+        read_ahead: int | bool | None = None,
         background: bool = False,
     ) -> TrainLoop[Any]:
         """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients update the tables.
@@ -226,9 +226,10 @@ class Runtime(Logged, FrameworkLoaders):
         themselves.
 
         A table is updated only if its rows received a gradient. A step without `backward` is skipped and changes
-        nothing. After a `break` or an error the loop is over, and the tables contain all finished steps. Gradients that
-        had no step are added to the next step, if the dense parameters keep theirs. An iterator, such as a generator,
-        is read ahead of the body; the next loop over the same iterator replays the unused batches first.
+        nothing. Without a dense optimizer, a batch's step is taken when the loop goes on, or by `optimizer.step()`.
+        After a `break` or an error the loop is over, and the tables contain all finished steps; gradients that were
+        left without one are dropped, and the next use of the tables says so. The next loop over the same iterator, such
+        as a generator, replays the unused batches first.
 
         Args:
             batches: A DataLoader or another iterable. It is read ahead of the body, in the loop's thread, each time
@@ -249,11 +250,13 @@ class Runtime(Logged, FrameworkLoaders):
             reduce_early: With other ranks, whether to exchange a parameter's gradient as soon as the last micro-batch's
                 backward pass has computed it, as DistributedDataParallel does, instead of in `reduce`. If so, until
                 `reduce` nothing may change the gradient, and the loop must not be left.
-            read_ahead: Maximum number of batches to read ahead of the body. None means `depth` steps, plus the window
+            read_ahead: Maximum number of batches to read ahead of the body, or True for `depth` steps, plus the window
                 of a cache that looks ahead; a step has `accumulate` or `micro_batches` batches. 0 reads a step's
-                batches only when the loop goes on to that step.
-            background: Read batches in another thread. The loader, `ids` and `send` must then not draw from global
-                random number generators, write to memory that they have returned, or share objects with the body.
+                batches when the loop goes on to that step. None means True if the loader, `ids` and `send` are known to
+                have no random generators of their own: lists, torch's loaders, functions and generators of data, and
+                objects that declare `own_generators = False`; else 0, with a warning.
+            background: Read batches in another thread. The loader, `ids` and `send` must then not draw from random
+                number generators, write to memory that they have returned, or share objects with the body.
 
         Raises:
             ValueError: Another loop over these tables is open, or options contradict each other.
@@ -289,7 +292,7 @@ class Runtime(Logged, FrameworkLoaders):
         send: Callable[[Any], Any] | None = None,
         micro_batches: int | None = None,
         features: Iterable[str] | None = None,
-        read_ahead: int | None = None,
+        read_ahead: int | bool | None = None,
         background: bool = False,
     ) -> PredictLoop[Any]:
         """Return an iterator of (batch, rows) like `train`, but without gradients; the tables do not change.
@@ -305,7 +308,7 @@ class Runtime(Logged, FrameworkLoaders):
             micro_batches: Yield this many batches together, as a `Step`; None to yield one at a time.
             features: Look up only these features, for example an item tower's; other features' ids are neither needed
                 nor checked. None for all features.
-            read_ahead: As for `train`, but None means `depth` steps even with a cache.
+            read_ahead: As for `train`, but True means `depth` steps even with a cache.
             background: As for `train`.
 
         Raises:
@@ -415,7 +418,7 @@ class Runtime(Logged, FrameworkLoaders):
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be a number of checkpoints, 1 or more, not {keep!r}")
-        self._begin_call("save", alike.get_erasures(list(self.tables.values())))
+        self.world.agree("save", "runtime.save()", alike.get_erasures(list(self.tables.values())))
         self.write_back()
         self.loops.dense.require_same()
         return self._checkpoints.save(path, extra, keep, wait=wait)
@@ -440,16 +443,11 @@ class Runtime(Logged, FrameworkLoaders):
         """
         self.require_open()
         self.loops.require_closed("loading")
-        self._begin_call("load")
+        self.world.agree("load", "runtime.load()")
         self.pipeline.write_back()
-        self.loops.carried.forget()
         extra = self._checkpoints.load(path, strict=strict)
         self.loops.dense.note_load()
         return extra
-
-    def _begin_call(self, name: str, values: Mapping[str, Any] | None = None) -> None:
-        """Begin a collective call, and check that all ranks make the same one, with equal values."""
-        self.world.agree(name, f"runtime.{name}()", values)
 
     @property
     def is_saved(self) -> bool:
@@ -461,7 +459,7 @@ class Runtime(Logged, FrameworkLoaders):
         if self._saved is None:
             from hostdev.runtime.saving import RuntimeCheckpoints  # its imports are slow
 
-            self._saved = RuntimeCheckpoints(CheckpointedState(self))
+            self._saved = RuntimeCheckpoints(self)
         return self._saved
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError, in_words
 from hostdev.runtime.random_streams import Place
+from hostdev.runtime.table_optimizer import TableOptimizer
 
 _unreported: set[AsyncWriter] = set()  # writers whose outcome the program does not know yet
 
@@ -71,11 +72,51 @@ def _require_extra(chain: Chain) -> None:
         )
 
 
+class CheckpointedState:
+    """The tables, their torch optimizer, and the position in the sequence of batches.
+
+    Args:
+        runtime: A `Runtime`, untyped because its module imports this one.
+    """
+
+    def __init__(self, runtime: Any) -> None:
+        self.tables, self.pipeline, self.ranks = runtime.tables, runtime.pipeline, runtime.ranks
+        self._settings, self._loops = runtime.settings, runtime.loops
+        self.learning_rates = self._settings.learning_rates
+        self.go_on_at = self._loops.iterators.continue_at
+
+    @property
+    def optimizer(self) -> TableOptimizer:
+        """The tables' torch optimizer."""
+        made: TableOptimizer = self._loops.make_optimizer()
+        return made
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the program uses `optimizer`."""
+        return self._settings.optimizer is not None
+
+    @property
+    def cursor(self) -> Any:
+        """The program's position after the last batch whose step is in the tables; None if it gives none."""
+        return self._loops.cursor
+
+    @cursor.setter
+    def cursor(self, value: Any) -> None:
+        self._loops.cursor = value
+
+    @property
+    def place(self) -> Place | None:
+        """The training loop's position in its sequence of batches; without an open loop, that of the last one."""
+        place: Place | None = self._loops.place
+        return place
+
+
 class RuntimeCheckpoints:
     """Saves and loads a runtime's checkpoints, with one `CheckpointManager` per folder."""
 
     def __init__(self, runtime: Any) -> None:
-        self._runtime = runtime
+        self._runtime = CheckpointedState(runtime)
         self._managers: dict[Path, CheckpointManager] = {}
         self._uploading: list[AsyncWriter] = []  # written, and on their way to a store
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,43 +18,6 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("nesterov", "betas", "eps", "alpha", "rho", "initial_accumulator_value"), ()),
     **dict.fromkeys(("momentum_decay", "lambd", "etas", "step_sizes"), ()),
 }
-
-
-class LossScaling(Protocol):
-    """The record of what scalers have done to the batch in the body."""
-
-    is_unscaled: bool  # whether the gradients of its rows have been divided by the scale
-
-    def require_scaled_alike(self) -> None:
-        """Raise ValueError if only some gradients come from scaled losses, or if any do and there are several ranks."""
-
-    def rows_unscaled(self, found: dict[torch.device, Tensor]) -> None:
-        """Record that a scaler has divided the rows' gradients; fill in its record of overflows, `found`, if empty."""
-
-
-class OpenLoop(Protocol):
-    """The open loop over `train`, as the optimizer sees it."""
-
-    @property
-    def losses(self) -> LossScaling:
-        """The record of what scalers have done to the loop's batch."""
-
-    def row_parameter(self, table: Table) -> Tensor | None:
-        """Return the batch's rows of a table, float32 [U, D], as `Rows.parameters` does; None if there are none."""
-
-
-class Loops(Protocol):
-    """The runtime's loops, as the optimizer sees them."""
-
-    @property
-    def watcher(self) -> OpenLoop | None:
-        """The watcher of the open loop over `train`."""
-
-    def drop_gradients(self) -> None:
-        """Forget the gradients of the batch's rows, and those that wait for a step."""
-
-    def step_pending(self) -> bool:
-        """Apply the gradients that wait for a step after a loop; return whether there were any."""
 
 
 class _RowParameters(Sequence[Tensor]):
@@ -99,8 +62,15 @@ class TableOptimizer(torch.optim.Optimizer):
     last `backward` that gave gradients.
     """
 
-    def __init__(self, tables: Sequence[Table], loops: Loops) -> None:
-        self._tables, self._loops = list(tables), loops
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        is_open: Callable[[], bool],
+        get_rows: Callable[[Table], Tensor | None],
+        drop_gradients: Callable[[], None],
+    ) -> None:
+        self._tables, self._is_open, self._find_rows = list(tables), is_open, get_rows
+        self._drop_gradients = drop_gradients
         self._rates = [float(table.optimizer.lr) for table in self._tables]  # the rates that were last set or read
         self._hides_rows = False
         groups = [
@@ -114,14 +84,8 @@ class TableOptimizer(torch.optim.Optimizer):
             group["params"] = _RowParameters(lambda table=table: self._get_rows(table))  # type: ignore[misc]
         self._opt_called = True  # so that a scheduler does not warn about a missing `step`
 
-    @property
-    def loop(self) -> OpenLoop | None:
-        """The open loop over `train`."""
-        return self._loops.watcher
-
     def _get_rows(self, table: Table) -> Tensor | None:
-        loop = None if self._hides_rows else self.loop
-        return None if loop is None else loop.row_parameter(table)
+        return None if self._hides_rows else self._find_rows(table)
 
     @contextmanager
     def without_rows(self) -> Iterator[None]:
@@ -164,8 +128,6 @@ class TableOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Record a step for the current batch; the tables are updated when the loop moves on to the next batch.
 
-        After a loop has ended, apply its remaining gradients if no step has used them yet.
-
         Args:
             closure: Computes the loss and its gradients again, as for any optimizer.
 
@@ -173,12 +135,12 @@ class TableOptimizer(torch.optim.Optimizer):
             The closure's loss.
 
         Raises:
-            ValueError: No loop over `train` is open, and no gradients wait for a step.
+            ValueError: No loop over `train` is open.
         """
-        if self.loop is None and not self._loops.step_pending():
+        if not self._is_open():
             raise ValueError(
                 "runtime.optimizer.step() was called without a batch: call it in the body of a loop over "
-                "runtime.train(), where it is optional"
+                "runtime.train(), before the loop is left"
             )
         if closure is None:
             return None
@@ -186,8 +148,11 @@ class TableOptimizer(torch.optim.Optimizer):
             return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the batch's rows, unless an optimizer has stepped with them."""
-        self._loops.drop_gradients()
+        """Forget the gradients of the batch's rows, unless an optimizer has stepped with them.
+
+        After a loop has ended, forget those that it left without a step, so that no warning mentions them.
+        """
+        self._drop_gradients()
 
     def take_over(self) -> None:
         """After a checkpoint was loaded, set each group's rate to that of its table."""

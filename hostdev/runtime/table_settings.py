@@ -1,9 +1,9 @@
 """Table settings that a program may change during training: learning rates and frozen tables."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from hostdev.runtime.features import Table
-from hostdev.runtime.table_optimizer import Loops, TableOptimizer
+from hostdev.runtime.table_optimizer import TableOptimizer
 
 
 class TableSettings:
@@ -16,18 +16,7 @@ class TableSettings:
     def __init__(self, tables: Iterable[Table]) -> None:
         self._tables = {table.name: table for table in tables}
         self._frozen: set[str] = set()
-        self._optimizer: TableOptimizer | None = None
-
-    def make_optimizer(self, get_loops: Callable[[], Loops]) -> TableOptimizer:
-        """Return the tables' torch optimizer, which is created at the first call."""
-        if self._optimizer is None:
-            self._optimizer = TableOptimizer(list(self._tables.values()), get_loops())
-        return self._optimizer
-
-    @property
-    def optimizer(self) -> TableOptimizer | None:
-        """The torch optimizer, if it has been created."""
-        return self._optimizer
+        self.optimizer: TableOptimizer | None = None  # the tables' torch optimizer, if the program uses it
 
     def freeze(self, names: Iterable[str]) -> None:
         """Freeze the named tables, or all if no name is given, from the next batch on."""
@@ -49,8 +38,8 @@ class TableSettings:
 
     def learning_rates(self) -> list[float]:
         """Apply the rates that a scheduler has set, and return the tables' learning rates."""
-        if self._optimizer is not None:
-            self._optimizer.apply()
+        if self.optimizer is not None:
+            self.optimizer.apply()
         return [table.optimizer.lr for table in self._tables.values()]
 
     def exchange_rates(self, rates: list[float]) -> list[float]:

@@ -1,13 +1,10 @@
 """Temporary replacements of torch's functions."""
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 Function = Callable[..., Any]  # a torch function, of any signature
@@ -82,51 +79,3 @@ def _get(one: Replacement) -> Function:
             "use a version of torch that hostdev supports"
         )
     return found
-
-
-class _AfterSteps:
-    """The callbacks to run after an optimizer's steps; attached to the function that replaces its `step`."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.callbacks: WeakSet[Any] = WeakSet()
-        self._own = vars(optimizer).get("step")  # an earlier replacement, such as a scheduler's
-        original = optimizer.step
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            for one in list(self.callbacks):
-                one.stepped(optimizer)
-            return result
-
-        self.step = step
-        step._hostdev_after = self  # type: ignore[attr-defined]
-        optimizer.step = step  # type: ignore[method-assign]
-
-    def remove(self, optimizer: Optimizer) -> None:
-        """Restore the optimizer's `step`, unless another library has wrapped it since."""
-        if vars(optimizer).get("step") is not self.step:
-            return
-        if self._own is None:
-            del optimizer.step
-        else:
-            optimizer.step = self._own  # type: ignore[method-assign]
-
-
-def call_after_steps(optimizer: Optimizer, callback: Any) -> None:
-    """Call `callback.stepped` after each step of an optimizer, while `callback` lives.
-
-    torch's own hooks are not used, because a hook cannot remove itself while torch iterates over the hooks.
-    """
-    after = getattr(vars(optimizer).get("step"), "_hostdev_after", None)
-    (_AfterSteps(optimizer) if after is None else after).callbacks.add(callback)
-
-
-def end_calls(optimizer: Optimizer, callback: Any = None) -> None:
-    """Undo `call_after_steps`; `callback` is None if it has been deleted."""
-    after = getattr(vars(optimizer).get("step"), "_hostdev_after", None)
-    if after is not None:
-        if callback is not None:
-            after.callbacks.discard(callback)
-        if not list(after.callbacks):  # len() may count an object that is being deleted
-            after.remove(optimizer)

@@ -11,8 +11,8 @@ from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import note
 from hostdev.distributed.monitor import run_within
 from hostdev.ext.tracking.callback import CheckpointInfo, EndInfo, EpochInfo, RunInfo, StepInfo
-from hostdev.ext.tracking.figures import RuntimeFigures
 from hostdev.ext.tracking.tracker import Tracker
+from hostdev.runtime.figures import RuntimeFigures
 from hostdev.runtime.generators import get_generators
 from hostdev.runtime.runtime import Runtime
 from hostdev.train.interrupt import GracefulStop

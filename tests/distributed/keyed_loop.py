@@ -95,7 +95,7 @@ class Program:
         """Train on steps from number `first` on, until step `stop` is done."""
         source = (batch for parts in steps[first:] for batch in self.mine(parts))
         step = first
-        for batch, rows in self.runtime.train(source, ids=ids_of, micro_batches=self.each):
+        for batch, rows in self.runtime.train(source, ids=ids_of, micro_batches=self.each, read_ahead=True):
             values = None
             if step not in SKIPPED and len(batch["y"]):
                 error = (self.output(rows) - torch.from_numpy(batch["y"])).square().sum() / (M * SIZE)

@@ -47,7 +47,7 @@ def train(
     if resume is not None:
         accelerator.load_state(resume)
     for _ in range(epochs):
-        for batch, rows in runtime.train(wrap(batches), ids=ids, accumulate=accumulate):
+        for batch, rows in runtime.train(wrap(batches), ids=ids, accumulate=accumulate, read_ahead=True):
             with accelerator.accumulate(top):
                 loss = loss_of(top, batch, rows)
                 accelerator.backward(loss)
@@ -121,7 +121,7 @@ def test_a_loop_that_goes_on_with_an_iterator_has_its_states(make_accelerator):
     batches = iter(accelerator.prepare(loader()))
     seen = []
     for stop in (13, 100):
-        for _ in runtime.train(batches, ids=ids):
+        for _ in runtime.train(batches, ids=ids, read_ahead=True):
             seen.append(accelerator.gradient_state.end_of_dataloader)
             if len(seen) == stop:
                 break

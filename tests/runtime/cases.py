@@ -132,6 +132,8 @@ class Case:
         self.adam = torch.optim.Adam(self.model.parameters(), lr=0.02, **self.adam)
 
     def loop(self, batches, **options):
+        if not options.get("background"):
+            options = {"read_ahead": True, **options}  # no generator of the program's own is used
         return self.runtime.train(batches, ids=ids, send=send, **options)
 
     def step(self, label, rows):

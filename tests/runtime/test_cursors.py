@@ -34,7 +34,8 @@ def cursor_of(batch):
 
 
 def loop_of(case, batches, **options):
-    return case.runtime.train(batches, ids=get_ids, send=send, cursor=cursor_of, **options)
+    how = {"ids": get_ids, "send": send, "cursor": cursor_of, **options}
+    return case.runtime.train(batches, read_ahead=None if options.get("background") else True, **how)
 
 
 def state_extra(case):
@@ -126,7 +127,7 @@ def test_values_of_a_cursor(tmp_path):
     """Whatever a checkpoint can hold."""
     given = {"offsets": {3: 2**60, 11: 0}, "names": ["a", ("b", None)], "at": np.arange(3)}
     case = Case(options={"depth": 2})
-    with case.runtime.train(stream(), ids=get_ids, send=send, cursor=lambda batch: given) as loop:
+    with case.runtime.train(stream(), ids=get_ids, send=send, cursor=lambda batch: given, read_ahead=True) as loop:
         case.step(*next(loop))
         case.runtime.save(tmp_path / "saved", extra=1)
     other = Case(options={"depth": 2})

@@ -43,16 +43,16 @@ def train(folder, frames, *, keys=None, window=16, depth=2, cache=0, accumulate=
     one, other = make_tables(folder, frames, keys, window)
     seen = []
     with Runtime({"one": Feature(one), "other": Feature(other)}, device="cpu", depth=depth, cache=cache) as runtime:
-        loop = runtime.train(growing(0), ids=dict, accumulate=accumulate)
+        loop = runtime.train(growing(0), ids=dict, accumulate=accumulate, read_ahead=True)
         for step, (batch, rows) in enumerate(loop):
             total = rows["one"].square().sum() + (rows["other"] * torch.arange(DIM)).sum()
             total.backward()
             seen.append(total.item())
             if inner and step % 4 == 2:  # larger than any batch of the loop so far
-                for _, scored in runtime.predict(growing(1, 3, 2_900), ids=dict):
+                for _, scored in runtime.predict(growing(1, 3, 2_900), ids=dict, read_ahead=True):
                     seen.append(float(scored["one"].sum() + scored["other"].sum()))
                 seen.append(float(runtime.lookup(batch)["one"].sum()))
-        for _, scored in runtime.predict(growing(2, 3, 2_900), ids=dict):
+        for _, scored in runtime.predict(growing(2, 3, 2_900), ids=dict, read_ahead=True):
             seen.append(float(scored["one"].sum()))
     ids = np.arange(ROWS)
     return (one, other), [seen, *(table.lookup(ids).tobytes() for table in (one, other))]

@@ -11,14 +11,12 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import hostdev
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.loop import NonFiniteError
-from hostdev.runtime.pending import join_ids
 from tests.combinations import pairs_first
 from tests.conftest import ROOT
 from tests.runtime.cases import (
@@ -58,6 +56,8 @@ def test_breaking_off(device, depth, cache):
         if rows.step == 3:
             break  # after backward, before its step
         case.adam.step()
+    with pytest.warns(UserWarning, match="gradients were left without a step: .* in its step 3,"):
+        case.runtime.write_back()
     for label, rows in itertools.islice(case.loop(batches[8:]), 4):
         case.step(label, rows)
     assert threads() == set()
@@ -122,7 +122,9 @@ def test_an_error_before_the_step_comes_in_its_turn(device, depth, cache, where)
 
     case = Case(device, options={"depth": depth, "cache": cache})
     with pytest.raises(OSError, match=f"in the {where}"):
-        for label, rows in case.runtime.train(Loader() if where == "iter" else loader(), ids=ids_of, send=send_of):
+        for label, rows in case.runtime.train(
+            Loader() if where == "iter" else loader(), ids=ids_of, send=send_of, read_ahead=True
+        ):
             time.sleep(0.003)
             case.step(label, rows)
     done = 0 if where == "iter" else 5
@@ -376,7 +378,7 @@ SCRIPT = """
 import numpy as np, torch, hostdev
 table = hostdev.HostTable(100, 8, hostdev.SGD(lr=0.1), name="t")
 runtime = hostdev.Runtime({"ids": table}, device="cpu", depth=2, cache="10%")
-loops = [runtime.train({"ids": np.arange(10)} for _ in range(50))]
+loops = [runtime.train(({"ids": np.arange(10)} for _ in range(50)), read_ahead=True)]
 for batch, rows in loops[0]:
     rows["ids"].sum().backward()
     if rows.step == 3:
@@ -399,11 +401,3 @@ def test_a_program_that_ends_within_a_loop():
 
 def test_the_file_is_where_it_says():
     assert Path(hostdev.__file__).resolve().parent.parent == ROOT
-
-
-@pytest.mark.parametrize(("last", "dtype"), [(2**31 - 1, np.int32), (2**31, np.int64)])
-def test_ids_that_wait_keep_their_values(last, dtype):
-    """Rows of a loop with int64 ids wait for a loop whose batches have int32 ids."""
-    found = join_ids([np.array([1], np.int32), np.array([2], np.int32)], np.array([last], np.int64))
-    assert [ids.tolist() for ids in found] == [[1], [2], [last]]
-    assert {ids.dtype for ids in found} == {np.dtype(dtype)}

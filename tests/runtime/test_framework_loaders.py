@@ -8,6 +8,8 @@ from tests.frameworks.cases import adam, ids, loader, loss_of, make_runtime, mak
 
 
 class Stream(IterableDataset):
+    own_generators = False
+
     def __iter__(self):
         return iter(loader().dataset)
 

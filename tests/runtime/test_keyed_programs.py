@@ -255,6 +255,8 @@ class Real:
                 if stepped:
                     loss = (rows["a"] * torch.from_numpy(ga)).sum() + (rows["h"] * torch.from_numpy(gh)).sum()
                     loss.backward()
+            if stepped:
+                self.runtime.optimizer.step()
             if kind == "step":
                 if expected.gone:
                     self.gone.append(expected.gone)

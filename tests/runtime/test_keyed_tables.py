@@ -425,10 +425,8 @@ def test_uses_that_are_refused():
             program.keyed.erase([1])
         program.loss(batch, rows).backward()
         break  # the dense optimizer has gradients, but no step was taken
-    assert len(program.keyed) == 0
-    with pytest.raises(ValueError, match=r"call the optimizer's zero_grad\(\)"):
-        program.train(data)
-    program.dense.zero_grad()
+    with pytest.warns(UserWarning, match="gradients were left without a step"):
+        assert len(program.keyed) == 0
     program.train(data)
     with program.runtime.predict(data, ids=ids_of) as loop:
         next(loop)

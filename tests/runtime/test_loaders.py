@@ -52,7 +52,7 @@ def test_a_data_loader(device, workers):
         )
         seen = []
         for _ in range(2):
-            loop = runtime.train(loader)
+            loop = runtime.train(loader, read_ahead=True)
             assert len(loop) == 7
             for batch, rows in loop:
                 seen.append(batch["name"])

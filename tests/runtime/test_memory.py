@@ -40,7 +40,7 @@ def test_memory_is_bounded(depth, window):
 
     cache = None if window is None else hostdev.CacheSpec("20%", window=window)
     case = Case(options={"depth": depth, "cache": cache, "hooks": PipelineHooks(before_stage=hold_up)})
-    loop = case.runtime.train(loader(), ids=ids)
+    loop = case.runtime.train(loader(), ids=ids, read_ahead=True)
     for _ in range(120):
         case.step(*_label_of(next(loop)))
     assert next(loop, None) is None

@@ -1,8 +1,8 @@
 """Random numbers that a user's program draws while batches are read, and in the loop's body: the same at any depth."""
 
+import contextlib
 import functools
 import random
-import sys
 from random import randrange
 
 import numpy as np
@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hostdev
-from hostdev.runtime.open_loops import AbandonedLoopError
+from hostdev.runtime.own_generators import find_unknown
 from tests.runtime.cases import differing, tables_state
 
 MODES = [(0, None), (2, None), (4, None), (2, "10%"), (0, "50%"), (2, hostdev.CacheSpec("30%", "lru"))]
 STEPS, SIZE, ROWS = 9, 16, 200
+SHARED = np.random.default_rng(2)
 BATCHES = [np.random.default_rng(i).integers(0, ROWS, SIZE) for i in range(STEPS)]
 DRAWS = {
     "torch": lambda: torch.randint(0, ROWS, (SIZE,)),
@@ -133,8 +134,8 @@ def test_loaders_that_draw(what):
         program = Program(depth, cache)
         seed_all()
         loader = make()
-        program.epoch(loader, ids, 3)
-        program.epoch(loader, ids)  # an iterator goes on where the loop before has left it
+        program.epoch(loader, ids, 3, read_ahead=True)
+        program.epoch(loader, ids, read_ahead=True)  # an iterator goes on where the loop before has left it
         found.append(program.state())
     assert all(one == found[0] for one in found[1:])
 
@@ -196,7 +197,7 @@ def test_saved_in_a_loop_and_resumed(tmp_path, what):
 
     whole = Program(2, None)
     seed_all()
-    whole.epoch(batches(0), ids, after=lambda number: save(whole, 4, number))
+    whole.epoch(batches(0), ids, after=lambda number: save(whole, 4, number), read_ahead=True)
     for depth, cache in MODES[:4]:
         resumed = Program(depth, cache)
         extra = resumed.runtime.load(tmp_path)
@@ -205,13 +206,16 @@ def test_saved_in_a_loop_and_resumed(tmp_path, what):
         key, *rest = extra["NumPy"]
         np.random.set_state(("MT19937", key.numpy().astype(np.uint32), *rest))
         random.setstate((3, tuple(extra["python"]), None))
-        resumed.epoch(batches(4), ids)
+        resumed.epoch(batches(4), ids, read_ahead=True)
         assert resumed.state() == whole.state()
 
 
+def slow(kind):
+    return pytest.warns(UserWarning, match=f"does not read ahead, .* uses a {kind}, .* read_ahead=True, or set own_gen")
+
+
 def test_a_generator_of_the_programs_own_that_both_use():
-    """What reading and the body draw from it would depend on the depth: refused; where only one draws it is right."""
-    shared = np.random.default_rng(0)
+    """What reading and the body draw from it is what they draw at depth 0, as nothing is read ahead; which is told."""
 
     class Loader:
         def __init__(self):
@@ -221,31 +225,42 @@ def test_a_generator_of_the_programs_own_that_both_use():
             for batch in BATCHES:
                 yield {"positive": batch, "negative": torch.randint(0, ROWS, (SIZE,), generator=self.source)}
 
-    def through(loader, ids, body, **options):
-        for _, rows in Program(**{"depth": 2, "cache": None}).runtime.train(loader, ids=ids, **options):
-            (rows["negative"].sum() * float(body())).backward()
+    def through(make, kind, mode, **options):
+        program = Program(*mode)
+        loader, ids, body = make()
+        with slow(kind) if mode[0] and not options else contextlib.nullcontext():
+            for _, rows in program.runtime.train(loader, ids=ids, **options):
+                (rows["negative"].sum() * float(body())).backward()
+        return tables_state([program.table])
 
-    ids = drawn_ids(lambda: shared.integers(0, ROWS, SIZE))
-    with pytest.raises(
-        ValueError, match=r"the same Generator as the loop's body, and the loop reads ahead: .* read_ahead=0"
-    ):
-        through(BATCHES, ids, shared.random)
-    through(BATCHES, ids, shared.random, read_ahead=0)
-    through(BATCHES, ids, np.random.default_rng(0).random)
-    loader = Loader()
-    with pytest.raises(ValueError, match="draws from the same Generator"):
-        through(loader, None, functools.partial(torch.rand, (), generator=loader.source))
-    through(Loader(), None, functools.partial(torch.rand, (), generator=loader.source))
-    own = random.Random(3)
-    mapped = map(lambda batch: {"positive": batch, "negative": [own.randrange(ROWS) for _ in batch]}, BATCHES)  # noqa: C417
-    with pytest.raises(ValueError, match="draws from the same Random"):
-        through(mapped, None, own.random)
-    order = torch.Generator().manual_seed(0)  # reading draws from it before the body does
-    data = DataLoader(torch.utils.data.TensorDataset(torch.arange(80) % ROWS), SIZE, shuffle=True, generator=order)
-    for _, rows in Program(2, None).runtime.train(data, ids=lambda b: {"positive": b[0], "negative": b[0]}):
-        (rows["negative"].sum() * torch.rand((), generator=order)).backward()
-        if rows.step == 2:
-            break
+    def in_ids():
+        shared = np.random.default_rng(0)
+        return BATCHES, drawn_ids(lambda: shared.integers(0, ROWS, SIZE)), shared.random
+
+    def in_loader():
+        loader = Loader()
+        return loader, None, functools.partial(torch.rand, (), generator=loader.source)
+
+    def in_map():
+        own = random.Random(3)
+        batches = map(lambda batch: {"positive": batch, "negative": [own.randrange(ROWS) for _ in batch]}, BATCHES)  # noqa: C417
+        return batches, None, own.random
+
+    def in_sampler():
+        order = torch.Generator().manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.arange(80) % ROWS)
+        loader = DataLoader(data, SIZE, shuffle=True, generator=order)
+        return loader, by_place, functools.partial(torch.rand, (), generator=order)
+
+    for make, kind in ((in_ids, "Generator"), (in_loader, "Loader"), (in_map, "map"), (in_sampler, "Generator")):
+        wanted = through(make, kind, MODES[0])
+        for mode in (MODES[1], MODES[3]):
+            assert differing(through(make, kind, mode), wanted) == []
+        assert differing(through(make, kind, MODES[1], read_ahead=0), wanted) == []
+
+
+def by_place(batch):
+    return {"positive": batch[0], "negative": batch[0]}
 
 
 OWN = {
@@ -259,6 +274,8 @@ OWN = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the loop over runtime.train.. does not read ahead")
+@pytest.mark.filterwarnings("ignore:the last batch's gradients were left")
 @pytest.mark.parametrize("kind", OWN)
 @pytest.mark.parametrize("reads", ["loader", "ids", "loader and ids", "iterator", "iterator and ids"])
 def test_a_loop_that_is_left_has_drawn_no_further(kind, reads):
@@ -297,71 +314,108 @@ def test_a_loop_that_is_left_has_drawn_no_further(kind, reads):
             assert differing(found[1], wanted[1]) == [], mode
 
 
-def test_a_loop_that_is_left_after_a_draw_that_would_be_another(monkeypatch):
-    """Before a `break`, or between two loops over one iterator: said, at the latest by the runtime's next call."""
+class Drawn(Dataset):
+    """Samples of a generator that they hold."""
 
-    def through(runtime, batches, ids, *, draw):
-        for _, rows in runtime.train(batches, ids=ids):
-            rows["negative"].sum().backward()
-            if rows.step == 2:
-                draw()
-                return
+    def __init__(self):
+        self.own = np.random.default_rng(0)
 
-    own = np.random.default_rng(0)
-    runtime = Program(2, None).runtime
-    printed = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda raised: printed.append(str(raised.exc_value)))
-    through(runtime, BATCHES, drawn_ids(lambda: own.integers(0, ROWS, SIZE)), draw=own.random)
-    assert len(printed) == 1
-    assert "the same Generator as the loop's body" in printed[0]
-    with pytest.raises(
-        AbandonedLoopError, match="ValueError: .*draws from the same Generator as the loop's body"
-    ) as caught:
-        runtime.write_back()
-    assert isinstance(caught.value.__cause__, ValueError)
-    assert str(caught.value.__cause__) == printed[0]
+    def __len__(self):
+        return STEPS * SIZE
 
-    iterator = ({"positive": batch, "negative": own.integers(0, ROWS, SIZE)} for batch in BATCHES)
-    through(runtime, iterator, None, draw=lambda: None)
-    own.random()
-    with pytest.raises(ValueError, match="the same Generator as the code between two loops"):
-        through(runtime, iterator, None, draw=lambda: None)
+    def __getitem__(self, at):
+        return at % ROWS, int(self.own.integers(0, ROWS))
 
 
-class Slotted:
-    """A loader without `__dict__`, whose class inherits how it is read."""
-
-    __slots__ = ("own",)
-
-    def __init__(self, own):
-        self.own = own
-
-    def __iter__(self):
-        return ({"positive": batch, "negative": self.own.integers(0, ROWS, SIZE)} for batch in BATCHES)
+class Declared(Drawn):
+    own_generators = False
 
 
-class Inheriting(Slotted):
-    __slots__ = ()
+def test_what_is_read_ahead():
+    """Containers of batches, torch's loaders, functions of data; and what the program declares."""
+    own, names, data = np.random.default_rng(0), ["positive"], torch.utils.data.TensorDataset(torch.arange(9))
 
-
-def test_where_a_generator_may_be():
-    """In a default of a keyword, a slot, an inherited method; and variables that have no value yet."""
-    own = np.random.default_rng(0)
+    def of_data(batch, scale=2.0, kept=(len, torch.stack, randrange, np.random.rand)):
+        return {name: [by_place(batch), scale, kept] for name in names}
 
     def by_keyword(batch, *, rng=own):
-        return {"positive": batch, "negative": rng.integers(0, ROWS, SIZE)}
+        return rng.integers(batch)
 
-    for loader, ids in ((BATCHES, by_keyword), (Inheriting(own), None)):
-        with pytest.raises(ValueError, match="the same Generator as the loop's body"):
-            for _, rows in Program(2, None).runtime.train(loader, ids=ids):
-                (rows["negative"].sum() * own.random()).backward()
+    def nested(batch):
+        return [by_keyword(one) for one in batch]
 
     def unset(batch):
-        return {"positive": batch, "negative": later if batch is None else batch}
+        return later
 
-    assert sum(1 for _ in Program(2, None).runtime.train(BATCHES, ids=unset)) == STEPS
+    def of_the_module(batch):
+        return [SHARED.integers(batch) for _ in batch]
+
+    module, drawing = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    drawing.own = own
+
+    def reading(count, draw=None):
+        rng = np.random.default_rng(1)
+        for batch in BATCHES[:count]:
+            yield draw(rng.integers(9)) if draw else batch
+
+    begun = reading(3)
+    next(begun)
+    known = [
+        *(reading(3), reading(3, of_data), (batch for batch in BATCHES), (one for one in reading(2))),
+        *(BATCHES, tuple(BATCHES), iter(BATCHES), DataLoader(data, 2, shuffle=True), DataLoader(BATCHES)),
+        DataLoader(torch.utils.data.ConcatDataset([data, torch.utils.data.Subset(data, [1])]), sampler=[1, 2]),
+        *(DataLoader(Drawn(), num_workers=2), DataLoader(Declared()), Declared()),
+    ]
+    assert [find_unknown(loader, [of_data, None, unset, module.forward]) for loader in known] == [None] * len(known)
+    order = torch.Generator()
+    drawn = Drawn()
+    batches = iter(map(len, BATCHES))
+    for loader, unknown in [
+        (DataLoader(data, generator=order), order),
+        (DataLoader(data, sampler=torch.utils.data.RandomSampler(data, generator=order)), order),
+        (DataLoader(drawn), drawn),
+        (DataLoader(torch.utils.data.Subset(drawn, [1])), drawn),
+        (DataLoader(data, collate_fn=by_keyword), own),
+        (batches, batches),
+        (begun, begun),
+        (reading(3, by_keyword), own),
+        ((own.integers(len(batch)) for batch in BATCHES), own),
+    ]:
+        assert find_unknown(loader, [of_data]) is unknown
+    for function, unknown in [
+        (by_keyword, own),
+        (nested, own),
+        (of_the_module, SHARED),
+        (drawing.forward, own),
+        (own.integers, own),
+        (functools.partial(of_data, scale=own), own),
+        (drawn.__getitem__, drawn),
+        (drawn, drawn),
+    ]:
+        assert find_unknown(BATCHES, [None, function]) is unknown
     later = None
     assert later is None
+
+
+def test_a_loop_says_once_that_it_does_not_read_ahead():
+    runtime, read = Program(2, None).runtime, []
+
+    class Batches:
+        def __iter__(self):
+            for batch in BATCHES:
+                read.append(batch)
+                yield {"positive": batch, "negative": batch}
+
+    def count(ahead, **options):
+        read.clear()
+        numbers = enumerate(runtime.predict(Batches(), **options), 1)
+        assert max(len(read) - number for number, _ in numbers) == ahead
+
+    count(2, read_ahead=True)
+    count(0, read_ahead=0)
+    with slow("Batches"):
+        count(0)
+    count(0)
 
 
 def test_pythons_generator_by_the_name_of_its_method():
@@ -372,8 +426,9 @@ def test_pythons_generator_by_the_name_of_its_method():
         program, seen = Program(*mode), []
         iterator = ({"positive": batch, "negative": [randrange(ROWS) for _ in batch]} for batch in BATCHES)
         for _ in range(2):
-            for batch, rows in program.runtime.train(iterator):
+            for batch, rows in program.runtime.train(iterator, read_ahead=True):
                 rows["negative"].sum().backward()
+                program.runtime.optimizer.step()
                 seen.append((batch["negative"], randrange(ROWS)))
                 if rows.step in (2, 5):
                     break
@@ -381,6 +436,7 @@ def test_pythons_generator_by_the_name_of_its_method():
     assert found[0] == found[1]
 
 
+@pytest.mark.filterwarnings("ignore:the loop over runtime.train.. does not read ahead")
 def test_going_on_after_a_step_that_came_to_nothing():
     """An iterator whose loader draws from a generator of its own: nobody else has drawn from it."""
     found = []
@@ -408,6 +464,7 @@ def test_two_iterators_in_turn():
         for which in (0, 1, 0, 1, 1, 0):
             for batch, rows in program.runtime.train(iterators[which]):
                 rows["positive"].sum().backward()
+                program.runtime.optimizer.step()
                 seen.append(batch["positive"][0])
                 if rows.step % 2 == 0:
                     break

@@ -9,6 +9,7 @@ it in `ACTIONS`.
 """
 
 import contextlib
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +124,7 @@ class Freeze:
 
 @dataclass(frozen=True)
 class Look:
-    """What `lookup`, or a loop over `predict`, sees of all rows; it counts the batch as over where that may be."""
+    """What `lookup`, or a loop over `predict`, sees of all rows."""
 
     how: str
 
@@ -209,7 +210,7 @@ class OneLoop:
 class Program:
     """Loops one after the other."""
 
-    with_dense: bool
+    optimizer: str  # that steps: "dense", "tables", or "none", where the tables step as the loop goes on
     at_table: bool  # it sets rates there
     loops: tuple
 
@@ -231,7 +232,8 @@ def programs(draw):
         st.sampled_from(["break", "break", "raise before", "raise after"]),
         st.booleans(),
     )
-    return Program(draw(st.booleans()), draw(st.booleans()), draw(st.lists(loop, min_size=1, max_size=3).map(tuple)))
+    optimizer = st.sampled_from(["dense", "dense", "tables", "none"])
+    return Program(draw(optimizer), draw(st.booleans()), draw(st.lists(loop, min_size=1, max_size=3).map(tuple)))
 
 
 def run(program, device, depth, cache):
@@ -239,7 +241,8 @@ def run(program, device, depth, cache):
     tables = [hostdev.HostTable(ROWS, 1, hostdev.SGD(lr=1.0), name=name, init=hostdev.Constant(0.0)) for name in "tu"]
     runtime = hostdev.Runtime({"x": tables[0], "y": tables[1]}, device=device, depth=depth, cache=cache)
     d = nn.Parameter(torch.zeros(1, device=device))
-    it = Hostdev(*tables, runtime, d, torch.optim.SGD([d], lr=1.0) if program.with_dense else None, program.at_table)
+    dense = torch.optim.SGD([d], lr=1.0) if program.optimizer == "dense" else None
+    it = Hostdev(*tables, runtime, d, dense, program.at_table)
     seen, held = [], []
 
     def body(one, rows, ends):
@@ -248,7 +251,9 @@ def run(program, device, depth, cache):
         if ends == "raise before":
             raise BodyError
         steps = rows.is_due
-        if steps and it.dense is not None:
+        if steps and program.optimizer == "tables":
+            runtime.optimizer.step()
+        elif steps and it.dense is not None:
             it.dense.step()
             it.dense.zero_grad()
         if steps:
@@ -270,15 +275,18 @@ def run(program, device, depth, cache):
         if one.held:
             held.pop().close()
         del loop
-        seen.append([table.lookup(np.arange(ROWS))[:, 0].tolist() for table in tables])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            seen.append([table.lookup(np.arange(ROWS))[:, 0].tolist() for table in tables])
+        seen.append(["gradients were left without a step" in str(one.message) for one in caught])
     return seen, d.item(), [table.step for table in tables]
 
 
 def plain(program):
-    """Return the same of torch, whose tables take their step with the dense side, or else at the end of the body."""
+    """Return the same of torch, whose tables take their step with an optimizer's, or else as the loop goes on."""
     parameters = [nn.Parameter(torch.zeros(ROWS, 1)) for _ in range(2)]
     d = nn.Parameter(torch.zeros(1))
-    dense = torch.optim.SGD([d], lr=1.0) if program.with_dense else None
+    dense = torch.optim.SGD([d], lr=1.0) if program.optimizer == "dense" else None
     it, seen, steps = Torch(*parameters, {"t": 1.0, "u": 1.0}, d, dense), [], {"t": 0, "u": 0}
 
     def take_step():
@@ -293,29 +301,26 @@ def plain(program):
     for one in program.loops:
         for number, each in enumerate(one.bodies, 1):
             first = (number - 1) // one.together * one.together  # of the bodies that make a step
-            alone = len(one.bodies[first : first + one.together]) == 1
             it.ids = each.ids
             if number - 1 == first:
                 it.frozen_now, it.came = set(it.frozen), False
             ends = one.how if number == one.leave_at else ""
             seen.extend(action.on_torch(it) for action in each.before)
             due = (number % one.together == 0 or number == len(one.bodies)) and ends != "raise before"
-            if due and dense is not None:
+            if due and program.optimizer != "none":
                 it.rates_now = dict(it.rates)
-                dense.step()
-                dense.zero_grad()
+                if dense is not None:
+                    dense.step()
+                    dense.zero_grad()
                 take_step()
-            for action in each.after if due else ():
-                if isinstance(action, Look) and it.came:  # it sees the batch as over
-                    take_step()
-                seen.append(action.on_torch(it))
-            if due and it.came and ends != "raise after":
-                take_step()
+            seen.extend(action.on_torch(it) for action in (each.after if due else ()))
             if ends:
-                if dense is None and alone and it.came:  # the body has raised, and its step is not made
-                    it.table.grad = it.other.grad = None
                 break
+            if due and it.came:
+                take_step()
         seen.append([table[:, 0].tolist() for table in parameters])
+        seen.append([True] * it.came)  # it was left without a step, which is told, and is dropped
+        it.table.grad, it.other.grad, it.came = None, None, False
     return seen, d.item(), list(steps.values())
 
 

@@ -80,6 +80,7 @@ def parts(batch):
 def train(loader, depth, cache=None, send=None, accumulate=1, **options):
     table = hostdev.HostTable(ROWS, 1, hostdev.SGD(lr=1.0), name="t", init=hostdev.Constant(0.0))
     runtime = hostdev.Runtime({"id": table}, device="cpu", depth=depth, cache=cache)
+    options = {"read_ahead": True, **options}
     loop = runtime.train(loader, ids=lambda b: {"id": parts(b)[0]}, send=send, accumulate=accumulate, **options)
     for batch, rows in loop:
         scale = torch.as_tensor(batch if send else parts(batch)[1])
@@ -106,7 +107,7 @@ def test_what_is_right_without_reading_ahead_is_refused_with_it(loader, kind):
 def test_a_batch_that_was_changed_is_not_given_out(options):
     """The error comes in its place, and not in that of the batch that was read over it: the loop may be left there."""
     given, options = [], dict(options)
-    together = {"accumulate": options.pop("accumulate")} if "accumulate" in options else {}
+    together = {"accumulate": options.pop("accumulate", 1), "read_ahead": True}
     table = hostdev.HostTable(ROWS, 1, hostdev.SGD(lr=1.0), name="t", init=hostdev.Constant(0.0))
     runtime = hostdev.Runtime({"id": table}, device="cpu", **options)
     with pytest.raises(ValueError, match="has changed an earlier batch"):
@@ -153,7 +154,7 @@ def loader():
         ids[:] = -1
 table = hostdev.HostTable(5000, 8, hostdev.LazyAdam(), name="t")
 runtime = hostdev.Runtime({"id": table}, device="cpu", depth=3)
-for batch, rows in runtime.train(loader(), ids=lambda batch: batch, send=lambda batch: ()):
+for batch, rows in runtime.train(loader(), ids=lambda batch: batch, send=lambda batch: (), read_ahead=True):
     rows["id"].sum().backward()
 print(table.step)
 """
@@ -197,13 +198,13 @@ def test_how_far_a_loop_reads_ahead():
                 read.append(number)
                 yield {"id": IDS[number % STEPS]}
 
-        for given, (_, rows) in enumerate(runtime.train(batches(), **how), 1):
+        for given, (_, rows) in enumerate(runtime.train(batches(), **{"read_ahead": True, **how}), 1):
             seen.append(len(read) - given)
             rows["id"].sum().backward()
         assert max(seen) == most, (options, how)
         assert len(read) == 80
     runtime = hostdev.Runtime({"id": table}, device="cpu")
-    for wrong in (-1, 1.5, True, "2"):
+    for wrong in (-1, 1.5, False, "2"):
         with pytest.raises(ValueError, match="read_ahead .* number of batches, 0 or more, not"):
             runtime.train([], read_ahead=wrong)
     with pytest.raises(ValueError, match="read_ahead has no effect with background=True"):

@@ -132,7 +132,7 @@ def test_clips_that_leave_the_rows_out(name):
             clip([*case.model.parameters(), *rows.parameters()])
             get_total_norm([p.grad for p in case.model.parameters()])
             case.adam.step()
-    assert [str(one.message).split()[0] for one in caught] == [name.split()[0]] * 2
+    assert ["clipped without the batch's rows" in str(one.message) for one in caught] == [True] * 2
     assert {one.filename for one in caught} == {__file__}
     assert torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype is before
     clip(case.model.parameters())  # no loop is open

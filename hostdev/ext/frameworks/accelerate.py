@@ -64,13 +64,8 @@ _readers: list[_Reports] = []  # one recorder for each thread that is reading a 
 _original: Callable[[Any], None]  # accelerate's own `begin`, while a replacement is installed
 
 
-def is_imported() -> bool:
-    """Return whether the program has imported accelerate."""
-    return "accelerate.data_loader" in sys.modules
-
-
 class States:
-    """accelerate's state for each batch that was read but not yet yielded.
+    """The `runtime.reading.LoaderStates` of accelerate.
 
     One thread at a time reads batches; the loop's thread yields them in the same order.
     """
