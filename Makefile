@@ -13,11 +13,16 @@ export PYTHONDONTWRITEBYTECODE :=
 train: $(VENV)/.ready
 	@$(BIN)/python -m hostdev.train.quickstart $(if $(CRITEO),--criteo "$(CRITEO)") $(ARGS)
 
-# The rungs, the quickest first. Each test is in one of them.
-test: checks test-fast test-processes test-device wheel
+# The rungs, the quickest first. Each test is in one of them. What waits for no test runs beside those that wait most.
+test: $(VENV)/.ready
+	@$(MAKE) --no-print-directory --jobs 2 kernels
+	@$(MAKE) --no-print-directory test-fast
+	@$(MAKE) --no-print-directory --jobs 2 test-processes types docs
+	@$(MAKE) --no-print-directory --jobs 2 test-device wheel
 
 # Two tests at a time. Torch's threads of one must not spin while they wait: the other's would have no core.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
+# All durations are in build/durations; `python -m tests.durations` prints the slowest.
+PYTEST = HOSTDEV_DURATIONS=$@ OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The tests of the first rung: kernels, core, and the contracts of tables, data and the runtime.
 FAST := tests/host \
@@ -42,21 +47,27 @@ test-processes: $(VENV)/.ready
 	$(PYTEST) -m "not slow" $(FAST:%=--ignore=%)
 
 # On a simulated accelerator, in a process of its own: it is registered with torch for the whole process.
-ON_DEVICE := $(PYTEST) -p tests.standin.plugin
+ON_DEVICE = $(PYTEST) -p tests.standin.plugin
+# The files with a function that takes `device`; tests/device/test_faults.py checks that these are all.
+DEVICE_TESTS := $(shell grep -rlE 'def [a-z_0-9]+\([^)]*\bdevice\b' tests --include='test_*.py')
 
 test-device: $(VENV)/.ready
-	$(ON_DEVICE) -m "device and not slow"
+	$(ON_DEVICE) -m "device and not slow" $(DEVICE_TESTS)
 
 # Another Python than this one, for the fast tests: its name, its path, or "none".
 OTHER_PYTHON ?= python3.13
 
+# Python itself starts each process here, which the quick rungs fork (tests/forks.py).
+test-slow: export HOSTDEV_TESTS_EXEC := 1
+
 test-slow: $(VENV)/.ready
 	$(BIN)/python tests/smoke_wheel.py --alone
 	$(PYTEST) -m slow
-	$(ON_DEVICE) -m "device and slow"
-	$(ON_DEVICE) -m "device and (not slow or slow_on_standin)" --standin-schedule eager
-	$(ON_DEVICE) -m "device and (not slow or slow_on_standin)" --standin-schedule random
-	$(ON_DEVICE) -m "device and (not slow or slow_on_standin)" --standin-schedule delayed
+	$(PYTEST) -m "not slow" $(FAST:%=--ignore=%)
+	$(ON_DEVICE) -m "device and slow" $(DEVICE_TESTS)
+	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule eager $(DEVICE_TESTS)
+	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule random $(DEVICE_TESTS)
+	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule delayed $(DEVICE_TESTS)
 	$(BIN)/python tests/versions.py --lowest $(FAST)
 	$(BIN)/python tests/versions.py --python $(OTHER_PYTHON) $(FAST)
 

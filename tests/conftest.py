@@ -3,8 +3,8 @@
 import gc
 import json
 import os
+import shutil
 import signal
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from hostdev.core import cli
+from hostdev.core.locks import await_lock, unlock
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.models.wide_deep.network import WideDeep
+from tests import drawn, durations, forks
 from tests.data import movies
 
 TORCH_THREADS = torch.get_num_threads()
@@ -28,6 +30,24 @@ ROOT = Path(__file__).resolve().parent.parent
 # A shell without job control makes its background jobs ignore Ctrl-C, and their children, the tests' processes, too.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    durations.configure(config)
+
+
+def pytest_report_header():
+    return f"{drawn.VARIABLE}={drawn.seed()}"
+
+
+def pytest_unconfigure():
+    forks.stop()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Tell a worker of pytest-xdist the file of this run."""
+    node.workerinput[durations.VARIABLE] = node.config.durations_file
 
 
 @pytest.hookimpl(trylast=True)
@@ -51,7 +71,9 @@ def _restore_threads():
 @pytest.fixture(autouse=True)
 def _no_pictures(request, monkeypatch):
     """A picture takes a good part of a small training's time; tests that look at it are marked `draws`."""
-    if request.node.get_closest_marker("draws") is None:
+    draws = request.node.get_closest_marker("draws") is not None
+    monkeypatch.setattr(forks, "pictures", draws)
+    if not draws:
         monkeypatch.setattr("hostdev.train.curve.draw", lambda path, *of_run: path.write_bytes(b""))
 
 
@@ -88,6 +110,26 @@ def pytest_collection_modifyitems(items):
             item.add_marker("device")
         if "tests.standin.plugin" in sys.modules and item.get_closest_marker("slow_on_standin"):
             item.add_marker("slow")
+    if "tests.standin.plugin" in sys.modules:
+        drawn.mark_on_standin(items)
+    drawn.mark(items)
+
+
+def made_once(factory, name, make):
+    """Return a folder that is filled by `make(folder)`, once for all workers of this run, which must not change it."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / f"once-{name}"
+    with (root / f"once-{name}.lock").open("w") as file:
+        await_lock(file)
+        if not (folder / ".made").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # it failed
+            folder.mkdir()
+            make(folder)
+            (folder / ".made").touch()
+        unlock(file)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -102,20 +144,24 @@ def criteo_sample():
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory):
     """A synthetic data set of 4,000 rows in several shards. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("small") / "data"
-    build(Synthetic(4000, 1), folder, Options(threshold=2, rows_per_shard=1500))
-    return folder
+
+    def make(folder):
+        build(Synthetic(4000, 1), folder / "data", Options(threshold=2, rows_per_shard=1500))
+
+    return made_once(tmp_path_factory, "small", make) / "data"
 
 
 @pytest.fixture(scope="session")
 def films(tmp_path_factory):
     """A data set of films: columns, bags, and a history that shares the items' ids. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("films")
-    made = movies.make(rows=3000, users=80, items=60).write_csv(folder / "films.csv")
-    table = ["table", made, "--out", folder / "data", "--label", "liked", "--numeric", "age"]
-    flags = ["--categorical", "user,item", "--bag", "genres=|", "--bag", "history= ", "--share", "history=item"]
-    preprocess.main(list(map(str, [*table, *flags])))
-    return folder / "data"
+
+    def make(folder):
+        made = movies.make(rows=3000, users=80, items=60).write_csv(folder / "films.csv")
+        table = ["table", made, "--out", folder / "data", "--label", "liked", "--numeric", "age"]
+        flags = ["--categorical", "user,item", "--bag", "genres=|", "--bag", "history= ", "--share", "history=item"]
+        preprocess.main(list(map(str, [*table, *flags])))
+
+    return made_once(tmp_path_factory, "films", make) / "data"
 
 
 @pytest.fixture
@@ -131,7 +177,7 @@ def command(tmp_path):
     """Run `python -m MODULE ARGUMENTS` in an empty folder, with an empty cache folder."""
 
     def run(module, *arguments, cwd=tmp_path, **options):
-        return subprocess.run(
+        return forks.run(
             [sys.executable, "-m", module, *map(str, arguments)],
             cwd=cwd,
             env=environment(tmp_path),

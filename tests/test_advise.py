@@ -4,7 +4,6 @@ import functools
 import itertools
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from hostdev.ext.advice.cache import rates
 from hostdev.ext.advice.cache.curves import Group, Point, recommend
 from hostdev.models.wide_deep.network import WideDeep
 from hostdev.train.summary import get_host_costs
+from tests import forks
 from tests.conftest import ROOT
 
 
@@ -315,7 +315,7 @@ def test_an_earlier_picture_stays(tmp_path, monkeypatch):
 def test_a_mesh_for_two_processes(tmp_path, small_data):
     """Two processes measure, and the first prints the table."""
     options = ["--data", small_data, "--mesh", 2, "--micro-batches", 4, "--batch-size", 200, "--emb-dim", 4]
-    made = subprocess.run(
+    made = forks.run(
         [sys.executable, "-m", "hostdev.advise", *map(str, options), "--device", "cpu"],
         cwd=tmp_path,
         text=True,

@@ -13,6 +13,7 @@ import pytest
 from hostdev.core import cli
 from hostdev.train import interrupt
 from hostdev.train.interrupt import GracefulStop
+from tests import forks
 from tests.conftest import ROOT, environment
 
 
@@ -41,7 +42,7 @@ def test_nothing_outlives_the_context(signalled):
 
 
 def script(tmp_path, text):
-    process = subprocess.run(
+    process = forks.run(
         [sys.executable, "-c", text],
         cwd=tmp_path,
         env=environment(tmp_path),

@@ -21,6 +21,7 @@ from hostdev.distributed.world import ALONE_WORLD
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.parallel import saving
 from hostdev.ext.predict import cli as predict
+from tests import forks
 
 ODD = Path(os.fsdecode(b"caf\xe9"))  # in Latin-1
 
@@ -42,7 +43,7 @@ def run(module, *arguments):
 def test_from_text_to_probabilities(odd):
     write_text(Synthetic(1000, 5), odd / "raw.txt")
     command = [sys.executable, "-m", "hostdev.data.preprocess", "criteo", odd / "raw.txt", "--out", odd / "data"]
-    done = subprocess.run(command, capture_output=True, check=True)
+    done = forks.run(command, capture_output=True, check=True)
     assert done.stdout.startswith(os.fsencode(odd / "data") + b": 908 training and 92 test rows")
     assert run(preprocess, "check", odd / "data") == 0
     assert run(preprocess, "info", odd / "data") == 0
@@ -123,7 +124,7 @@ def test_all_processes_tell_what_has_failed_on_one(odd):
         file.write_text("damaged")
     options += ["--spawn", 2, "--run-dir", "run", "--resume", odd / "c"]
     command = [sys.executable, "-m", "hostdev.train", *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = forks.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     told = "no checkpoint in caf\\udce9/c is valid; the newest: caf\\udce9/c/step-"
     assert f"hostdev.train: error: rank 0 of 2: {told}" in done.stderr

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -21,6 +20,7 @@ from hostdev.ext.predict import cli as predict
 from hostdev.ext.verify import cli as verify
 from hostdev.host.disk import segments as segments_module
 from hostdev.kernels import disk_records
+from tests import forks
 from tests.conftest import digest_of
 from tests.data import events
 
@@ -102,7 +102,7 @@ def test_by_two_processes(run, every, tmp_path):
     run(train, *trained, "--run-dir", "one")
     here = [*trained, "--table-dir", "disk", "--table-memory", "9MiB"]
     command = [sys.executable, "-m", "hostdev.train", *here, "--spawn", 2, "--run-dir"]
-    assert not subprocess.run(list(map(str, [*command, "two"])), check=False).returncode
+    assert not forks.run(list(map(str, [*command, "two"])), check=False).returncode
     assert digest_of(tmp_path / "one") == digest_of(tmp_path / "two")
     middle = sorted((tmp_path / "two/checkpoints").glob("step-*"))[0]
     assert any("1-segment-" in each.name for each in middle.rglob("*"))
@@ -110,7 +110,7 @@ def test_by_two_processes(run, every, tmp_path):
         run(train, *more, "--run-dir", name, "--resume", middle)
         assert digest_of(tmp_path / name) == digest_of(tmp_path / "one")
     middle = sorted((tmp_path / "disk again/checkpoints").glob("step-*"))[-2]
-    assert not subprocess.run(list(map(str, [*command, "two again", "--resume", middle])), check=False).returncode
+    assert not forks.run(list(map(str, [*command, "two again", "--resume", middle])), check=False).returncode
     assert digest_of(tmp_path / "one") == digest_of(tmp_path / "two again")
     assert list((tmp_path / "disk").iterdir()) == []
 
@@ -195,7 +195,7 @@ def test_thirty_kills(run, every, tmp_path, kind):
     random, kills = np.random.default_rng(0 if kind == "raw" else 1), 0
     while kills < 15:
         after = float(random.random() ** 2 * 0.6) + 1e-4
-        done = subprocess.run([sys.executable, "-c", KILLED, str(after), *map(str, command)], check=False, text=True)
+        done = forks.run([sys.executable, "-c", KILLED, str(after), *map(str, command)], check=False, text=True)
         assert done.returncode in (0, -signal.SIGKILL)
         if not done.returncode:
             assert digest_of(tmp_path / "one") == digest_of(tmp_path / "whole")

@@ -1,7 +1,6 @@
 """Tables by key from the command line: raw ids, training, resuming, predictions, and what is refused."""
 
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -17,6 +16,7 @@ from hostdev.ext.advice import cli as advise
 from hostdev.ext.predict import cli as predict
 from hostdev.ext.verify import cli as verify
 from hostdev.train import raw_start
+from tests import forks
 from tests.conftest import digest_of
 from tests.data import events
 
@@ -63,7 +63,7 @@ def test_by_two_processes_and_then_by_one(run, data, tmp_path):
         "--checkpoint-every",
         6,
     ]
-    done = subprocess.run(list(map(str, [*command, "--max-steps", 13])), capture_output=True, text=True, check=False)
+    done = forks.run(list(map(str, [*command, "--max-steps", 13])), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     run(train, *every, "--run-dir", "parts", "--resume", "--checkpoint-every", 6)
     assert digest_of(tmp_path / "parts") == digest_of(tmp_path / "whole")
@@ -124,7 +124,7 @@ def test_raw_ids_begin_with_the_rows_of_a_vocabulary(run, data, tmp_path):
     run(train, *every, "--max-steps", 1, "--run-dir", "zeros", "--unknown-ids", "zeros", "--checkpoint-every", 1)
     assert not hostdev.open(tmp_path / "zeros")["vectors"].lookup([-1]).any()
     processes = [sys.executable, "-m", "hostdev.train", *every, "--epochs", 1, "--max-steps", 1, "--micro-batches", 2]
-    done = subprocess.run(
+    done = forks.run(
         list(map(str, [*processes, "--spawn", 2, "--run-dir", "two"])), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
@@ -152,7 +152,7 @@ def test_a_full_table_is_saved(run, in_process, data, tmp_path):
     assert code == 2 and error.count("\n") == 1
     assert "its capacity is 450 rows;" in error and "continue with --resume" in error and "--capacity" in error
     two = [sys.executable, "-m", "hostdev.train", *command, "--spawn", 2, "--run-dir", "two"]
-    done = subprocess.run(list(map(str, two)), capture_output=True, text=True, check=False)
+    done = forks.run(list(map(str, two)), capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.strip() == error.strip().replace("one/", "two/")
     for name in ("one", "two"):
         run(train, *every, "--run-dir", name, "--resume", "--checkpoint-every", 50)

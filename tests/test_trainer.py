@@ -13,7 +13,6 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
-from hostdev.kernels.pool import set_host_threads
 from hostdev.models.wide_deep.network import LAYERS, WideDeep
 from hostdev.train.trainer import Trainer
 from tests.fields import SMALL
@@ -77,31 +76,6 @@ def test_a_rate_of_zero_is_a_rate(small_data):
     for batch in steps:
         step(trainer, batch)
     assert all(map(torch.equal, before, trainer.model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("l2", "precision"),
-    [
-        pytest.param("none", "fp32", marks=pytest.mark.slow_on_standin),
-        pytest.param("batch", "fp32", marks=pytest.mark.slow),
-        ("table", "fp32"),
-        ("batch", "bf16"),
-    ],
-)
-def test_the_same_bits_in_every_mode(device, small_data, l2, precision):
-    rows, steps = batches(small_data, 300, 8 if precision == "fp32" else 4)
-
-    def train(mix, threads, seed=3):
-        set_host_threads(threads)
-        trainer = make(rows, 40, mix=mix, l2=l2, precision=precision, seed=seed, device=device)
-        losses = [step(trainer, batch) for batch in steps]
-        evaluation = trainer.evaluate(steps[:2])
-        return losses, evaluation, trainer.state_sha256()
-
-    first = train(True, 1)
-    for mix, threads in itertools.product((True, False), (1, 2, 5) if precision == "fp32" else (2,)):
-        assert train(mix, threads) == first, (mix, threads)
-    assert train(True, 1, seed=4)[2] != first[2]
 
 
 def test_the_gap_of_the_reference_log(tmp_path):

@@ -26,6 +26,7 @@ from tests.combinations import of_any_ids, pairs_first
 from tests.device import twins
 
 ROWS = 300
+COMPILED = LazyAdam, FTRL, Adagrad  # for slots of 8 bits beside float32 weights; see tests/compile_kernels.py
 
 
 def name_of(value):
@@ -37,10 +38,11 @@ def name_of(value):
 @pairs_first(
     "optimizer, dtypes, dim, operations",
     [LazyAdam(), FTRL(), SGD(), Adagrad(), RowWiseAdagrad(), RowWiseAdam(), Momentum()],
-    [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "8bit")],  # of weights and slots
+    [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "8bit"), ("fp32", "8bit")],  # of weights and slots
     [1, 5, 80],
     ["kernels", "torch"],
     cost=lambda optimizer, dtypes, dim, operations: 9 if dim == 1 and "8bit" in dtypes else 1,  # that is float32
+    quick=lambda optimizer, dtypes, *_: dtypes != ("fp32", "8bit") or isinstance(optimizer, COMPILED),
     ids=name_of,
 )
 @of_any_ids

@@ -2,7 +2,6 @@
 
 import io
 import re
-import subprocess
 import sys
 
 import numpy as np
@@ -18,6 +17,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.ext.predict import cli as predict
 from hostdev.ext.predict.output import kept_columns
 from hostdev.train.ranking import rank
+from tests import forks
 from tests.data import movies
 from tests.models.samples import schema_of
 
@@ -148,7 +148,7 @@ def test_no_rows(films, tmp_path, capsys):
 def test_standard_input(films, tmp_path):
     command = [sys.executable, "-m", "hostdev.predict", "--checkpoint", films / "run", "--data", "-", "--out", "p.csv"]
     with (films / "films.csv").open("rb") as rows:
-        subprocess.run(command, cwd=tmp_path, stdin=rows, check=True, capture_output=True)
+        forks.run(command, cwd=tmp_path, stdin=rows, check=True, capture_output=True)
     assert run(predict, *command[3:5], "--data", films / "films.csv", "--out", tmp_path / "q.csv") == 0
     assert (tmp_path / "p.csv").read_bytes() == (tmp_path / "q.csv").read_bytes()
     assert len(pd.read_csv(io.BytesIO((tmp_path / "p.csv").read_bytes()))) == 1500

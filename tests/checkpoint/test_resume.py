@@ -18,6 +18,7 @@ from hostdev.core import cli
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.train import checkpointing
+from tests import forks
 from tests.checkpoint.runs import MIX, leftovers, logs, names, small
 from tests.conftest import environment
 
@@ -354,7 +355,7 @@ def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monke
 
 
 def started(tmp_path, *options, module="hostdev.train"):
-    return subprocess.Popen(
+    return forks.Popen(
         [sys.executable, "-m", module, *map(str, options)],
         cwd=tmp_path,
         env=environment(tmp_path),
@@ -415,7 +416,7 @@ def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, comman
         "raise SystemExit(cli.run(train.PROG, train.main))\n"
     )
     options = small("data", "run", *MIX, "--checkpoint-every", 2, "--epochs", 1000)
-    process = subprocess.Popen(
+    process = forks.Popen(
         [sys.executable, "slow.py", *map(str, options)],
         cwd=tmp_path,
         env=environment(tmp_path),

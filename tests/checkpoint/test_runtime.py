@@ -1,6 +1,5 @@
 """`Runtime.save` and `load` in a user's own loop: the run that goes on ends with the same bits."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -12,6 +11,7 @@ from hostdev.checkpoint import folder, manager, ranges
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.core.checksums import HashedFile
 from hostdev.ext.checkpoints import compact
+from tests import forks
 from tests.conftest import environment
 from tests.runtime.cases import BF16, BodyError, Case, batches_of, differing, tables_state
 
@@ -288,7 +288,7 @@ def test_the_end_of_the_program_waits_for_the_writing(tmp_path):
         "    tables = {n: hostdev.HostTable(1000, 4, hostdev.LazyAdam(lr=0.1), name=n) for n in 'abc'}\n"
         "    hostdev.Runtime(tables, device='cpu').save(name, extra={'a': 1}, wait=False)\n"
     )
-    process = subprocess.run(
+    process = forks.run(
         [sys.executable, "program.py"],
         cwd=tmp_path,
         env=environment(tmp_path),

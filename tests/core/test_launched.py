@@ -11,6 +11,7 @@ import torch
 import hostdev
 from hostdev.core import launched
 from hostdev.core.launched import started
+from tests import forks
 from tests.conftest import ROOT, environment
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
@@ -133,7 +134,7 @@ dist.destroy_process_group()
 def test_an_initialised_process_group(tmp_path):
     """DistributedDataParallel needs one, with any launcher."""
     started = [
-        subprocess.Popen(
+        forks.Popen(
             [sys.executable, "-c", DDP, str(rank), str(tmp_path / "store")],
             cwd=ROOT,
             env=environment(tmp_path),

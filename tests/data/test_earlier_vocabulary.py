@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from hostdev.data.preprocess.info import gather
 from hostdev.data.preprocess.table import Table
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.schema import Column, Schema, Space, from_json
+from tests import forks
 from tests.data import twins
 from tests.data.test_check import edit_vocabulary, wrong
 from tests.data.test_criteo import line
@@ -237,7 +237,7 @@ def test_killed_at_random_moments(tmp_path):
     moments, killed = random.Random(1), 0
     for _ in range(12):
         after = str(moments.uniform(0, 1.5) * seconds)
-        done = subprocess.run([sys.executable, "-c", KILLED, after, tmp_path], capture_output=True, check=False)
+        done = forks.run([sys.executable, "-c", KILLED, after, tmp_path], capture_output=True, check=False)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
         killed += done.returncode != 0
         if (tmp_path / "out").exists():

@@ -20,6 +20,7 @@ from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.source import QueryOptions, QueryRows, open_query
 from hostdev.data.preprocess.table import Table
 from hostdev.data.preprocess.table_options import TableOptions
+from tests import forks
 from tests.conftest import environment
 from tests.data.test_restart import contents
 
@@ -363,7 +364,7 @@ def test_a_signal_while_the_query_runs(data, tmp_path, number):
         "JOIN 'events.parquet' b ON a.t % 4 = b.t % 4 GROUP BY ALL"
     )
     given = [sys.executable, "-m", "hostdev.data.preprocess", "query", sql, "--label", "y", "--categorical", "u,i"]
-    started = subprocess.Popen(
+    started = forks.Popen(
         [*given, "--out", str(tmp_path / "out")],
         cwd=data,
         env=environment(tmp_path),

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vocabulary import Vocabulary
+from tests import forks
 from tests.data.test_sources import contents
 
 OPTIONS = Options(threshold=1, dense="standard", rows_per_shard=900)
@@ -107,9 +107,7 @@ def kill_and_go_on(tmp_path, text, straight, kills, seed):
     out, killed = tmp_path / "out", 0
     for _ in range(kills):
         after = str(moments.uniform(0, 1.2) * seconds)
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, after, text, out], capture_output=True, text=True, check=False
-        )
+        done = forks.run([sys.executable, "-c", KILLED, after, text, out], capture_output=True, text=True, check=False)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
         killed += done.returncode != 0
         if out.exists():  # it was done before

@@ -26,7 +26,7 @@ from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
 from hostdev.data.preprocess.table_options import TableOptions
-from tests import naive
+from tests import forks, naive
 from tests.data.test_criteo import line
 
 ROWS = 3000
@@ -107,7 +107,7 @@ def test_standard_input(tmp_path, rows):
     (tmp_path / "plain.txt").write_bytes(b"".join(rows))
     options = ["--out", "out", "--threshold", "1", "--dense", "log", "--rows-per-shard", "700"]
     command = [sys.executable, "-m", "hostdev.data.preprocess", "criteo", "-", *options]
-    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False) as process:
+    with forks.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False) as process:
         output, _ = process.communicate(gzip.compress(b"".join(rows)))
     assert process.returncode == 0
     assert b"could not be read" in output

@@ -1,5 +1,6 @@
 """Trainings of one process, to which those of several are compared; and processes of several."""
 
+import hashlib
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from hostdev.commands import train
 from hostdev.core import cli
+from tests.conftest import made_once
 from tests.distributed.hosts import Hosts
 from tests.distributed.processes import Processes
 
@@ -46,9 +48,12 @@ def alone(tmp_path_factory):
     def train_alone(data, *more, M=6):
         key = (data, *more, M)
         if key not in done:
-            folder = tmp_path_factory.mktemp("alone") / "run"
-            assert cli.run(train.PROG, train.main, flags_of(data, folder, *more, M=M)) == 0
-            done[key] = Trained(folder)
+
+            def make(folder):
+                assert cli.run(train.PROG, train.main, flags_of(data, folder / "run", *more, M=M)) == 0
+
+            name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+            done[key] = Trained(made_once(tmp_path_factory, f"alone-{name}", make) / "run")
         return done[key]
 
     return train_alone

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hostdev.distributed.hosts import HOST_VARIABLE
+from tests import forks
 from tests.conftest import ROOT
 from tests.ports import free_port
 
@@ -52,7 +53,7 @@ class Processes:
         clean = {name: value for name, value in os.environ.items() if name not in _OTHERS}
         own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(self.shared), "COLUMNS": "200"}
         with files[0].open("wb") as out, files[1].open("wb") as err:
-            process = subprocess.Popen(
+            process = forks.Popen(
                 list(map(str, command)),
                 cwd=self.folder,
                 env={**clean, **own, **{k: str(v) for k, v in env.items()}},

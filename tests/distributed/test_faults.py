@@ -61,8 +61,10 @@ def test_a_process_that_is_killed(processes, small_data):
 def test_a_spawned_process_that_is_killed(processes, small_data):
     """Rank 0 is killed, so another rank reports it; the command that has started them ends, too."""
     folder = processes.folder / "run"
-    parent = processes.start(sys.executable, *TRAIN, *flags_of(small_data, folder, *MANY, "--spawn", 2))
-    begun(processes, folder)
+    parent = processes.start(
+        sys.executable, *TRAIN, *flags_of(small_data, folder, *MANY, "--spawn", 2), HOSTDEV_TESTS_EXEC=1
+    )
+    begun(processes, folder)  # by Python itself, since /proc has the environment with which it began
     children = psutil.Process(parent.pid).children(recursive=True)
     ranks = {child.environ()["RANK"]: child for child in children if "RANK" in child.environ()}
     assert ranks.keys() == {"0", "1"}

@@ -13,6 +13,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from hostdev.checkpoint.folder import names_in
+from tests import forks
 from tests.conftest import environment
 
 MODEL = ["--capacity", "20MiB", "--model", "deepfm", "--emb-dim", 4, "--device", "cpu"]
@@ -89,7 +90,7 @@ def read_labels(path):
 
 def start(tmp_path, *arguments):
     command = [sys.executable, "-m", "hostdev.train", *map(str, arguments)]
-    return subprocess.Popen(
+    return forks.Popen(
         command,
         cwd=tmp_path,
         env=environment(tmp_path),

@@ -25,7 +25,9 @@ CACHES = [None, "20%", {"items": "100%", "users": hostdev.CacheSpec(5, "lru")}]
 BF16 = ("users", "items", "words")  # "first", which shares its ids with "items", stays float32
 CPU = torch.device("cpu")
 MODES = [(0, None), (0, "20%"), (3, None), (2, "20%"), (4, CACHES[2])]  # depth and cache
-overlapped = pytest.mark.parametrize(("depth", "cache"), MODES)
+overlapped = pytest.mark.parametrize(
+    ("depth", "cache"), [MODES[0], *(pytest.param(*mode, marks=pytest.mark.drawn) for mode in MODES[1:-1]), MODES[-1]]
+)
 
 
 class BodyError(Exception):

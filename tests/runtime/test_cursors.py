@@ -3,12 +3,12 @@
 import itertools
 import json
 import runpy
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from tests import forks
 from tests.conftest import ROOT, environment
 from tests.runtime.cases import MODES, BodyError, Case, batches_of, differing, ids, overlapped, send, wanted_of
 
@@ -177,7 +177,7 @@ def test_killed(tmp_path):
         (tmp_path / name).mkdir()
         for kill in kills:
             command = [sys.executable, tmp_path / "program.py", "out.npy", "14", str(kill)]
-            done = subprocess.run(
+            done = forks.run(
                 command, cwd=tmp_path / name, env=environment(tmp_path), capture_output=True, text=True, check=False
             )
             assert done.returncode == (-9 if kill else 0), done.stderr

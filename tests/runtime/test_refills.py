@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import subprocess
 import sys
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 import hostdev
 from hostdev.runtime import refills
+from tests import forks
 from tests.conftest import environment
 
 ROWS, STEPS = 100, 25
@@ -162,7 +162,7 @@ print(table.step)
 
 def test_ids_are_the_runtimes_own_once_they_are_checked(tmp_path):
     """Refilled through -1 while batches are in flight: every batch has the ids that were checked."""
-    found = subprocess.run(
+    found = forks.run(
         [sys.executable, "-c", REFILLED],
         env=environment(tmp_path),
         capture_output=True,

@@ -8,7 +8,10 @@ import pytest
 from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data.preprocess import cli as preprocess
+from tests.conftest import made_once
 from tests.serving.helpers import Served
+
+DEEPFM, WIDE_DEEP = ("--model", "deepfm"), ("--model", "wide_deep")
 
 
 def run(module, *arguments):
@@ -23,12 +26,16 @@ def trained(data, folder, *options):
 
 @pytest.fixture(scope="session")
 def film_run(films, tmp_path_factory):
-    return trained(films, tmp_path_factory.mktemp("film") / "run", "--model", "deepfm")
+    folder = made_once(tmp_path_factory, "served-film", lambda folder: trained(films, folder / "run", *DEEPFM))
+    return folder / "run/checkpoints"
 
 
 @pytest.fixture(scope="session")
 def criteo_run(small_data, tmp_path_factory):
-    return trained(small_data, tmp_path_factory.mktemp("criteo") / "run", "--model", "wide_deep")
+    folder = made_once(
+        tmp_path_factory, "served-criteo", lambda folder: trained(small_data, folder / "run", *WIDE_DEEP)
+    )
+    return folder / "run/checkpoints"
 
 
 @pytest.fixture(scope="session")

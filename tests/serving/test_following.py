@@ -4,7 +4,6 @@ import http.client
 import json
 import random
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ import pytest
 import hostdev
 from hostdev.checkpoint import folder
 from hostdev.ext.checkpoints.deliver import deliver
+from tests import forks
 from tests.conftest import environment
 from tests.distributed.processes import wait_until
 from tests.ports import free_port
@@ -178,7 +178,7 @@ def test_200_checkpoints_under_load(films, tmp_path, workers):
 
 def start(folder, log, *command):
     with log.open("ab") as out:
-        return subprocess.Popen(
+        return forks.Popen(
             [sys.executable, "-m", *map(str, command)], cwd=folder, env=environment(folder), stdout=out, stderr=out
         )
 

@@ -21,6 +21,7 @@ import hostdev
 from hostdev.checkpoint import folder
 from hostdev.ext.checkpoints.deliver import deliver
 from hostdev.ext.serving import cli as serve
+from tests import forks
 from tests.conftest import environment
 from tests.distributed.processes import wait_until
 from tests.serving.helpers import FILMS, bits
@@ -32,7 +33,7 @@ def started(checkpoint, folder, *options):
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "hostdev.serving", "--checkpoint", checkpoint, "--port", 0, *options]
     with (folder / "err.txt").open("wb") as err:
-        process = subprocess.Popen(
+        process = forks.Popen(
             list(map(str, command)), cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=err, text=True
         )
     try:

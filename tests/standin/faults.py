@@ -73,6 +73,21 @@ def find(root: Path, package: str, calls: tuple[str, ...] = CALLS) -> Iterator[F
                 yield Fault(path, node, statement, reason)
 
 
+def name_of(fault: Fault) -> str:
+    """Return a fault's name, which survives a change of other lines."""
+    return f"{fault.file}: {fault.statement}"
+
+
+def names_of(found: Sequence[Fault]) -> list[str]:
+    """Return names of faults, in order; the second of two equal statements of a file is "(2)"."""
+    names: list[str] = []
+    for fault in found:
+        name = name_of(fault)
+        number = sum(other == name or other.startswith(f"{name} (") for other in names) + 1
+        names.append(name if number == 1 else f"{name} ({number})")
+    return names
+
+
 def _own_calls(statement: ast.stmt) -> Iterator[ast.Call]:
     """Yield the calls of a statement, without those of nested statements."""
     waiting: list[ast.AST] = [statement]
@@ -101,7 +116,14 @@ class Tests:
 
     def run(self, schedule: str, *options: str) -> tuple[list[tuple[str, str]], float]:
         """Return the failed tests with their errors, and the seconds taken."""
-        device = ["-p", "tests.standin.plugin", "-m", "device and not slow", "--standin-schedule", schedule]
+        device = [
+            "-p",
+            "tests.standin.plugin",
+            "-m",
+            "device and (not slow or not_drawn)",
+            "--standin-schedule",
+            schedule,
+        ]
         command = [
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=no"),
             *(["-m", "", RANKS] if schedule == "ranks" else [*device, *self._selected]),

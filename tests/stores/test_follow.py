@@ -1,7 +1,6 @@
 """A folder in a store is followed as one on this machine."""
 
 import shutil
-import subprocess
 import sys
 
 import fsspec
@@ -12,6 +11,7 @@ from hostdev.core.addresses import source_path
 from hostdev.ext.stores import store
 from hostdev.ext.stores.store import StoreError
 from hostdev.ext.streams.arrivals.folder import open_folder
+from tests import forks
 from tests.conftest import digest_of, environment
 
 NAMES = ["a.csv", "b10.csv", "b9.parquet", ".hidden", "_SUCCESS", "c.csv.part", "day1/x.csv", "day1/_SUCCESS"]
@@ -61,7 +61,7 @@ def test_following_a_bucket(server, tmp_path):
 
     def call(*arguments):
         command = [sys.executable, "-m", "hostdev", *map(str, arguments)]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        done = forks.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 

@@ -9,6 +9,7 @@ import pytest
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic
+from tests import forks
 from tests.conftest import digest_of, environment
 
 TRAIN = ["hostdev.train", "--host-device-mix", "--device", "cpu", "--emb-dim", 8, "--batch-size", 200]
@@ -28,9 +29,7 @@ def call(tmp_path, server):
     def run(*arguments, begin=False, **more):
         env = {**environment(tmp_path), **server.environment, **more}
         command = [sys.executable, "-m", *map(str, arguments)]
-        begun = subprocess.Popen(
-            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        begun = forks.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if begin:
             return begun
         out, error = begun.communicate(timeout=280)

@@ -11,6 +11,7 @@ import fsspec
 import pyarrow.parquet as pq
 import pytest
 
+from tests import forks
 from tests.conftest import digest_of, environment
 
 TRAIN = ["hostdev.train", "--host-device-mix", "--device", "cpu", "--emb-dim", 8, "--batch-size", 200]
@@ -25,9 +26,7 @@ def call(tmp_path, server):
     def run(*arguments, begin=False, code=0, **more):
         env = {**environment(tmp_path), **server.environment, **more}
         command = [sys.executable, "-m", *map(str, arguments)]
-        begun = subprocess.Popen(
-            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        begun = forks.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if begin:
             return begun
         out, error = begun.communicate(timeout=280)
@@ -148,7 +147,7 @@ def test_tables_and_folders(call, server, files, tmp_path):
     (folder / "a.csv").write_text(rows)
     (folder / "_SUCCESS").write_text("")
     roles = ["--label", "label", "--categorical", "user,item", "--numeric", "price"]
-    subprocess.run(["gzip", "-k", folder / "a.csv"], check=True)
+    forks.run(["gzip", "-k", folder / "a.csv"], check=True)
     (folder / "a.csv.gz").rename(folder / "b.csv.gz")
     server.put(folder, "s3://tables/in")
     call("hostdev.data.preprocess", "table", folder, *roles, "--out", "local")

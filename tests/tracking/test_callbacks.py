@@ -9,6 +9,7 @@ import time
 import pytest
 
 from hostdev.commands import train
+from tests import forks
 from tests.conftest import ROOT, digest_of, environment
 from tests.own_models import __name__ as own_models
 from tests.tracking.cases import FLAGS, read_evaluations, read_losses, seen
@@ -111,7 +112,7 @@ def test_a_signal_in_a_callback(small_data, tmp_path):
     every = ["--data", small_data, *FLAGS, "--epochs", 9, "--checkpoint-every", 1000, "--run-dir", "run"]
     command = [sys.executable, "-m", "hostdev.train", *every, "--callback", f"{CASES}:Sleeper"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=environment(tmp_path), **options) as process:
+    with forks.Popen(list(map(str, command)), cwd=tmp_path, env=environment(tmp_path), **options) as process:
         try:
             until = time.monotonic() + 60
             while not (tmp_path / "run" / "loss.log").is_file() or not (tmp_path / "run" / "loss.log").stat().st_size:

@@ -1,14 +1,11 @@
 """A preparation on a cluster that loses workers, the client or the scheduler, or gets workers that do not fit."""
 
-import contextlib
 import errno
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 
@@ -18,7 +15,6 @@ from hostdev.core.errors import TransientError, UserError
 from hostdev.data.preprocess.cluster import connection as connecting
 from hostdev.data.preprocess.cluster import job, learning, prepare, runner, tasks
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.data.preprocess.work import claim
 from tests.conftest import environment
 from tests.data.preprocess.clusters import (
     OPTIONS,
@@ -38,6 +34,7 @@ REPLACED = (
     "_run = tasks._real = getattr(tasks, '_real', tasks.run)\n"
 )
 SLOW = REPLACED + "def run(*given):\n    time.sleep(0.2)\n    return _run(*given)\ntasks.run = run\n"
+
 
 IS_SLOW = pytest.mark.slow
 
@@ -188,7 +185,6 @@ def test_work_of_one_machine_is_not_continued(text, tmp_path, expected, schedule
 
 
 def test_a_full_disk_on_a_worker(text, tmp_path, expected, scheduler, monkeypatch):
-    import errno
 
     with monkeypatch.context() as patched:
 
@@ -474,46 +470,3 @@ def test_workers_with_addresses_of_their_own(text, tmp_path, expected):
         _, said = client.communicate(timeout=300)
         assert (client.returncode, said) == (0, "")
     done(tmp_path, expected)
-
-
-def test_work_is_removed_while_tasks_still_write(tmp_path):
-    """As after an error in the input, when other workers have not ended their tasks."""
-    begun, ended = threading.Event(), threading.Event()
-
-    def write():
-        while not ended.is_set():
-            with contextlib.suppress(OSError):
-                (work.pieces / f"{time.monotonic_ns()}").write_bytes(b"")
-            begun.set()
-
-    writing = [threading.Thread(target=write) for _ in range(3)]
-    try:
-        with pytest.raises(UserError, match="the input is wrong"), claim(tmp_path / "set") as work:
-            work.pieces.mkdir(parents=True)
-            for number in range(500):
-                (work.pieces / f"{number}").write_bytes(b"")
-            for thread in writing:
-                thread.start()
-            begun.wait()
-            raise UserError("the input is wrong")
-    finally:
-        ended.set()
-        for thread in writing:
-            thread.join()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_work_that_cannot_be_removed(tmp_path, monkeypatch, capfd):
-    """What the user needs to know is still what was wrong with the input."""
-
-    def rmtree(path, **_):
-        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
-
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
-    with pytest.raises(UserError, match="the input is wrong"), claim(tmp_path / "set") as work:
-        work.pieces.mkdir(parents=True)
-        raise UserError("the input is wrong")
-    assert re.search(
-        rf"the work folder could not be removed; do that by hand \(.*Directory not empty\): {tmp_path}/.set.partial\n",
-        capfd.readouterr().err,
-    )

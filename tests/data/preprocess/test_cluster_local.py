@@ -13,6 +13,7 @@ from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from tests import forks
 from tests.conftest import ROOT
 from tests.data.preprocess.clusters import files_of, kill, wait_for
 
@@ -35,7 +36,7 @@ def expected(texts):
 
 def start(texts, out, workers):
     command = [sys.executable, "-m", "hostdev.data.preprocess", "criteo", texts, "--out", out, "--threshold", "1"]
-    return subprocess.Popen(
+    return forks.Popen(
         [*map(str, command), "--scheduler", f"local:{workers}"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -112,7 +113,7 @@ def test_what_only_this_machine_can_read(in_process):
 
 def test_standard_input(tmp_path):
     command = [sys.executable, "-m", "hostdev.data.preprocess", "criteo", "-", "--out", tmp_path / "out"]
-    done = subprocess.run(
+    done = forks.run(
         [*map(str, command), "--scheduler", "local:1"],
         input="x",
         capture_output=True,

@@ -1,0 +1,58 @@
+"""Draw which values of a parameter a quick rung tries, by the test's name and the commit; `make test-slow` tries all.
+
+A value with the mark `drawn` is one of those to draw from: a third of a function's cases, or with `drawn(n)` one of n;
+rounded, and at least one.
+Values without it are always tried: the simplest and the strongest. HOSTDEV_DRAW=TEXT stands for the commit.
+
+On the simulated accelerator all cases are to draw from, except those in tests/device, of random models, and of the
+table in tests/standin/covered.json: the tests that notice a missing wait.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+VARIABLE = "HOSTDEV_DRAW"
+COVERED = Path(__file__).parent / "standin/covered.json"
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@cache
+def seed():
+    """Return what the draw depends on beside a test's name: the commit, or "" outside of a repository."""
+    if VARIABLE not in os.environ:
+        command = ["git", "rev-parse", "--short=12", "HEAD"]
+        try:
+            done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+        except OSError:  # no git
+            return ""
+        return done.stdout.strip()
+    return os.environ[VARIABLE]
+
+
+def mark_on_standin(items):
+    """Mark what the quick rung on the simulated accelerator may leave to the draw."""
+    kept = {test for tests in json.loads(COVERED.read_text()).values() for test in tests}
+    for item in items if kept else ():  # without the table, all are needed
+        if item.nodeid not in kept and not item.nodeid.startswith(("tests/device/", "tests/runtime/test_random")):
+            item.add_marker(pytest.mark.drawn)
+
+
+def mark(items):
+    """Mark the cases that are not drawn slow."""
+    functions = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("drawn") and not item.get_closest_marker("slow"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        cases.sort(key=lambda item: hashlib.sha256(f"{seed()} {item.nodeid}".encode()).digest())
+        (share,) = cases[0].get_closest_marker("drawn").args or (3,)
+        for item in cases[max(1, round(len(cases) / share)) :]:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.not_drawn)
