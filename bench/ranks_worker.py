@@ -29,6 +29,7 @@ from hostdev.device.staging import Staging
 from hostdev.distributed.dense import DenseGradients
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import find_rank_environment
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.wide_deep.network import LAYERS, WideDeep
@@ -97,7 +98,7 @@ class Worker:
             seed=1,
             depth=depth,
             micro_batches=micro_batches,
-            ranks=self.ranks,
+            world=self.ranks or ALONE_WORLD,
         )
         start, stop = cut(batch, self.size)[self.rank]
         rng, made = np.random.default_rng(0), []
@@ -267,7 +268,9 @@ class _Run:
         self.device, self.dense = Simulated(most, (1, dim)), False
         self._worker, self.batches = worker, batches
         self._sizes: list[int] = []
-        self._pipeline = Pipeline([Group(tables, None)], Staging(torch.device("cpu")), depth=depth, ranks=ranks)
+        self._pipeline = Pipeline(
+            [Group(tables, None)], Staging(torch.device("cpu")), depth=depth, world=ranks or ALONE_WORLD
+        )
         requests = [Request(None, len(ids), [[ids.ravel()]]) for ids in batches]
         self._open = ExitStack()
         self._pass = self._open.enter_context(self._pipeline.train(itertools.cycle(requests)))

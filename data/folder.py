@@ -4,8 +4,8 @@ from pathlib import Path
 
 from hostdev.core.addresses import address_of
 from hostdev.core.errors import UserError
-
-FILE_NAME = "manifest.json"
+from hostdev.data.remote import FILE_NAME as FILE_NAME
+from hostdev.data.remote import refresh
 
 
 def require_input(folder: Path) -> None:
@@ -17,8 +17,6 @@ def require_input(folder: Path) -> None:
 def require(folder: Path) -> None:
     """Raise UserError unless `folder` has a manifest. For one in a store, read the manifest and the vocabulary anew."""
     if (address := address_of(folder)) is not None:
-        from hostdev.data.remote import refresh
-
         refresh(folder, address)
     if not (folder / FILE_NAME).is_file():
         raise UserError(

@@ -5,7 +5,7 @@ columns' values.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from hostdev.core import arrow_files, json_files
 from hostdev.core.checksums import checksum, json_checksum
 from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.names import inside
-from hostdev.data import schema as schemas
 from hostdev.data.folder import FILE_NAME as FILE_NAME
 from hostdev.data.folder import require
 from hostdev.data.manifest_values import check_values
@@ -144,44 +143,20 @@ def read(folder: Path) -> Manifest:
         raise UserError(
             f"{path} is broken (its checksum is wrong, so the file was damaged or changed); preprocess the data again"
         )
-    content.setdefault("rejected_sha256", None)
-    content.setdefault("kinds", {})
-    content.setdefault("validation", [])
-    known = {field.name for field in fields(Manifest)}
-    if found[1] == 1:
-        known = known - {"schema"} | {"vocabulary_size", "dense_names", "categorical_names"}
-        content.setdefault("vocabulary_sha256", None)
-    if set(content) != known:
-        raise UserError(
-            f"{path} is broken (missing or unknown keys {sorted(set(content) ^ known)}); preprocess the data again"
-        )
     try:
-        content["schema"] = _version_1(content) if found[1] == 1 else schemas.from_json(content["schema"])
-        for split in SPLITS:
-            content[split] = json_files.parse(list[Shard], content[split], split)
-        _check_names(folder, content)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
-    found_manifest = Manifest(**content)
-    _check(found_manifest, path)
-    try:
-        check_values(found_manifest.options, found_manifest.statistics, found_manifest.schema.dense)
-    except ValueError as error:
-        raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
-    return found_manifest
+        content.setdefault("rejected_sha256", None)
+        if found[1] == 1:
+            content.setdefault("vocabulary_sha256", None)
+            content["schema"] = _version_1(content).as_json()
+        manifest = json_files.parse(Manifest, content)
+        _check(manifest, folder)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is broken ({in_words(error)}); preprocess the data again") from None
+    return manifest
 
 
 def _without_checksum(content: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key != "sha256"}
-
-
-def _check_names(folder: Path, content: dict[str, Any]) -> None:
-    """Raise ValueError if a file name leads outside the data set's folder."""
-    for split in SPLITS:
-        for shard in content[split]:
-            inside(folder, shard.file)
-    if isinstance(content["vocabulary"], str):
-        inside(folder, content["vocabulary"])
 
 
 def _version_1(content: dict[str, Any]) -> Schema:
@@ -239,51 +214,22 @@ def _wrong_counts(column: Any, uses: int) -> str | None:
     return None
 
 
-def _check(found: Manifest, path: Path) -> None:
-    """Raise UserError if a value of the manifest is invalid."""
-    shards = [*found.train, *found.test, *found.validation]
-    statistics = found.statistics if isinstance(found.statistics, dict) else {}
+def _check(found: Manifest, folder: Path) -> None:
+    """Raise ValueError if a value of the manifest is invalid, or a file name leads outside the data set's folder."""
+    shards, statistics = [*found.train, *found.test, *found.validation], found.statistics
+    for name in [*(shard.file for shard in shards), *([] if found.vocabulary is None else [found.vocabulary])]:
+        inside(folder, name)
+    values = json_files.parse(dict[str, dict[str, int]], statistics.get("bag_values", {}), "statistics.bag_values")
+    json_files.parse(dict[str, dict[str, float]], statistics.get("missing", {}), "statistics.missing")
+    json_files.parse(int, statistics.get("rejected", 0), "statistics.rejected")
+    kinds = json_files.parse(dict[str, dict[str, list[str]]], found.kinds, "kinds")
     for what, right in (
         ("id_type", found.id_type in ("int32", "int64")),
         ("train", bool(found.train)),  # the test split may be empty
-        ("rows", all(type(shard.rows) is int and shard.rows >= 1 for shard in shards)),
-        ("file", all(type(shard.file) is str and type(shard.sha256) is str for shard in shards)),
-        ("options", isinstance(found.options, dict)),
-        ("statistics", isinstance(found.statistics, dict)),
-        ("vocabulary", found.vocabulary is None or isinstance(found.vocabulary, str)),
-        ("vocabulary_sha256", found.vocabulary_sha256 is None or isinstance(found.vocabulary_sha256, str)),
-        ("rejected_sha256", found.rejected_sha256 is None or isinstance(found.rejected_sha256, str)),
-        ("statistics", _has_bag_values(found)),
-        ("missing", _has_rates(statistics.get("missing", {}))),
-        ("rejected", type(statistics.get("rejected", 0)) is int),
-        ("kinds", _has_kinds(found.kinds)),
+        ("rows", all(shard.rows >= 1 for shard in shards)),
+        ("statistics.bag_values", all(values.get(bag, {}).keys() >= {*found.splits} for bag in found.schema.bags)),
+        ("kinds", all(kind.keys() == {"types", "forms"} for kind in kinds.values())),
     ):
         if not right:
-            raise UserError(f"{path} is broken (an invalid value of {what}); preprocess the data again")
-
-
-def _has_bag_values(found: Manifest) -> bool:
-    """Return whether the statistics have the number of values of each bag in each split."""
-    values = found.statistics.get("bag_values", {}) if isinstance(found.statistics, dict) else None
-    return isinstance(values, dict) and all(
-        isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in found.splits)
-        for bag in found.schema.bags
-    )
-
-
-def _has_kinds(kinds: Any) -> bool:
-    """Return whether `kinds` has a list of types and a list of forms for each column that it names."""
-    return isinstance(kinds, dict) and all(
-        isinstance(kind, dict)
-        and set(kind) == {"types", "forms"}
-        and all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in kind.values())
-        for kind in kinds.values()
-    )
-
-
-def _has_rates(missing: Any) -> bool:
-    """Return whether `missing` has a number, the share of missing values, for each column in each split."""
-    return isinstance(missing, dict) and all(
-        isinstance(of_split, dict) and all(isinstance(rate, int | float) for rate in of_split.values())
-        for of_split in missing.values()
-    )
+            raise ValueError(f"an invalid value of {what}")
+    check_values(found.options, statistics, found.schema.dense)

@@ -5,20 +5,23 @@ import hashlib
 import os
 import shutil
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from hostdev.core import json_files
 from hostdev.core.addresses import address_of, get_folder
 from hostdev.core.checksums import checksum
-from hostdev.core.disk import replacing
-from hostdev.core.errors import UserError, in_words, raise_if_transient
-from hostdev.core.memory import format_bytes
+from hostdev.core.errors import ChangedError, UserError, in_words, raise_if_transient
+from hostdev.core.kept_files import KeptFiles
 from hostdev.core.names import inside
-from hostdev.data.folder import FILE_NAME
-from hostdev.ext.stores.kept_files import KeptFiles
-from hostdev.ext.stores.store import Store
+from hostdev.core.outputs import remove_abandoned, replacing
+from hostdev.core.stores import Store
 
-_ATTEMPTS = 5
+FILE_NAME = "manifest.json"
+
+T = TypeVar("T")
 
 
 class RemoteFiles:
@@ -37,40 +40,36 @@ class RemoteFiles:
         address = address_of(root)
         return None if address is None else cls(address)
 
+    def use(self, name: str, sha256: str, use: Callable[[Path], T], stop: threading.Event | None = None) -> T:
+        """Return the result of `use`, called with the path of a copy of a file; see `KeptFiles.use`."""
+        return self.kept.use(self.store, name, sha256, use, stop)
+
     def fetch_to(self, name: str, sha256: str | None, path: Path) -> None:
         """Copy a file to a path, which replaces what is there."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(path)
         with replacing(path) as part:
             if sha256 is None:  # data sets of the first version
                 self.store.fetch(name, part)
             else:
-                self._link_or_copy(name, sha256, part)
+                self.use(name, sha256, partial(_link_or_copy, sha256=sha256, to=part))
 
-    def _link_or_copy(self, name: str, sha256: str, part: Path) -> None:
-        for attempt in range(_ATTEMPTS):
-            copy = self.fetch(name, sha256)
-            if not _has_checksum(copy, sha256):  # its name does not prove it
-                self.kept.discard(sha256)
-                continue
-            try:
-                os.link(copy, part)  # it stays when the copy makes room for others
-            except OSError:  # other processes have made room, or there are no links
-                if not copy.exists() and attempt + 1 < _ATTEMPTS:
-                    continue
-                shutil.copyfile(copy, part)
-            return
-        raise UserError(
-            f"{self.store.shown}/{name}: the copy in {self.kept.folder} was damaged or removed {_ATTEMPTS} times; "
-            "check the disk, or set HOSTDEV_STORE_CACHE to a folder with more space"
-        )
 
-    def fetch(self, name: str, sha256: str, stop: threading.Event | None = None) -> Path:
-        """Return the path of a copy of a file; see `KeptFiles.get`."""
-        return self.kept.get(self.store, name, sha256, stop)
+def _link_or_copy(copy: Path, sha256: str, to: Path) -> None:
+    """Give an intact copy of a store's file a second name, under which it stays when others need room."""
+    if not _has_checksum(copy, sha256):
+        copy.stat()  # raises FileNotFoundError if other processes have made room
+        raise ChangedError(f"{copy} is damaged; check the disk, or set HOSTDEV_STORE_CACHE to a folder on another one")
+    try:
+        os.link(copy, to)
+    except OSError:  # there are no links, or the copy is gone by now
+        shutil.copyfile(copy, to)
 
 
 def describe_place(root: Path) -> str:
     """Return where a data set is, in words; for one in a store, also where its copies are and how large they may be."""
+    from hostdev.core.memory import format_bytes  # imports NumPy
+
     files = RemoteFiles.find(root)
     if files is None:
         return str(root)
@@ -131,5 +130,6 @@ def _write(path: Path, content: bytes) -> None:
         if path.read_bytes() == content:
             return
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(path)
     with replacing(path) as part:
         part.write_bytes(content)

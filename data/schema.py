@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.core.json_files import parse
 from hostdev.data.targets import SINGLE_LABEL, Targets
-from hostdev.data.targets import from_json as parse_targets
 
 KINDS = ("id", "bag")
 
@@ -187,37 +187,8 @@ class Schema:
 
 
 def from_json(content: Any) -> Schema:
-    """Parse the result of `as_json`; raise ValueError or TypeError if it is invalid."""
-    if not isinstance(content, dict):
-        raise TypeError("the schema is not a JSON object")
-    content = dict(content)
-    columns = tuple(Column(**column) for column in content.pop("columns", ()))
-    spaces = tuple(_space(space) for space in content.pop("spaces", ()))
-    dense = tuple(content.pop("dense", ()))
-    targets = parse_targets(content.pop("targets", {}))
-    texts = [content.get("label"), *dense, *(text for one in columns for text in (one.name, one.kind, one.space))]
-    numbers = [content.get("rows"), *(n for space in spaces for n in _numbers(space))]
-    if not all(isinstance(text, str) for text in [*texts, *(space.name for space in spaces)]):
-        raise TypeError("a name in the schema is not text")
-    if not all(type(column.weighted) is bool for column in columns):
-        raise TypeError("a column's entry `weighted` in the schema is not true or false")
-    if not all(type(number) is int for number in numbers):
-        raise TypeError("an id or a number of ids in the schema is not an integer")
-    return Schema(dense=dense, columns=columns, spaces=spaces, targets=targets, **content)
-
-
-def _space(content: Any) -> Space:
-    """Parse an id space of a manifest."""
-    if not isinstance(content, dict):
-        raise TypeError("an id space of the schema is not a JSON object")
-    more = content.get("more", ())
-    if not isinstance(more, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in more):
-        raise TypeError("the further segments of an id space are not pairs")
-    return Space(**{**content, "more": tuple((first, size) for first, size in more)})
-
-
-def _numbers(space: Space) -> tuple[Any, ...]:
-    return (space.oov, space.first, space.size, *(n for segment in space.more for n in segment))
+    """Parse the result of `as_json`; raise ValueError if it is invalid."""
+    return parse(Schema, content, "schema")
 
 
 def _twice(names: list[str]) -> str | None:

@@ -17,22 +17,14 @@ import numpy as np
 import pyarrow as pa
 
 from hostdev.core.arrow_files import as_numpy
-from hostdev.core.errors import UserError, raise_if_transient
+from hostdev.core.checksums import NoDigest, hash_stream
+from hostdev.core.errors import ChangedError, UserError, raise_if_transient
 from hostdev.data import ragged
 from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.remote import RemoteFiles
 from hostdev.data.rows import Piece
 from hostdev.data.targets import find_wrong, find_wrong_weights
-from hostdev.ext.stores.store import StoppedError
-from hostdev.kernels.buffers import scratch
 from hostdev.kernels.lookup import first_outside
-
-_ATTEMPTS = 20  # to open a copy of a store's file, which other processes may remove
-_READ = 1 << 22  # bytes per call; large, because each call waits for the GIL
-
-
-class ChangedError(UserError):
-    """A shard does not have its checksum, or has changed while it was read."""
 
 
 class ShardFiles:
@@ -53,21 +45,7 @@ class ShardFiles:
         """
         if self._remote is None:
             return self._open(self._root / shard.file, shard, stop)
-        damaged = 0
-        for _ in range(_ATTEMPTS):
-            try:
-                return self._open(self._remote.fetch(shard.file, shard.sha256, stop), shard, stop)
-            except FileNotFoundError:  # another process has made room for a shard of its own
-                continue
-            except ChangedError:  # the copy is damaged, or another process has removed it and fetched it again
-                damaged += 1
-                if damaged == 3:
-                    raise
-                self._remote.kept.discard(shard.sha256)
-        raise UserError(
-            f"{self._remote.kept.folder} has no room for the shards that are in use; set HOSTDEV_STORE_CACHE_SIZE to "
-            "more"
-        )
+        return self._remote.use(shard.file, shard.sha256, lambda path: self._open(path, shard, stop), stop)
 
     def _open(self, path: Path, shard: Shard, stop: Event) -> list[Piece]:
         state = self._read(path, shard, stop)
@@ -106,18 +84,12 @@ class ShardFiles:
 
     def _read(self, path: Path, shard: Shard, stop: Event) -> tuple[int, ...]:
         """Read a file, verify its checksum unless that was already done, and return its state."""
-        buffer = scratch("shard", (_READ,), np.uint8)
-        digest, size = sha256(), 0
         try:
             with path.open("rb", buffering=0) as file:
                 state = _state(os.fstat(file.fileno()))
                 known = self._intact.get(shard.file) == state
-                while n := file.readinto(buffer.data):
-                    if not known:
-                        digest.update(buffer[:n].data)
-                    size += n
-                    if stop.is_set():
-                        raise StoppedError
+                digest = hash_stream(file, stop=stop, digest=NoDigest if known else sha256)
+                size = file.tell()
         except FileNotFoundError:
             if self._remote is not None:
                 raise
@@ -125,7 +97,7 @@ class ShardFiles:
         except OSError as error:
             raise_if_transient(error)
             raise UserError(f"shard {path} cannot be read: {error.strerror}") from None
-        if size != state[0] or (not known and digest.hexdigest() != shard.sha256):
+        if size != state[0] or (not known and digest != shard.sha256):
             raise _changed(path)
         return state
 

@@ -1,16 +1,25 @@
 """Batches from Arrow shards: background threads open and check files, and host threads gather the rows."""
 
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from hostdev.core.errors import UserError
-from hostdev.data.ahead import opened
+from hostdev.core.workers import Workers
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
-from hostdev.data.order import windows_of
-from hostdev.data.rows import Range, gathered
+from hostdev.data.order import Window, windows_of
+from hostdev.data.rows import Piece, Range, Rows, gathered
 from hostdev.data.shard_files import ShardFiles
+
+_THREADS = 2
+_AHEAD = 2  # open whole windows in advance until they have at least this many shards
 
 
 class ShardReader:
@@ -71,7 +80,7 @@ class ShardReader:
         size, have = min(batch_size, left), 0
         edges = size * part[0] // part[1], size * (part[0] + 1) // part[1]  # the part's edges in the batch
         ranges: list[Range] = []
-        coming = opened(windows[first:], lambda number, stop: self._files.open(self._shards[number], stop))
+        coming = _open_ahead(windows[first:], lambda number, stop: self._files.open(self._shards[number], stop))
         with closing(coming):
             for rows in coming:
                 start, passed = passed, 0
@@ -86,3 +95,35 @@ class ShardReader:
                         left -= size
                         size, have, ranges = min(batch_size, left), 0, []
                         edges = size * part[0] // part[1], size * (part[0] + 1) // part[1]
+
+
+def _open_ahead(
+    windows: Sequence[Window], open_shard: Callable[[int, threading.Event], list[Piece]]
+) -> Generator[Rows, None, None]:
+    """Yield the rows of each window. Meanwhile, threads open the next windows, until two or more shards are open.
+
+    Each open shard maps one file and, if shuffled, needs 8 bytes per row for the order of its rows (16 while this order
+    is computed). Closing the iterator ends the threads.
+
+    Args:
+        open_shard: Called with a shard's number and an event that is set when the iterator is closed. If it fails, its
+            error is raised when the shard's window is due.
+    """
+    if len(windows) == 1 and len(windows[0].shards) == 1:
+        [window] = windows
+        yield Rows(open_shard(window.shards[0], threading.Event()), window.order())
+        return
+    stop = threading.Event()
+    coming: deque[tuple[list[Future[list[Piece]]], Future[Any]]] = deque()
+    left = deque(windows)
+    with Workers(_THREADS, "hostdev-shards") as workers:
+        try:
+            while left or coming:
+                while left and (not coming or sum(len(shards) for shards, _ in islice(coming, 1, None)) < _AHEAD):
+                    window = left.popleft()
+                    order = workers.submit(window.order)
+                    coming.append(([workers.submit(partial(open_shard, each, stop)) for each in window.shards], order))
+                shards, order = coming.popleft()
+                yield Rows([piece for shard in shards for piece in shard.result()], order.result())
+        finally:
+            stop.set()

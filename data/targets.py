@@ -38,18 +38,6 @@ class Targets:
 SINGLE_LABEL = Targets()
 
 
-def from_json(content: Any) -> Targets:
-    """Parse the result of `as_json`; raise ValueError or TypeError if it is invalid."""
-    if not isinstance(content, dict):
-        raise TypeError("the targets are not a JSON object")
-    names = [*content.get("more", ()), *content.get("numeric", ())]
-    weight = content.get("weight")
-    if not all(isinstance(name, str) for name in names) or not isinstance(weight, str | None):
-        raise TypeError("a name in the targets is not text")
-    lists = {name: tuple(content[name]) for name in ("more", "numeric") if name in content}
-    return Targets(**{**content, **lists})
-
-
 def columns_of(label: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
     """Return a list with each label's values [n], from an array [n] (a single label) or [n, labels]."""
     return [label] if label.ndim == 1 else list(label.T)

@@ -25,7 +25,7 @@ from hostdev.ext.advice import advise
 from hostdev.ext.advice import cli as command
 from hostdev.ext.advice.cache import curves as cache_advice
 from hostdev.ext.advice.cache import rates
-from hostdev.ext.advice.cache.curves import Group, Point, recommend
+from hostdev.ext.advice.cache.curves import CachePoint, TableGroup, recommend
 from hostdev.models.wide_deep.network import WideDeep
 from hostdev.train.summary import get_host_costs
 from tests import forks
@@ -100,15 +100,15 @@ def test_an_accelerators_memory_is_not_all_for_the_cache(advised, small_data, mo
 
 
 def test_bytes_and_times_of_a_step():
-    wide_deep = Group(("wide", "deep"), 100, ((1, FTRL()), (80, LazyAdam())), Costs(400, 100, 50))
-    users = Group(("users",), 50, ((10, SGD()),), Costs(30, 20, 10))
+    wide_deep = TableGroup(("wide", "deep"), 100, ((1, FTRL()), (80, LazyAdam())), Costs(400, 100, 50))
+    users = TableGroup(("users",), 50, ((10, SGD()),), Costs(30, 20, 10))
     assert (wide_deep.passing, wide_deep.whole) == (4 * 81, 4 * (3 * 80 + 3))
     caches = [
         Simulated(Statistics(batches=2, unique=100, unique_hits=60, admitted=10, evicted=4), planning=6e-6),
         Simulated(Statistics(batches=2, unique=8, unique_hits=2, admitted=0, evicted=0)),
     ]
     both_ways = Bus(down=2e9, up=1e9)
-    alone = Point([10], caches[:1], [wide_deep], both_ways)
+    alone = CachePoint([10], caches[:1], [wide_deep], both_ways)
     assert alone.bytes == ((30 * 4 * 81 + 10 * 4 * 243) / 2, (30 * 4 * 81 + 4 * 4 * 243) / 2)
     assert alone.moved == sum(alone.bytes)
     assert (alone.without, alone.nbytes) == (2 * 4 * 81 * 50, 10 * wide_deep.whole)
@@ -116,21 +116,21 @@ def test_bytes_and_times_of_a_step():
     assert alone.host_without == pytest.approx(50 * 400e-9)
     assert alone.seconds == pytest.approx(alone.host + alone.bytes[0] / 2e9 + alone.bytes[1] / 1e9)
     assert alone.seconds_without == pytest.approx(50 * (400e-9 + 4 * 81 / 2e9 + 4 * 81 / 1e9))
-    both = Point([10, 5], caches, [wide_deep, users], both_ways)
+    both = CachePoint([10, 5], caches, [wide_deep, users], both_ways)
     assert both.moved == alone.moved + 2 * 6 * 40 / 2
     assert both.host == pytest.approx(alone.host + 6 * 30e-9 / 2)
     assert (both.rows, both.nbytes, both.unique) == (15, alone.nbytes + 5 * 40, 54)
     assert both.total.unique_hits == 62
-    best = Point([10], [Simulated(caches[0].statistics, least=(500.0, 900.0))], [wide_deep], both_ways)
+    best = CachePoint([10], [Simulated(caches[0].statistics, least=(500.0, 900.0))], [wide_deep], both_ways)
     assert (best.moved, best.host) == (250, 450e-9)
 
 
 def test_a_cache_is_recommended_by_the_time_that_it_saves():
     """Not by its bytes alone: a plan that takes longer than it saves is worth nothing, nor is a slow host's work."""
-    group = Group(("t",), 1000, ((8, SGD()),), Costs(100, 100, 100))
+    group = TableGroup(("t",), 1000, ((8, SGD()),), Costs(100, 100, 100))
 
     def point(size, hits, planning):
-        return Point([size], [Simulated(Statistics(batches=1, unique=1000, unique_hits=hits), planning)], [group])
+        return CachePoint([size], [Simulated(Statistics(batches=1, unique=1000, unique_hits=hits), planning)], [group])
 
     quick = {"lookahead": [point(10, 100, 1e-6), point(100, 900, 1e-6), point(500, 904, 1e-6)]}
     assert recommend(quick, 10**9) == ("lookahead", quick["lookahead"][1])  # the third saves hardly more
@@ -240,19 +240,19 @@ def test_passes_are_as_many_as_the_plans_memory_asks_for(small_data, monkeypatch
 
 
 def test_a_plan_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr(cache_advice, "available_bytes", lambda: 1 << 20)
-    group = Group(("t",), 10_000_000, ((8, SGD()),), unique=100_000)
-    with pytest.raises(UserError, match=r"needs [\d.]+ MiB for a cache's plan, but 1.0 MiB of host memory are free"):
+    monkeypatch.setattr("hostdev.core.memory.available_bytes", lambda: 1 << 20)
+    group = TableGroup(("t",), 10_000_000, ((8, SGD()),), unique=100_000)
+    with pytest.raises(UserError, match=r"a cache's plan needs [\d.]+ MiB, but 1.0 MiB of host memory are free"):
         cache_advice._passes([group], [[100_000]], 1000, 16, 0)
 
 
 def curve_of(*misses):
-    group = Group(("t",), 1000, ((8, SGD()),))
+    group = TableGroup(("t",), 1000, ((8, SGD()),))
     sizes = [10 ** (i + 1) for i in range(len(misses))]
     parts = [
         Statistics(batches=2, uses=1000, hits=round(1000 * (1 - miss)), unique=50, unique_hits=20) for miss in misses
     ]
-    return [Point([size], [Simulated(part, 1e-3)], [group]) for size, part in zip(sizes, parts, strict=True)]
+    return [CachePoint([size], [Simulated(part, 1e-3)], [group]) for size, part in zip(sizes, parts, strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hostdev.data import manifest
 from hostdev.device import backend
 from hostdev.ext.advice.cache import auto as auto_cache
 from hostdev.ext.advice.cache import curves as cache_advice
-from hostdev.ext.advice.cache.curves import Group
+from hostdev.ext.advice.cache.curves import TableGroup
 from hostdev.runtime import room as runtime_room
 from hostdev.train import room, trainer
 from hostdev.train.config import TrainConfig
@@ -117,11 +117,11 @@ def test_a_step_that_does_not_fit_is_reported_in_words(trained, small_data, monk
 
 
 def test_sizes_are_shares_and_what_just_fits():
-    group = Group(("t",), 10_000, ((4, SGD()),))
+    group = TableGroup(("t",), 10_000, ((4, SGD()),))
     shares = [10, 50, 100, 200, 500, 1000, 2000, 5000, 10_000]
     assert cache_advice.choose_sizes([group], 10**9) == [shares]
     assert cache_advice.choose_sizes([group], 4321 * group.whole) == [sorted([*shares, 4321])]
-    other = Group(("u",), 20, ((8, SGD()),))
+    other = TableGroup(("u",), 20, ((8, SGD()),))
     both = cache_advice.choose_sizes([group, other], (10_000 * group.whole + 20 * other.whole) * 3 // 10)
     assert list(zip(*both, strict=True))[-3:] == [(3000, 6), (5000, 10), (10_000, 20)]
 

@@ -241,7 +241,6 @@ def test_a_notebook_shows_its_own_bar(monkeypatch, tmp_path, capsys):
     module = types.ModuleType("tqdm.notebook")
     module.tqdm = Widget
     monkeypatch.setitem(sys.modules, "tqdm.notebook", module)
-    monkeypatch.delitem(sys.modules, "hostdev.core.notebook_bar", raising=False)
     kernel = types.ModuleType("IPython")
     kernel.get_ipython = Shell
     monkeypatch.setitem(sys.modules, "IPython", kernel)

@@ -7,7 +7,7 @@ import pytest
 from hostdev import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.shards import ShardReader
 from tests.data import twins
@@ -196,7 +196,7 @@ def bag_columns(n=700):
 def bag_data(tmp_path):
     """A data set with bags, in shards of 200 rows with two record batches each."""
     path = twins.write_arrow(tmp_path / "t.arrow", bag_columns(), rows_per_batch=100)
-    table = Table(
+    table = TableSource(
         [path],
         TableOptions(
             label="y",
@@ -313,7 +313,7 @@ def test_a_bag_that_is_missing_is_a_wrong_schema(bag_data):
 
 def test_ids_of_64_bits_in_bags(tmp_path):
     path = twins.write_arrow(tmp_path / "t.arrow", bag_columns(50))
-    table = Table([path], TableOptions(label="y", categorical=("c",), bags=(("often", None),)))
+    table = TableSource([path], TableOptions(label="y", categorical=("c",), bags=(("often", None),)))
     build(table, tmp_path / "data", Options(threshold=None, hash_buckets=2**40))
     batch = next(reader(tmp_path / "data").batches(40))
     assert batch.ids.dtype == batch.bags["often"][0].dtype == np.int64
@@ -323,7 +323,9 @@ def test_ids_of_64_bits_in_bags(tmp_path):
 
 def test_a_data_set_with_bags_alone(tmp_path):
     path = twins.write_arrow(tmp_path / "t.arrow", bag_columns(100))
-    build(Table([path], TableOptions(label="y", bags=(("often", None),))), tmp_path / "data", Options(threshold=0))
+    build(
+        TableSource([path], TableOptions(label="y", bags=(("often", None),))), tmp_path / "data", Options(threshold=0)
+    )
     batches = list(reader(tmp_path / "data").batches(40, seed=1))
     assert all(batch.ids.shape == (len(batch), 0) and batch.ids.dtype == np.int32 for batch in batches)
     assert sum(len(batch) for batch in batches) == reader(tmp_path / "data").rows

@@ -13,12 +13,12 @@ from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Codes, WrongValueError
 from hostdev.data.preprocess.naming import short
-from hostdev.data.preprocess.reading import Reading, readable
+from hostdev.data.preprocess.reading import ReadSettings, readable
+from hostdev.kernels.arrays import Mask
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 Get = Callable[[str], pa.Array]
-Mask = npt.NDArray[np.bool_]
 
 
 class WeightedValues(NamedTuple):
@@ -45,7 +45,7 @@ def can_be_weights(found: pa.DataType, separator: str | None) -> bool:
     return pa.types.is_null(found) or (kind == "text" and separator is not None)
 
 
-def read_weighted(reading: Reading, name: str, get: Get) -> WeightedValues:
+def read_weighted(reading: ReadSettings, name: str, get: Get) -> WeightedValues:
     """Read a weighted bag.
 
     Args:
@@ -57,9 +57,9 @@ def read_weighted(reading: Reading, name: str, get: Get) -> WeightedValues:
 
 
 def encode_weighted(
-    reading: Reading, name: str, get: Get
+    reading: ReadSettings, name: str, get: Get
 ) -> tuple[Codes, pa.StringArray, Codes, npt.NDArray[np.float32]]:
-    """Dictionary-encode a weighted bag as `Reading.bags` does; also return the weights, float32 [N].
+    """Dictionary-encode a weighted bag as `ReadSettings.bags` does; also return the weights, float32 [N].
 
     The arguments are those of `read_weighted`. Raises WrongValueError for an invalid weight or value.
     """
@@ -75,7 +75,7 @@ def encode_weighted(
     return codes, texts, lengths, weights.astype(np.float32)
 
 
-def require_weighted(reading: Reading, name: str, get: Get) -> WeightedValues:
+def require_weighted(reading: ReadSettings, name: str, get: Get) -> WeightedValues:
     """Read a weighted bag; raise WrongValueError for the first row that has an invalid weight or text."""
     found, invalid, given, sizes = _read(reading, name, get)
     if not found.wrong.any():
@@ -93,12 +93,12 @@ def require_weighted(reading: Reading, name: str, get: Get) -> WeightedValues:
     if given[int(at[0])].as_py() is None:
         where = f" after {reading.weights!r}" if reading.weights is not None else ""
         raise WrongValueError(row, f"value {value} has no weight{where}")
-    number, _ = Reading(decimal=reading.decimal).numbers_where_readable(given.slice(int(at[0]), 1))
+    number, _ = ReadSettings(decimal=reading.decimal).numbers_where_readable(given.slice(int(at[0]), 1))
     what = "too large" if number[0] > _LARGEST else "not a number of at least 0"
     raise WrongValueError(row, f"value {value} has the weight {weight}, which is {what}")
 
 
-def _read(reading: Reading, name: str, get: Get) -> tuple[WeightedValues, Mask, pa.Array, Codes]:
+def _read(reading: ReadSettings, name: str, get: Get) -> tuple[WeightedValues, Mask, pa.Array, Codes]:
     """Return the values; the mask of those with an invalid weight [N]; the weights as given; and each row's weights."""
     values, lengths, wrong = _flat(reading, get(reading.column or name))
     if reading.weights is not None:
@@ -111,7 +111,8 @@ def _read(reading: Reading, name: str, get: Get) -> tuple[WeightedValues, Mask, 
         if uneven.any():
             given = _fitted(given, sizes, lengths, uneven)
         wrong = wrong | unreadable | uneven
-    weights, _ = Reading(decimal=reading.decimal).numbers_where_readable(given)  # missing-value markers are for values
+    unmarked = ReadSettings(decimal=reading.decimal)  # missing-value markers are for values
+    weights, _ = unmarked.numbers_where_readable(given)
     cleaned = reading.clean(arrow.decoded(values))
     is_missing = pc.is_null(cleaned, nan_is_null=True).to_numpy(zero_copy_only=False)
     if pa.types.is_string(cleaned.type):
@@ -125,7 +126,7 @@ def _read(reading: Reading, name: str, get: Get) -> tuple[WeightedValues, Mask, 
     return WeightedValues(values, lengths, np.where(valid, weights, np.nan), wrong), invalid, given, sizes
 
 
-def _flat(reading: Reading, array: pa.Array) -> tuple[pa.Array, Codes, Mask]:
+def _flat(reading: ReadSettings, array: pa.Array) -> tuple[pa.Array, Codes, Mask]:
     """Return the concatenated values of lists or texts, each row's number of values, and the rows that are not UTF-8.
 
     An empty text has no values.
@@ -147,7 +148,7 @@ def _flat(reading: Reading, array: pa.Array) -> tuple[pa.Array, Codes, Mask]:
     return values, lengths, wrong
 
 
-def _split(values: pa.Array, reading: Reading) -> tuple[pa.Array, pa.Array]:
+def _split(values: pa.Array, reading: ReadSettings) -> tuple[pa.Array, pa.Array]:
     """Split texts [N] at their last separator; return the values and the weights, null where there is no separator."""
     assert reading.weights is not None
     if pa.types.is_null(values.type):

@@ -23,16 +23,16 @@ from hostdev.data.manifest_values import BY_COLUMN, check_scaling
 from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.dense import Scaling
-from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, Earlier
+from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, NO_EARLIER, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, Outcome
-from hostdev.data.preprocess.pieces import Facts, Piece
-from hostdev.data.preprocess.raw import Layout, Source
+from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, ManifestWriter
+from hostdev.data.preprocess.pieces import Facts, PieceFile
+from hostdev.data.preprocess.raw import Source, SourceLayout
 from hostdev.data.preprocess.shard_memory import ShardMemory
 from hostdev.data.preprocess.shards import ShardOptions, Shards, make_shard, shard_name
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
-from hostdev.data.preprocess.work import Work, claim
+from hostdev.data.preprocess.work import WorkFolder, claim
 from hostdev.data.schema import Schema
 from hostdev.kernels.pool import host_threads
 
@@ -54,8 +54,8 @@ def build(
             more than 1% of the lines are malformed; or a split that must have rows is empty.
         TransientError: The vocabulary, or one shard per thread, does not fit into memory; or a read fails.
     """
-    if earlier is not None:
-        earlier.require(source, options.dense, options.hash_buckets)
+    earlier = earlier or NO_EARLIER
+    earlier.require(source, options.dense, options.hash_buckets)
     with claim(out) as work:
         manifest = _Build(source, work, options, threads or host_threads(), earlier).run()
         work.finish()
@@ -65,14 +65,14 @@ def build(
 class _Build:
     """The state of one build."""
 
-    def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier | None) -> None:
+    def __init__(self, source: Source, work: WorkFolder, options: Options, threads: int, earlier: Earlier) -> None:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
         # By id space, the share of training occurrences that have an id of `earlier`.
         self._known_shares: dict[str, float] | None = None
         # By bag, the value that makes up most of the bag's values, and its share.
         self._padded: dict[str, list[Any]] = {}
-        self._layout: Layout = source.layout
+        self._layout: SourceLayout = source.layout
         has_validation = source.has_validation or options.validation_fraction is not None
         self._splits = SPLITS if has_validation else SPLITS[:2]
         buckets = options.hash_buckets
@@ -83,8 +83,8 @@ class _Build:
     def run(self) -> Manifest:
         stamp = self._source.stamp()
         recipe = None if stamp is None else [stamp, self._source.options(), self._options.as_json()]
-        if recipe is not None and self._earlier is not None:
-            recipe.append(self._earlier.as_json())
+        if recipe is not None:
+            recipe += self._earlier.recipe()
         entries = self._work.begin(json.loads(json.dumps(recipe)))
         id_type = (
             "int32" if self._hashed is None else self._hashed.schema.id_type
@@ -98,7 +98,7 @@ class _Build:
             seed=self._options.seed,
             hashed=self._hashed,
             shards=shards_held,
-            survey=None if self._earlier is None else self._earlier.survey(),
+            survey=self._earlier.survey(),
         )
         entries = entries[: _count_sound(entries, self._layout, self._options.dense, len(self._splits))]
         pieces = [entry for entry in entries if "piece" in entry]
@@ -107,7 +107,7 @@ class _Build:
             self._paths = [first.path(i) for i in range(len(facts))]
             intact = _count_intact(self._paths, [fact.checksum for fact in facts], workers)
             same_rows = (
-                len(Piece(path)) == sum(fact.rows) for path, fact in zip(self._paths[:intact], facts, strict=False)
+                len(PieceFile(path)) == sum(fact.rows) for path, fact in zip(self._paths[:intact], facts, strict=False)
             )
             intact = next((i for i, same in enumerate(same_rows) if not same), intact)
             later = entries[len(pieces) :] if intact == len(facts) else []
@@ -125,7 +125,7 @@ class _Build:
                     self._work.note(parsed=True)
                 self._facts = first.facts
             self._paths = [first.path(i) for i in range(len(self._facts))]
-            outcome = Outcome(self._source, self._options, self._earlier, self._splits, self._facts)
+            outcome = ManifestWriter(self._source, self._options, self._earlier, self._splits, self._facts)
             schema, scaling = self._learn(later, outcome.rows(), workers)
             shards = self._write_shards(later, schema, scaling, workers)
         found = Learned(schema, scaling.statistics(), self._padded, self._known_shares)
@@ -150,17 +150,12 @@ class _Build:
                 self._known_shares, self._padded = found.get(KNOWN_SHARES), found[PADDED]
                 return schemas.from_json(found["schema"]), scalings.fixed(*of, found["scaling"], signed=signed)
         earlier, checksums = self._earlier, []
-        scaling = scalings.make(*of, signed=signed)
-        if earlier is not None:
-            scaling = earlier.scaling(self._layout, signed=signed)
+        scaling = earlier.scaling(self._options.dense, self._layout, signed=signed)
         vocabulary: Vocabulary | None = None
         if self._hashed is None:
             threshold = self._options.threshold
             assert threshold is not None
-            if earlier is None:
-                vocabulary = Vocabulary(threshold, self._layout, self._source.format_keys)
-            else:
-                vocabulary = earlier.vocabulary(threshold, self._source)
+            vocabulary = earlier.vocabulary(threshold, self._source)
         second_pass.learn(self._paths, self._facts, self._layout, scaling, vocabulary, workers)
         if vocabulary is None:
             assert self._hashed is not None
@@ -173,8 +168,8 @@ class _Build:
         self._padded = {} if vocabulary is None else vocabulary.fillers()
         found = {"schema": schema.as_json(), "scaling": scaling.statistics(), "checksums": checksums}
         found[PADDED] = self._padded
-        if vocabulary is not None and earlier is not None:
-            found[KNOWN_SHARES] = self._known_shares = vocabulary.known_shares()
+        if vocabulary is not None:
+            found[KNOWN_SHARES] = self._known_shares = earlier.known_shares(vocabulary.known_uses())
         self._work.note(learned=found)
         return schema, scalings.fixed(*of, scaling.statistics(), signed=signed)
 
@@ -191,7 +186,7 @@ class _Build:
             for i, split in enumerate(self._splits):
                 (folder / split).mkdir(exist_ok=True)
 
-                def write(ranges: Sequence[second_pass.Range], name: str, i: int = i) -> dict[str, Any]:
+                def write(ranges: Sequence[second_pass.RowRange], name: str, i: int = i) -> dict[str, Any]:
                     done: dict[str, Any] | None = written.get(name)
                     if done is not None and (folder / name).is_file() and checksum(folder / name) == done["sha256"]:
                         return done
@@ -211,7 +206,7 @@ class _Build:
         return shards
 
 
-def _count_sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str, splits: int) -> int:
+def _count_sound(entries: Sequence[dict[str, Any]], layout: SourceLayout, mode: str, splits: int) -> int:
     """Return the number of journal entries before the first one that is invalid or out of order."""
     order = ("piece", "parsed", "learned", "shard")
     stage = 0

@@ -21,7 +21,7 @@ from hostdev.data.preprocess.earlier_vocabulary import recorded
 from hostdev.data.preprocess.stored import (
     REMEDY,
     DamagedError,
-    Part,
+    StoredRows,
     Wrong,
     each_shard,
     get_size,
@@ -68,7 +68,7 @@ class Report:
 
 
 @dataclass
-class Totals:
+class CheckedSums:
     """Sums over the rows of a shard or a split.
 
     Attributes:
@@ -85,7 +85,7 @@ class Totals:
     out: int = 0
     bags: dict[str, int] = field(default_factory=dict)
 
-    def add(self, other: "Totals") -> None:
+    def add(self, other: "CheckedSums") -> None:
         """Add the sums over other rows."""
         self.known = self.known and other.known
         for name in ("rows", "uses", "out"):
@@ -235,13 +235,13 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
         )
 
 
-def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | None, report: Report) -> Totals:
+def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | None, report: Report) -> CheckedSums:
     """Check the shards of a split, add the result to the report, and return the sums over the rows.
 
     The ids of the "train" split are counted with `counter`, if it is given.
     """
     wrong: list[str] = []
-    totals, shards = Totals(), found.shards(split)
+    totals, shards = CheckedSums(), found.shards(split)
     counting = counter if split == "train" else None
     results = each_shard(
         lambda shard: _check_shard(folder, found, shard, counting), folder, shards, f"checking {split} rows"
@@ -255,9 +255,9 @@ def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | 
     return totals
 
 
-def _check_shard(folder: Path, found: Manifest, shard: Shard, counter: Counter | None) -> tuple[Totals, list[str]]:
+def _check_shard(folder: Path, found: Manifest, shard: Shard, counter: Counter | None) -> tuple[CheckedSums, list[str]]:
     """Read a shard, and count its ids with `counter` if given; return the sums over its rows, and the findings."""
-    totals = Totals()
+    totals = CheckedSums()
     wrong: dict[str, Wrong] = {}
     try:
         for part in read_parts(folder, found, shard):
@@ -268,12 +268,12 @@ def _check_shard(folder: Path, found: Manifest, shard: Shard, counter: Counter |
             if not values:
                 _add_part(totals, part, found, counter)
     except DamagedError as error:
-        return Totals(known=False), [str(error)]
+        return CheckedSums(known=False), [str(error)]
     totals.known = not wrong
     return totals, [f"{folder / shard.file}: {one.text()}; {REMEDY}" for one in wrong.values()]
 
 
-def _add_part(totals: Totals, part: Part, found: Manifest, counter: Counter | None) -> None:
+def _add_part(totals: CheckedSums, part: StoredRows, found: Manifest, counter: Counter | None) -> None:
     totals.rows += len(part.label)
     sums = [float(values.sum(dtype=np.float64)) for values in columns_of(part.label)]
     totals.labels = [a + b for a, b in zip_longest(totals.labels, sums, fillvalue=0.0)]
@@ -286,7 +286,7 @@ def _add_part(totals: Totals, part: Part, found: Manifest, counter: Counter | No
         totals.bags[name] = totals.bags.get(name, 0) + len(values)
 
 
-def _label_means(found: Manifest, recorded: dict[str, Any], totals: Totals) -> Iterator[tuple[str, Any, float]]:
+def _label_means(found: Manifest, recorded: dict[str, Any], totals: CheckedSums) -> Iterator[tuple[str, Any, float]]:
     """Yield, for each label, the name of its entry in the statistics, the entry itself, and the mean over the rows."""
     means = [total / max(1, totals.rows) for total in totals.labels or [0.0] * len(found.schema.labels)]
     yield "label_mean", recorded.get("label_mean"), means[0]
@@ -295,7 +295,7 @@ def _label_means(found: Manifest, recorded: dict[str, Any], totals: Totals) -> I
         yield f"label_means of {name!r}", more.get(name) if isinstance(more, dict) else None, mean
 
 
-def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[str]:
+def _wrong_statistics(found: Manifest, split: str, totals: CheckedSums) -> Iterator[str]:
     """Yield a finding for each statistic of a split that contradicts the split's rows."""
     if not totals.known:
         return

@@ -1,25 +1,29 @@
-"""The commands `preprocess table|query|criteo|synthetic`."""
+"""The commands of `preprocess`: those that prepare a data set, and check, info and suggest."""
 
 import argparse
+import shlex
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from hostdev.core import pictures
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
 from hostdev.data import advice
 from hostdev.data.manifest import REJECTED_FILE, Manifest
-from hostdev.data.preprocess import earlier_flags, looking, table_flags
+from hostdev.data.preprocess import check, earlier_flags, info, info_picture, info_text, suggest, table_flags
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
-from hostdev.data.preprocess.flags import THRESHOLD
+from hostdev.data.preprocess.flags import THRESHOLD, parse_scheduler
 from hostdev.data.preprocess.options import FLAGS, Options, ids_in_words, parse_options
 from hostdev.data.preprocess.raw import Source
-from hostdev.data.preprocess.scheduler_flag import parse_scheduler
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource, open_table
+from hostdev.data.preprocess.table_flags import text_options
+from hostdev.data.preprocess.table_options import TableOptions
 
 _SPLIT_FLAGS = {
     kind: {f"--{kind}": f"{kind}_files"}
@@ -78,8 +82,8 @@ def _labels(manifest: Manifest, split: str) -> str:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command with parsed flags."""
-    if arguments.command in looking.COMMANDS:
-        looking.COMMANDS[arguments.command](arguments)
+    if arguments.command in _INSPECTIONS:
+        _INSPECTIONS[arguments.command](arguments)
         return
     start = time.monotonic()
     if arguments.command == "synthetic" and arguments.tsv is not None:
@@ -131,7 +135,7 @@ def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -
                 f"threshold of feature {next(iter(how.thresholds))!r} has no effect with --hash-buckets; leave it out"
             )
         source = getattr(arguments, "source", None)
-        return Table(arguments.files if source is None else [source.open(arguments)], how), options
+        return TableSource(arguments.files if source is None else [source.open(arguments)], how), options
     options = parse_options(arguments, **earlier_flags.defaults(earlier))
     if arguments.command == "criteo":
         return CriteoText(arguments.files), options
@@ -171,3 +175,39 @@ def write_synthetic(arguments: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} has no effect with --tsv; leave out --{name.replace('_', '-')}"
             )
     write_text(source, arguments.tsv)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    check.run(arguments.path)
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    out = arguments.out or pictures.new_path("info")
+    pictures.require_new(out)
+    found = info.gather(arguments.path)
+    for line in info_text.format_lines(found):
+        print(line)
+    info_picture.draw(found, out)
+    print(f"\npicture  {out}")
+
+
+def _suggest(arguments: argparse.Namespace) -> None:
+    how = TableOptions(label="label", categorical=("any",), **text_options(arguments))
+    file = open_table(arguments.file, how)
+    first, *told = suggest.write(file, arguments.label, arguments.out)
+    print(first)
+    given = shlex.join(["hostdev", "preprocess", "table", str(arguments.file), *_as_flags(arguments)])
+    print(f"    {given} --features {shlex.quote(str(arguments.out))} --out DIR")
+    for line in told:
+        print(line)
+
+
+def _as_flags(arguments: argparse.Namespace) -> list[str]:
+    """Return the flags about reading text files, as the user gave them."""
+    named = {"--columns": arguments.columns, "--delimiter": arguments.delimiter, "--encoding": arguments.encoding}
+    named["--skip-lines"] = arguments.skip_lines
+    flags = [text for flag, value in named.items() if value is not None for text in (flag, str(value))]
+    return [*flags, *(["--no-quotes"] if arguments.no_quotes else [])]
+
+
+_INSPECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {"check": _check, "info": _info, "suggest": _suggest}

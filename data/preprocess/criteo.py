@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.inputs import AnyInput, open_input
-from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows
+from hostdev.data.preprocess.raw import BEGINNING, RawBlock, RawRows, SourceLayout, SourcePosition
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.text import LONGEST, whole_lines, window_lines
 from hostdev.data.schema import Column
@@ -24,7 +24,7 @@ CATEGORICAL = 26
 DENSE_NAMES = tuple(f"I{i + 1}" for i in range(DENSE))
 CATEGORICAL_NAMES = tuple(f"C{i + 1}" for i in range(CATEGORICAL))
 COLUMNS = ["label", *DENSE_NAMES, *CATEGORICAL_NAMES]
-LAYOUT = Layout(
+LAYOUT = SourceLayout(
     "label",
     DENSE_NAMES,
     tuple(Column(name, "id", name) for name in CATEGORICAL_NAMES),
@@ -63,27 +63,27 @@ class CriteoText:
         self.most_rows = self.total // _SHORTEST_LINE + len(self._inputs) if plain else 2**62
         self._block_bytes = block_bytes or BLOCK_BYTES
 
-    def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
+    def blocks(self, start: SourcePosition = BEGINNING) -> Iterator[RawBlock]:
         """Yield the text in blocks of complete lines."""
         for number in range(start.input, len(self._inputs)):
             yield from self.whole(number, start.offset if number == start.input else 0)
 
-    def whole(self, number: int, offset: int = 0) -> Iterator[Block]:
+    def whole(self, number: int, offset: int = 0) -> Iterator[RawBlock]:
         """Yield the blocks of input `number`, from an offset on."""
         source = self._inputs[number]
         for lines in whole_lines(source, offset, self._block_bytes, self._too_long(source.name)):
-            yield Block(lines.text, source.name, Place(number, lines.offset), lines.taken)
+            yield RawBlock(lines.text, source.name, SourcePosition(number, lines.offset), lines.taken)
 
     def windows(self, number: int) -> int | None:
         """Return the number of windows of input `number` that can be read alone; None if it is not a plain file."""
         source = self._inputs[number]
         return -(-source.size // self._block_bytes) if source.plain else None
 
-    def window(self, number: int, window: int) -> Iterator[Block]:
+    def window(self, number: int, window: int) -> Iterator[RawBlock]:
         """Yield the blocks that `blocks` reads from a window of input `number`."""
         source = self._inputs[number]
         for lines in window_lines(source, window, self._block_bytes, self._too_long(source.name)):
-            yield Block(lines.text, source.name, Place(number, lines.offset), lines.taken)
+            yield RawBlock(lines.text, source.name, SourcePosition(number, lines.offset), lines.taken)
 
     @property
     def inputs(self) -> list[AnyInput]:
@@ -98,7 +98,7 @@ class CriteoText:
     def _too_long(self, name: str) -> Callable[[], UserError]:
         return lambda: UserError(f"{name}: no line end in {LONGEST * self._block_bytes} bytes; this is not Criteo text")
 
-    def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
+    def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Parse a block's rows; their keys are the 32-bit categorical values."""
         return parse(block.content, file=block.file)
 

@@ -14,11 +14,11 @@ import pyarrow.compute as pc
 from pyarrow import csv
 
 from hostdev.core.errors import UserError
-from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, Part
+from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, UnparsedRows
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
-from hostdev.data.preprocess.quoted import Rows, Scan, chain, scan_windows, unclosed
-from hostdev.data.preprocess.raw import WrongRowError
+from hostdev.data.preprocess.quoted import Scan, TextRows, chain, scan_windows, unclosed
+from hostdev.data.preprocess.raw import InvalidRowError
 from hostdev.data.preprocess.recoded import Recoded, recode
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.text import LONGEST, newline, whole_lines, window_lines
@@ -100,7 +100,7 @@ class DelimitedFile:
         """Return the type of every column: text."""
         return pa.string()
 
-    def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Yield the text from byte `offset` on, a few MiB of complete rows at a time."""
         ends = _RowEnds(self.input, self._delimiter, offset) if self._quotes else None
         last_end = newline if ends is None else ends.last
@@ -108,7 +108,7 @@ class DelimitedFile:
         for lines in whole_lines(self.input, offset, BLOCK_BYTES, self._too_long, last_end):
             if ends is not None and lines.is_last:
                 ends.check_closed()
-            yield Part((lines.text, begin), lines.offset, lines.taken)
+            yield UnparsedRows((lines.text, begin), lines.offset, lines.taken)
             begin = lines.offset
 
     @property
@@ -121,26 +121,26 @@ class DelimitedFile:
         """Whether values may have line ends in quotes, so that `scan` has to find the rows of a window."""
         return self._quotes
 
-    def parts_of(self, window: int) -> Iterator[Part]:
+    def parts_of(self, window: int) -> Iterator[UnparsedRows]:
         """Yield what `parts` yields of a window; for text without quotes."""
         for lines in window_lines(self.input, window, BLOCK_BYTES, self._too_long):
-            yield Part((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
+            yield UnparsedRows((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
 
     def scan(self, windows: range) -> list[tuple[Scan, ...]]:
         """Scan windows of quoted text, for `rows`."""
         return scan_windows(self.input, self._delimiter, BLOCK_BYTES, windows)
 
-    def rows(self, scans: Sequence[Sequence[Scan]]) -> tuple[list[Rows], UserError | None]:
+    def rows(self, scans: Sequence[Sequence[Scan]]) -> tuple[list[TextRows], UserError | None]:
         """Return the rows of all windows from their scans, and the error that ends them, if any."""
         return chain(scans, self.input.size, BLOCK_BYTES, self._too_long, self.input.name)
 
-    def part_at(self, rows: Rows) -> Part:
+    def part_at(self, rows: TextRows) -> UnparsedRows:
         """Read rows that `rows` found."""
         with self.input.open() as stream:
             stream.skip(rows.begin)
-            return Part((stream.read(rows.end - rows.begin), rows.begin), rows.end, rows.end - rows.begin)
+            return UnparsedRows((stream.read(rows.end - rows.begin), rows.begin), rows.end, rows.end - rows.begin)
 
-    def parse(self, part: Part, used: Sequence[str]) -> Chunk:
+    def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part into rows and malformed lines."""
         text, offset = part.content
         named = self._columns is None and offset == 0  # the first row is the header
@@ -195,7 +195,7 @@ class DelimitedFile:
             lines = value.split("\n")[1:-1]
             rows = sum(line.count(delimiter) == len(columns) - 1 for line in lines)
             if len(columns) > 1 and len(lines) >= _MANY_LINES - 1 and rows >= _ROWLIKE * len(lines):
-                raise WrongRowError(
+                raise InvalidRowError(
                     self.input.name,
                     row,
                     f"a quoted value spans {len(lines) + 1:,} lines, most of which look like rows; it begins with "

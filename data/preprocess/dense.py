@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
-
-Numbers = npt.NDArray[np.float64]
+from hostdev.kernels.arrays import Numbers
 
 MODES = ("max", "log", "standard")
 LARGEST = 3e38  # about the largest float32

@@ -1,10 +1,11 @@
 """The earlier data set whose ids, columns and scaling new rows reuse (`--vocabulary FROM`)."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,14 +17,15 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.manifest_values import SCALING_STATISTICS, check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
-from hostdev.data.preprocess.dense import Numbers, Scaling
+from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.pieces import Survey
-from hostdev.data.preprocess.raw import Layout, Source
+from hostdev.data.preprocess.raw import Source, SourceLayout
 from hostdev.data.preprocess.stored import DamagedError
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
-from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
-from hostdev.data.schema import Schema
+from hostdev.data.preprocess.vocabulary import HashBuckets, KnownIds, Vocabulary
+from hostdev.data.schema import Schema, Space
+from hostdev.kernels.arrays import Numbers
 from hostdev.kernels.cardinality import draw_sample, make_registers
 from hostdev.kernels.strings import hash_texts
 
@@ -44,6 +46,8 @@ class Earlier:
         frozen: Whether new values stay out of vocabulary, instead of getting ids.
         identity: Checksum of everything that a later data set reuses.
     """
+
+    keeps: ClassVar[bool] = True  # whether there is one, whose scaling is kept
 
     folder: Path
     found: Manifest
@@ -70,6 +74,34 @@ class Earlier:
             "frozen": self.frozen,
         }
 
+    @property
+    def reference(self) -> tuple[str, bool, str] | None:
+        """What another process reads the data set by: its absolute path, whether it is frozen, and its identity."""
+        return os.path.abspath(self.folder), self.frozen, self.identity  # noqa: PTH100
+
+    def recipe(self) -> list[dict[str, Any]]:
+        """Return the entries for the recipe of a later data set."""
+        return [self.as_json()]
+
+    def options(self) -> dict[str, Any]:
+        """Return the entries of a later data set's manifest options."""
+        return {EARLIER: self.as_json()}
+
+    def known_ids(self, layout: SourceLayout) -> KnownIds:
+        """Return the ids that a later data set with this layout keeps."""
+        return KnownIds(self.schema.spaces, self.schema.rows, Space.grown)
+
+    def known_shares(self, uses: Iterable[tuple[int, int]]) -> dict[str, float] | None:
+        """Return, by id space, the share of training occurrences whose value has an id here.
+
+        Id spaces without values in one of the two data sets are left out.
+
+        Args:
+            uses: For each id space, the occurrences of values that have an id here, and of all values.
+        """
+        spaces = zip(self.schema.spaces, uses, strict=True)
+        return {space.name: known / total for space, (known, total) in spaces if total and space.values}
+
     def require(self, source: Source, dense: str, buckets: int | None) -> None:
         """Raise UserError unless new rows have the same columns, scaling and kind of ids as this data set."""
         mine, theirs = self.schema, source.layout
@@ -91,18 +123,18 @@ class Earlier:
         if buckets is not None and HashBuckets(buckets, theirs).schema != mine:
             raise UserError(f"{self.folder}: the ids do not match {buckets:,} hash buckets; preprocess it again")
 
-    def scaling(self, layout: Layout, *, signed: bool) -> Scaling:
-        """Return the fixed scaling of the earlier data set."""
-        mode = self.found.options["dense"]
+    def scaling(self, dense: str, layout: SourceLayout, *, signed: bool) -> Scaling:
+        """Return the fixed scaling of the earlier data set, whose mode is `dense`."""
         own = scaling.own(self.found.options)
-        return _Kept(scaling.fixed(mode, layout.dense, own, self.found.statistics, signed=signed))
+        return _Kept(scaling.fixed(dense, layout.dense, own, self.found.statistics, signed=signed))
 
     def vocabulary(self, threshold: int | None, source: Source) -> Vocabulary:
         """Return a vocabulary with the earlier values and their ids; raise DamagedError if the file is damaged.
 
         New values with more than `threshold` occurrences get ids, unless `frozen` is set.
         """
-        made = Vocabulary(None if self.frozen else threshold, source.layout, source.format_keys, self.schema)
+        new, known = None if self.frozen else threshold, self.known_ids(source.layout)
+        made = Vocabulary(new, source.layout, source.format_keys, known)
         stored = self.open()
         for number, space in enumerate(self.schema.spaces):
             for keys in self.keys(stored, number):
@@ -154,6 +186,61 @@ class Earlier:
                 if wrong.any():
                     raise DamagedError(stored.path, "some values are not 8 hexadecimal digits")
                 yield keys
+
+
+class NoEarlier(Earlier):
+    """The absence of an earlier data set: no ids are kept, and everything is learned from the new rows."""
+
+    frozen, keeps = False, False
+
+    def __init__(self) -> None: ...
+
+    @property
+    def reference(self) -> tuple[str, bool, str] | None:
+        """See `Earlier`: None."""
+        return None
+
+    def recipe(self) -> list[dict[str, Any]]:
+        """Return no entries."""
+        return []
+
+    def options(self) -> dict[str, Any]:
+        """Return no entries."""
+        return {}
+
+    def known_ids(self, layout: SourceLayout) -> KnownIds:
+        """Return no ids of values."""
+        return KnownIds.none(layout)
+
+    def known_shares(self, uses: Iterable[tuple[int, int]]) -> dict[str, float] | None:
+        """Return None."""
+        return None
+
+    def require(self, source: Source, dense: str, buckets: int | None) -> None:
+        """Require nothing."""
+
+    def scaling(self, dense: str, layout: SourceLayout, *, signed: bool) -> Scaling:
+        """Return a scaling that learns from the new rows."""
+        return scaling.make(dense, layout.dense, layout.scaling, signed=signed)
+
+    def vocabulary(self, threshold: int | None, source: Source) -> Vocabulary:
+        """Return a vocabulary without values."""
+        return Vocabulary(threshold, source.layout, source.format_keys)
+
+    def survey(self) -> Survey | None:
+        """Return None."""
+        return None
+
+    def open(self) -> Any:
+        """Return None, because there is no vocabulary."""
+        return None
+
+    def keys(self, stored: StoredVocabulary, number: int) -> Iterator[Any]:
+        """Yield no values."""
+        return iter(())
+
+
+NO_EARLIER = NoEarlier()
 
 
 class _Kept:

@@ -24,11 +24,11 @@ from hostdev.data.preprocess import criteo, scaling
 from hostdev.data.preprocess.bag_weights import WeightedValues, can_be_weights, read_weighted, require_weighted
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.forms import Written
-from hostdev.data.preprocess.known import Vocabulary, written_by_space
+from hostdev.data.preprocess.known import ValueIds, written_by_space
 from hostdev.data.preprocess.labels import Labels
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.plain_rows import PlainColumn, PlainRows
-from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.reading import all_readings, own_settings
 from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
 from hostdev.data.preprocess.vectors import (
@@ -40,10 +40,9 @@ from hostdev.data.preprocess.vectors import (
 )
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
+from hostdev.kernels.arrays import LongIds
 from hostdev.kernels.forms import EMPTY, TEXT
 from hostdev.kernels.strings import hash_texts
-
-Ids = npt.NDArray[np.int64]
 
 
 class WrongRowError(UserError):
@@ -83,7 +82,7 @@ class Encoding:
         self._type = np.dtype(data.id_type)
 
     @cached_property
-    def _known(self) -> Vocabulary | HashBuckets:
+    def _known(self) -> ValueIds | HashBuckets:
         """The mapping from values to ids, loaded on first use because loading takes time."""
         buckets = self._data.options.get("hash_buckets")
         if buckets is not None:
@@ -91,10 +90,11 @@ class Encoding:
             ids, bags = (tuple(column for column in columns if column.kind == kind) for kind in ("id", "bag"))
             hashed = criteo.LAYOUT.hashed if self.is_criteo else None
             return HashBuckets(
-                buckets, Layout(self.schema.label, self.schema.dense, ids, bags, hashed, targets=self.schema.targets)
+                buckets,
+                SourceLayout(self.schema.label, self.schema.dense, ids, bags, hashed, targets=self.schema.targets),
             )
         assert self._path is not None
-        return Vocabulary(self._path, self._data)
+        return ValueIds(self._path, self._data)
 
     @cached_property
     def _written(self) -> dict[str, Written]:
@@ -178,7 +178,7 @@ class Encoding:
                 raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large")
         return self._encoded(rows, self._no_labels(len(rows)), numbers, self._weighted(rows, checked=True))
 
-    def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:
+    def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, LongIds]:
         """Encode the rows whose numbers are all valid; return them as a batch, and their indices in `rows`, int64 [m].
 
         Missing or unreadable labels are NaN. Raises the same errors as `encode`, except those about numbers.
@@ -351,7 +351,7 @@ class Encoding:
         """Return the name of the file's column that the label or a feature is read from."""
         return self._sources[name]
 
-    def find_ids(self, name: str, values: pa.Array) -> Ids:
+    def find_ids(self, name: str, values: pa.Array) -> LongIds:
         """Return the ids of values [N] of the column `name`, int64 [N]; the out-of-vocabulary id for unknown ones.
 
         Raises UserError for values that cannot be compared with those of the data set.
@@ -362,7 +362,7 @@ class Encoding:
         except (WrongTypeError, WrongValueError) as error:
             raise UserError(f"column {name!r}: {error}") from None
 
-    def _find_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    def _find_ids(self, column: Column, values: pa.Array) -> tuple[LongIds, npt.NDArray[np.bool_]]:
         """Return the ids of values [N] of any type, and a mask of missing values [N]."""
         codes, some = arrow.distinct(arrow.decoded(values))
         try:
@@ -371,7 +371,7 @@ class Encoding:
             raise WrongValueError(int(np.flatnonzero(codes == error.row)[0]), str(error)) from None
         return ids[codes], missing[codes]
 
-    def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[LongIds, npt.NDArray[np.bool_]]:
         """Return the ids of distinct values [N], and a mask of the missing values [N], which are omitted from bags."""
         known, written, reading = self._known, self._written[column.space], self._readings[column.name]
         if column.kind == "bag" or reading.missing:  # training skips a bag's missing values
@@ -429,7 +429,7 @@ def _plain(array: Any) -> pa.Array:
     return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
 
-def _criteo_keys(texts: pa.Array) -> Ids:
+def _criteo_keys(texts: pa.Array) -> LongIds:
     """Parse texts as Criteo's 32-bit values; raise UserError for an invalid one."""
     keys, wrong = criteo.hex_values(texts.cast(pa.binary()))
     if wrong.any():
@@ -447,7 +447,7 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
     return replace(part, whole=None)
 
 
-def _take_rows(batch: Batch, rows: Ids) -> Batch:
+def _take_rows(batch: Batch, rows: LongIds) -> Batch:
     """Return the selected rows of a batch."""
     offsets = {name: ragged.offsets_of(lengths) for name, (_, lengths) in batch.bags.items()}
     return replace(

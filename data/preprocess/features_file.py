@@ -10,8 +10,8 @@ from typing import Any
 from hostdev.core.errors import UserError, in_words
 from hostdev.data.preprocess.flags import TASKS
 from hostdev.data.preprocess.naming import listed, short
-from hostdev.data.preprocess.reading import DECIMALS, ENDS, Reading
-from hostdev.data.preprocess.scaling import Scaled
+from hostdev.data.preprocess.reading import DECIMALS, ENDS, ReadSettings
+from hostdev.data.preprocess.scaling import ColumnScaling
 from hostdev.data.preprocess.vectors import Vector, check_length, elements
 
 _TOP = {
@@ -85,13 +85,13 @@ def read_features(path: Path) -> FeaturesFile:
         "categorical": tuple(by_kind["categorical"]),
         "bags": tuple((name, parsed[name].get("separator")) for name in by_kind["bag"]),
         "share": tuple((name, one["share"]) for name, one in parsed.items() if "share" in one),
-        "features": {name: one for name, one in read.items() if one != Reading()},
+        "features": {name: one for name, one in read.items() if one != ReadSettings()},
         "thresholds": {name: one["threshold"] for name, one in parsed.items() if "threshold" in one},
         "scaling": {
             part: one["scaled"]
             for name, one in parsed.items()
             for part in (vectors[name].names(name) if name in vectors else [name])
-            if one["scaled"] != Scaled()
+            if one["scaled"] != ColumnScaling()
         },
     }
     return FeaturesFile(roles, frozenset(given) | ({"label"} if "labels" in content else frozenset()))
@@ -100,7 +100,7 @@ def read_features(path: Path) -> FeaturesFile:
 def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Check `task` and the tables [labels.NAME].
 
-    Returns the arguments labels, numeric_labels and positives, and `readings`, which has each label's `Reading`.
+    Returns the arguments labels, numeric_labels and positives, and `readings`, which has each label's `ReadSettings`.
     """
     settings: dict[str, Any] = content.get("labels", {})
     if settings and "label" in content:
@@ -123,14 +123,14 @@ def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
         "numeric_labels": tuple(name for name, task in tasks.items() if task == "regression"),
         "positives": {name: one["positive"] for name, one in settings.items() if "positive" in one},
         "readings": {
-            name: Reading(column=one.get("column"), missing=tuple(one.get("missing", ())))
+            name: ReadSettings(column=one.get("column"), missing=tuple(one.get("missing", ())))
             for name, one in settings.items()
         },
     }
 
 
 def _feature(where: str, settings: Any) -> dict[str, Any]:
-    """Check feature settings; return them with two entries added: "reading", a `Reading`, and "scaled", a `Scaled`."""
+    """Check feature settings; return them with a `ReadSettings` as "reading" and a `ColumnScaling` as "scaled"."""
     if not isinstance(settings, dict):
         raise UserError(f'{where}: write its settings as [features.NAME] or NAME = {{kind = "categorical"}}')
     kind = settings.get("kind")
@@ -155,10 +155,12 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
     if clip is not None and (len(clip) != 2 or not all(isinstance(q, int | float) for q in clip)):
         raise UserError(f"{where}: clip must be two quantiles, such as [0.001, 0.999], not {clip}")
     try:
-        scaled = Scaled(mode=settings.get("scaling"), clip=None if clip is None else (float(clip[0]), float(clip[1])))
+        scaled = ColumnScaling(
+            mode=settings.get("scaling"), clip=None if clip is None else (float(clip[0]), float(clip[1]))
+        )
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    reading = Reading(
+    reading = ReadSettings(
         column=settings.get("column"),
         missing=tuple(settings.get("missing", ())),
         length=settings.get("length") if kind == "bag" else None,

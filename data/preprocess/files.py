@@ -18,11 +18,11 @@ from hostdev.core.printable import printable
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.columns import WrongValueError, check_text
-from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, Input, unreadable
-from hostdev.data.preprocess.raw import WrongRowError
+from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, InputFile, unreadable
+from hostdev.data.preprocess.raw import InvalidRowError
 from hostdev.data.preprocess.recoded import Recoded
 from hostdev.data.preprocess.rejected import RejectedLines
-from hostdev.data.preprocess.row_groups import GroupSize, RowGroups, open_parquet
+from hostdev.data.preprocess.row_groups import RowGroups, RowGroupSize, open_parquet
 
 CHUNK_ROWS = 1 << 16
 AS_WRITTEN: Mapping[str, str] = MappingProxyType({})  # `TableFile.respelled` of readers that change no text
@@ -46,7 +46,7 @@ _OTHERS = (
 _PRINTED = frozenset(range(ord(" "), 256)) | set(b"\t\r\n")
 
 
-class Part(NamedTuple):
+class UnparsedRows(NamedTuple):
     """Unparsed rows of a file."""
 
     content: Any
@@ -102,10 +102,10 @@ class TableFile(Protocol):
     def get_type(self, name: str) -> pa.DataType:
         """Return a column's type."""
 
-    def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Yield the `used` columns of the rows from `offset` on; `offset` is 0 or the end of a part."""
 
-    def parse(self, part: Part, used: Sequence[str]) -> Chunk:
+    def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part's rows; thread-safe."""
 
 
@@ -115,13 +115,13 @@ def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
     for part in file.parts(used, 0):
         try:
             chunk = replace(file.parse(part, used), first=first)
-        except WrongRowError as error:
+        except InvalidRowError as error:
             raise UserError(f"{error.file}, row {first + error.row}, {error.reason}") from None
         yield chunk
         first += chunk.lines
 
 
-def split_batch(batch: pa.RecordBatch, first: int, each: float) -> Iterator[Part]:
+def split_batch(batch: pa.RecordBatch, first: int, each: float) -> Iterator[UnparsedRows]:
     """Split a batch into parts within the chunk limits.
 
     `first` is the number of rows before the batch in the file, `each` the approximate bytes per row in the file.
@@ -134,7 +134,7 @@ def split_batch(batch: pa.RecordBatch, first: int, each: float) -> Iterator[Part
         part = part.slice(0, _fitting([arrow.list_lengths(part.column(i)) for i in lists], CHUNK_VALUES, len(part)))
         part = part.slice(0, _fitting([arrow.text_lengths(part.column(i)) for i in texts], CHUNK_BYTES, len(part)))
         start += len(part)
-        yield Part(part, first + start, int(len(part) * each))
+        yield UnparsedRows(part, first + start, int(len(part) * each))
 
 
 def _fitting(sizes: Sequence[npt.NDArray[np.int64]], most: int, n: int) -> int:
@@ -148,7 +148,7 @@ def _fitting(sizes: Sequence[npt.NDArray[np.int64]], most: int, n: int) -> int:
     return max(1, int(np.searchsorted(ends, most, "right")))
 
 
-def _rows_at_once(size: GroupSize) -> int:
+def _rows_at_once(size: RowGroupSize) -> int:
     """Return how many rows of a row group to decode at once: CHUNK_ROWS, or half a chunk if the rows are large."""
     per_row = max(size.list_values / CHUNK_VALUES, size.text_bytes / CHUNK_BYTES) / max(1, size.rows)
     return CHUNK_ROWS if 2 * CHUNK_ROWS * per_row <= 1 else max(1, int(0.5 / per_row))
@@ -188,7 +188,7 @@ class ParquetTable:
     lines_before = 0
     respelled = AS_WRITTEN
 
-    def __init__(self, source: Input) -> None:
+    def __init__(self, source: InputFile) -> None:
         self.input, path = source, source.path
         try:
             with open_parquet(path) as file:
@@ -204,7 +204,7 @@ class ParquetTable:
         """Return a column's type."""
         return self._schema.field(name).type
 
-    def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Yield the rows, starting at row number `offset`, from 0."""
         with self._naming(), open_parquet(self.input.path) as file:
             for read in self._reads(used, offset):
@@ -215,7 +215,7 @@ class ParquetTable:
         with self._naming():
             return list(self._reads(used, 0))
 
-    def parts_of(self, used: Sequence[str], read: "GroupsRead") -> Iterator[Part]:
+    def parts_of(self, used: Sequence[str], read: "GroupsRead") -> Iterator[UnparsedRows]:
         """Yield what `parts` yields of the row groups in `read`."""
         with self._naming(), open_parquet(self.input.path) as file:
             yield from self._read(file, used, read, 0)
@@ -235,7 +235,7 @@ class ParquetTable:
                 yield GroupsRead(first, last, row, rows)
                 first, row = last, int(groups.ends[last - 1])
 
-    def _read(self, file: Any, used: Sequence[str], read: "GroupsRead", offset: int) -> Iterator[Part]:
+    def _read(self, file: Any, used: Sequence[str], read: "GroupsRead", offset: int) -> Iterator[UnparsedRows]:
         each = self.input.size / max(1, self.most_rows)
         row, groups = read.row, list(range(read.first, read.last))
         for batch in file.iter_batches(read.rows, row_groups=groups, columns=list(used)):
@@ -252,13 +252,13 @@ class ParquetTable:
         except (pa.ArrowException, OSError) as error:
             raise unreadable(self.input.name, "the Parquet file is broken", error) from None
 
-    def parse(self, part: Part, used: Sequence[str]) -> Chunk:
+    def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part's rows; raise WrongRowError for invalid UTF-8, which Arrow's reader does not check."""
         for name, column in zip(part.content.schema.names, part.content.columns, strict=True):
             try:
                 check_text(column)
             except WrongValueError as error:
-                raise WrongRowError(self.input.name, error.row + 1, f"column {name!r}: {error}") from None
+                raise InvalidRowError(self.input.name, error.row + 1, f"column {name!r}: {error}") from None
             except pa.ArrowInvalid as error:
                 raise UserError(f"{self.input.name}: the Parquet file is broken ({error})") from None
         return Chunk(part.content, size=part.taken)
@@ -271,7 +271,7 @@ class ArrowTable:
     lines_before = 0
     respelled = AS_WRITTEN
 
-    def __init__(self, source: Input, *, stream: bool) -> None:
+    def __init__(self, source: InputFile, *, stream: bool) -> None:
         self.input, self._stream, path = source, stream, source.path
         try:
             with places.open_arrow(path, mapped=True) as source:
@@ -284,7 +284,7 @@ class ArrowTable:
         """Return a column's type."""
         return self._schema.field(name).type
 
-    def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Yield the rows, starting at row number `offset`, from 0."""
         return self._parts(used, offset, None)
 
@@ -295,11 +295,11 @@ class ArrowTable:
         with self._naming(), places.open_arrow(self.input.path, mapped=True) as source:
             return int(pa.ipc.open_file(source).num_record_batches)
 
-    def parts_of(self, used: Sequence[str], batch: int) -> Iterator[Part]:
+    def parts_of(self, used: Sequence[str], batch: int) -> Iterator[UnparsedRows]:
         """Yield what `parts` yields of one record batch; offsets are counted from its first row."""
         return self._parts(used, 0, batch)
 
-    def _parts(self, used: Sequence[str], offset: int, only: int | None) -> Iterator[Part]:
+    def _parts(self, used: Sequence[str], offset: int, only: int | None) -> Iterator[UnparsedRows]:
         fields = [self.names.index(name) for name in used]
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         row, before = 0, 0
@@ -320,7 +320,7 @@ class ArrowTable:
         except (pa.ArrowException, OSError) as error:
             raise unreadable(self.input.name, "the Arrow file is broken", error) from None
 
-    def parse(self, part: Part, used: Sequence[str]) -> Chunk:
+    def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Return a part's rows."""
         return Chunk(part.content, size=part.taken)
 
@@ -377,7 +377,7 @@ def _continues_as_text(source: AnyInput, start: bytes) -> bool:
     magic, _ = _FORMATS[0]
     if not _PRINTED.issuperset(start[len(magic) :]):
         return False
-    if not isinstance(source, Input) or not source.plain:
+    if not isinstance(source, InputFile) or not source.plain:
         return True
     with places.open_bytes(source.path) as file:
         file.seek(-len(magic), os.SEEK_END)

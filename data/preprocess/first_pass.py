@@ -10,12 +10,12 @@ from typing import Any
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
-from hostdev.data.preprocess.pieces import Facts, Piece, Survey, merge, survey, write_piece
-from hostdev.data.preprocess.raw import BEGINNING, Block, RawRows, Source, WrongRowError
-from hostdev.data.preprocess.row_counts import Draw, RowCounts
+from hostdev.data.preprocess.pieces import Facts, PieceFile, Survey, merge, survey, write_piece
+from hostdev.data.preprocess.raw import BEGINNING, InvalidRowError, RawBlock, RawRows, Source
+from hostdev.data.preprocess.row_counts import RowCounts, SplitDraw
 from hostdev.data.preprocess.shard_memory import ShardMemory
 from hostdev.data.preprocess.vocabulary import HashBuckets, require_memory
-from hostdev.data.preprocess.work import Work
+from hostdev.data.preprocess.work import WorkFolder
 
 _CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
 
@@ -36,7 +36,7 @@ class FirstPass:
     def __init__(
         self,
         source: Source,
-        work: Work,
+        work: WorkFolder,
         *,
         fractions: tuple[float | None, float | None],
         splits: int,
@@ -46,7 +46,7 @@ class FirstPass:
         survey: Survey | None = None,
     ) -> None:
         self._source, self._work, self._shards = source, work, shards
-        self._draw, self._splits, self._hashed = Draw(seed, fractions), splits, hashed
+        self._draw, self._splits, self._hashed = SplitDraw(seed, fractions), splits, hashed
         self.facts: list[Facts] = []  # one for each written piece
         self._counts = RowCounts(source)
         self._surveys = [] if survey is None else [survey]
@@ -64,7 +64,7 @@ class FirstPass:
         self._unchecked = list(facts)
         for number, one in enumerate(facts):
             self._counts.add(one.end.input, one.lines, sum(one.rows), one.rejected)
-            piece = Piece(self.path(number))
+            piece = PieceFile(self.path(number))
             if one.rejected and self._counts.first is None:
                 self._counts.first = next(piece.rejected())
             if self._hashed is None:
@@ -81,12 +81,12 @@ class FirstPass:
         """
         place = self.facts[-1].end if self.facts else BEGINNING
         done = sum(one.size for one in self.facts)
-        parsing: deque[tuple[Block, Future[RawRows]]] = deque()
-        writing: deque[tuple[Block, Future[Written]]] = deque()
+        parsing: deque[tuple[RawBlock, Future[RawRows]]] = deque()
+        writing: deque[tuple[RawBlock, Future[Written]]] = deque()
         with bar(self._source.total, "first pass", self._source.unit, unit_scale=True, begin=done) as progress:
             for block in _until_error(self._source.blocks(place)):
-                at_end = not isinstance(block, Block)
-                if isinstance(block, Block):
+                at_end = not isinstance(block, RawBlock)
+                if isinstance(block, RawBlock):
                     parsing.append((block, workers.submit(lambda block=block: self._parse(block))))  # type: ignore[misc]
                 while parsing and (at_end or len(parsing) > threads):
                     parsed, future = parsing.popleft()
@@ -101,16 +101,16 @@ class FirstPass:
         self._counts.check_rejected(self._counts.rows)
         self._source.check_unchanged()
 
-    def _parse(self, block: Block) -> RawRows:
+    def _parse(self, block: RawBlock) -> RawRows:
         return self._source.parse(block, hashed=self._hashed is not None)
 
-    def _write(self, block: Block, parsed: Future[RawRows], workers: Workers, number: int) -> Future[Written]:
+    def _write(self, block: RawBlock, parsed: Future[RawRows], workers: Workers, number: int) -> Future[Written]:
         """Wait until a block is parsed, count its rows, and submit a task that writes them as piece `number`."""
         counts = self._counts
         before = counts.lines_before(block.end.input)
         try:
             rows = parsed.result()
-        except WrongRowError as error:
+        except InvalidRowError as error:
             raise UserError(f"{error.file}, row {before + error.row}, {error.reason}") from None
         if rows.rejected:
             rows = replace(rows, rejected=rows.rejected.after(before))
@@ -125,7 +125,7 @@ class FirstPass:
 
         return workers.submit(write)
 
-    def _note(self, block: Block, result: Written) -> None:
+    def _note(self, block: RawBlock, result: Written) -> None:
         """Record the next finished piece."""
         found, survey = result
         facts = Facts(**found, end=block.end, size=block.size)
@@ -145,7 +145,7 @@ class FirstPass:
             require_memory(self._surveys[0].values(), self._surveys[0].text_bytes())
 
 
-def _until_error(blocks: Iterator[Block]) -> Iterator[Block | HostdevError | None]:
+def _until_error(blocks: Iterator[RawBlock]) -> Iterator[RawBlock | HostdevError | None]:
     """Yield the blocks, then the HostdevError that ended the iteration, or None if it ended without one."""
     try:
         yield from blocks

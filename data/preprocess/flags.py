@@ -1,15 +1,20 @@
 """The flags of `preprocess`. This module imports little, so that a wrong flag is reported at once."""
 
 import argparse
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hostdev.core import cli
 from hostdev.core.addresses import local_path, require_input
+from hostdev.core.errors import UserError
 from hostdev.data import folder
 
 TASKS = ("binary", "regression")
+_LOCAL = re.compile(r"local:([0-9]+)")
+_ADDRESS = re.compile(r"(tcp|tls)://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
+MOST_LOCAL = 1024  # workers of --scheduler local:N
 THRESHOLD = 1  # values seen once carry no information; they train the out-of-vocabulary id instead
 
 
@@ -163,3 +168,19 @@ def add_looking(to: Any) -> None:
     )
     add_text(made)
     cli.add_debug(made)
+
+
+def parse_scheduler(text: str) -> int | None:
+    """Return N for local:N, and None for an address such as tcp://HOST:PORT; raise UserError for anything else."""
+    found = _LOCAL.fullmatch(text)
+    if found is not None:
+        workers = int(found[1])
+        if not 1 <= workers <= MOST_LOCAL:
+            raise UserError(f"--scheduler {text}: the number of workers must be from 1 to {MOST_LOCAL:,}")
+        return workers
+    if _ADDRESS.fullmatch(text) is None:
+        raise UserError(
+            f"--scheduler {text}: give the address of Dask's scheduler, such as tcp://HOST:8786, or local:N for N "
+            "processes on this machine"
+        )
+    return None

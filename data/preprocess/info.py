@@ -14,13 +14,11 @@ from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.counting import Counter, add_counts, count_bytes, require_room
 from hostdev.data.preprocess.options import is_raw
-from hostdev.data.preprocess.stored import DamagedError, Part, each_shard, get_size, read_parts, wrong_values
+from hostdev.data.preprocess.stored import DamagedError, StoredRows, each_shard, get_size, read_parts, wrong_values
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Space
 from hostdev.data.targets import columns_of
-
-Counts = npt.NDArray[np.int64]
-Numbers = npt.NDArray[np.float64]
+from hostdev.kernels.arrays import Counts, Numbers
 
 TOPS = (1, 10, 100, 1000)
 PLACES = 50  # number of equal, consecutive parts of a split's rows
@@ -49,7 +47,7 @@ class Curve:
 
 
 @dataclass
-class Totals:
+class SplitTotals:
     """Totals over the rows of a split, which has PLACES parts, C dense columns and F columns with ids.
 
     Attributes:
@@ -77,14 +75,14 @@ class Totals:
     seen: Counts
 
     @staticmethod
-    def empty(found: Manifest) -> "Totals":
+    def empty(found: Manifest) -> "SplitTotals":
         """Return the totals for a split without rows."""
         dense, columns = len(found.schema.dense), len(found.schema.columns)
 
         def zeros(n: int) -> Counts:
             return np.zeros(n, np.int64)
 
-        return Totals(
+        return SplitTotals(
             labels=np.zeros((len(found.schema.labels), PLACES)),
             squares=np.zeros(len(found.schema.labels)),
             rows=zeros(PLACES),
@@ -97,7 +95,7 @@ class Totals:
             seen=zeros(columns),
         )
 
-    def add(self, other: "Totals") -> None:
+    def add(self, other: "SplitTotals") -> None:
         """Add the totals over other rows."""
         for name, values in vars(other).items():
             combine = {"low": np.minimum, "high": np.maximum}.get(name, np.add)
@@ -120,7 +118,7 @@ class Information:
     folder: Path
     found: Manifest
     nbytes: dict[str, int]
-    totals: dict[str, Totals]
+    totals: dict[str, SplitTotals]
     curves: dict[str, Curve]
 
     @property
@@ -170,7 +168,7 @@ def make_curve(counts: npt.NDArray[Any]) -> Curve:
     return Curve(used, top, half, most, ranks, ordered[ranks - 1] / max(1, total))
 
 
-def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.bool_] | None) -> Totals:
+def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.bool_] | None) -> SplitTotals:
     """Return the totals of a split; `known`, bool [V], marks the ids that training rows use."""
     shards = found.shards(split)
     begins = dict(
@@ -178,22 +176,22 @@ def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.boo
     )
     whole = found.rows(split)
 
-    def look(shard: Shard) -> Totals:
-        totals = Totals.empty(found)
+    def look(shard: Shard) -> SplitTotals:
+        totals = SplitTotals.empty(found)
         for part in read_parts(folder, found, shard):
             for wrong in wrong_values(part, found.schema):
                 raise DamagedError(folder / shard.file, wrong.text())
             _add_part(totals, part, found, begins[shard.file], whole, known)
         return totals
 
-    result = Totals.empty(found)
+    result = SplitTotals.empty(found)
     for sums in each_shard(look, folder, shards, f"reading {split} rows"):
         result.add(sums)
     return result
 
 
 def _add_part(
-    totals: Totals, part: Part, found: Manifest, begin: int, whole: int, known: npt.NDArray[np.bool_] | None
+    totals: SplitTotals, part: StoredRows, found: Manifest, begin: int, whole: int, known: npt.NDArray[np.bool_] | None
 ) -> None:
     rows = begin + part.start + np.arange(len(part.label))
     place = rows * PLACES // whole
@@ -214,7 +212,7 @@ def _add_part(
             totals.seen[i] += np.count_nonzero(known[ids])
 
 
-def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curve]:
+def _count_hashed(folder: Path, found: Manifest, test: SplitTotals) -> dict[str, Curve]:
     """Count the occurrences of each hash bucket; return the curve of each id space, and add to `test.seen`.
 
     Each pass over the rows handles as many id spaces as fit into memory, at `count_bytes` bytes for each bucket.
@@ -259,7 +257,7 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
     return curves
 
 
-def _count_raw(folder: Path, found: Manifest, test: Totals, space: Space) -> Curve:
+def _count_raw(folder: Path, found: Manifest, test: SplitTotals, space: Space) -> Curve:
     """Count the occurrences of the raw ids of an id space, in memory that grows with the distinct ids."""
 
     def count(shard: Shard) -> tuple[npt.NDArray[np.int64], Counts]:
@@ -283,7 +281,9 @@ def _count_raw(folder: Path, found: Manifest, test: Totals, space: Space) -> Cur
     return make_curve(uses)
 
 
-def _iterate_columns(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+def _iterate_columns(
+    part: StoredRows, found: Manifest, spaces: Sequence[Space]
+) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """Yield, for each column of `spaces`, its index, and its ids as bucket numbers.
 
     The buckets of all `spaces` are numbered consecutively, from 0.

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import HostdevError, TransientError, UserError
-from hostdev.data.preprocess import places, zipped
+from hostdev.data.preprocess import places
 
 STANDARD_INPUT = Path("-")
 HEAD_BYTES = 1 << 20  # maximum bytes that `head` returns for standard input
@@ -28,11 +28,13 @@ _CODECS = {b"\x1f\x8b": "gzip", **dict.fromkeys(_BZIP2, "bz2"), b"\x28\xb5\x2f\x
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")  # suffixes of the codecs
 _OTHERS = {b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7z", b"\x1f\x9d": "compress"}
 _OTHER_SUFFIXES = {".xz": "xz", ".7z": "7z", ".z": "compress"}
+_ZIP_MAGIC, _MAC_FOLDER = b"PK\x03\x04", "__MACOSX/"  # a folder that macOS adds
 _TAR_MAGIC, _TAR_AT = b"ustar", 257
 _MAGIC_BYTES = 512
 _LARGEST_EMPTY = 512  # largest size in bytes of a compressed file with empty content
 _ERRORS = (OSError, EOFError, pa.ArrowException, tarfile.TarError, zlib.error, zipfile.BadZipFile)  # raised by reading
 _SKIPPED_AT_ONCE = 1 << 22
+_SHOWN = 10  # names of an archive in a message
 
 
 class Stream:
@@ -86,7 +88,7 @@ class Stream:
             size -= len(piece)
 
 
-class Input:
+class InputFile:
     """A plain or compressed file, or a file in a tar or zip archive.
 
     `wanted` is called with the name of each file in an archive, without folders, to select one; None requires that
@@ -105,7 +107,7 @@ class Input:
         self._codec, self._zipped = _read_codec(path), ""
         self._wanted = wanted
         if self._codec == "zip":
-            self._zipped = zipped.find_member(path, wanted)
+            self._zipped = _find_zipped(path, wanted)
             self.name = f"{shown}:{self._zipped}"
         with self._decompressed() as stream:
             start = stream.read(_MAGIC_BYTES)
@@ -179,7 +181,7 @@ class Input:
                 names.append(name)
         if self._wanted is None and len(names) == 1:
             return names[0]
-        shown = ", ".join(names[:10]) or "no file"
+        shown = ", ".join(names[:_SHOWN]) or "no file"
         expected = "a train.txt" if self._wanted is not None else "a single file"
         raise UserError(f"{self.path}: the archive must have {expected}, but has {shown}; unpack the file you need")
 
@@ -232,7 +234,7 @@ class ReadOnce:
         """Do nothing, as the content is read only once."""
 
 
-AnyInput = Input | ReadOnce
+AnyInput = InputFile | ReadOnce
 
 
 def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyInput:
@@ -241,7 +243,7 @@ def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyIn
         if sys.stdin is None:  # the shell closed it with <&-
             raise UserError("standard input is closed; redirect it, as with < FILE, or name a file")
         return ReadOnce(path, sys.stdin.buffer)
-    return ReadOnce(path, path.open("rb")) if path.is_fifo() else Input(path, wanted)
+    return ReadOnce(path, path.open("rb")) if path.is_fifo() else InputFile(path, wanted)
 
 
 def unreadable(name: str, what: str, error: Exception) -> HostdevError:
@@ -279,6 +281,38 @@ def is_empty(path: Path) -> bool:
             return False
 
 
+def _find_zipped(path: Path, wanted: Callable[[str], bool] | None) -> str:
+    """Return the name of the file to read in a .zip file.
+
+    `wanted` is called with a file's name without folders, and returns whether this is the file to read. If `wanted` is
+    None, the .zip file must have a single file.
+
+    Raises UserError for a broken or encrypted file, for several files, and for other formats.
+    """
+    try:
+        with places.open_bytes(path) as file, zipfile.ZipFile(file) as archive:
+            members = [
+                one for one in archive.infolist() if not one.is_dir() and not one.filename.startswith(_MAC_FOLDER)
+            ]
+    except (zipfile.BadZipFile, OSError, NotImplementedError) as error:
+        raise UserError(f"{path}: the .zip file cannot be read ({error})") from None
+    names = [one.filename for one in members if not one.filename.rpartition("/")[2].startswith(".")]
+    if "[Content_Types].xml" in names:
+        raise UserError(f"{path}: this is an Excel workbook; save the sheet as CSV")
+    if names and all(name.endswith(".npy") for name in names):
+        raise UserError(
+            f"{path}: this is NumPy's .npz; write its arrays as Parquet, such as pandas.DataFrame(...).to_parquet(...)"
+        )
+    chosen = [name for name in names if wanted is not None and wanted(name.rpartition("/")[2])] or names
+    if len(chosen) != 1 or (wanted is not None and not wanted(chosen[0].rpartition("/")[2])):
+        expected = "a train.txt" if wanted is not None else "a single file"
+        shown = ", ".join(names[:_SHOWN]) or "no file"
+        raise UserError(f"{path}: the .zip file must have {expected}, but has {shown}; unpack the file you need")
+    if next(one for one in members if one.filename == chosen[0]).flag_bits & 1:
+        raise UserError(f"{path}: the .zip file is encrypted; unpack it with its password")
+    return chosen[0]
+
+
 def _read_codec(path: Path) -> str | None:
     with places.open_bytes(path) as file:
         return _codec(file.read(_MAGIC_BYTES), shown_place(path))
@@ -288,7 +322,7 @@ def _codec(start: bytes, name: str) -> str | None:
     for magic, other in _OTHERS.items():
         if start.startswith(magic):
             raise _not_read(other, name)
-    if start.startswith(zipped.MAGIC):
+    if start.startswith(_ZIP_MAGIC):
         return "zip"
     return next((codec for magic, codec in _CODECS.items() if start.startswith(magic)), None)
 

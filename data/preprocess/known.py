@@ -16,12 +16,11 @@ from hostdev.data import ragged
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.forms import Written, find_forms, from_json
+from hostdev.kernels.arrays import LongIds
 from hostdev.kernels.strings import TextMap
 
-Ids = npt.NDArray[np.int64]
 
-
-class Vocabulary:
+class ValueIds:
     """Map from values to ids.
 
     Attributes:
@@ -111,20 +110,20 @@ class Vocabulary:
     def _named(self, space: str, texts: pa.Array) -> pa.Array:
         return pc.binary_join_element_wise(pa.scalar(self._prefixes[space]), texts, pa.scalar(""))
 
-    def find(self, space: str, texts: pa.Array) -> Ids:
+    def find(self, space: str, texts: pa.Array) -> LongIds:
         """Return the id of each text, -1 for an unknown text."""
         if space not in self._prefixes:  # no value of the id space is frequent enough to have an id
             return np.full(len(texts), -1, np.int64)
         return self._ids(*arrow.get_buffers(self._named(space, texts)))
 
-    def find_few(self, spaces: Sequence[str], texts: Sequence[Sequence[str]]) -> Ids:
+    def find_few(self, spaces: Sequence[str], texts: Sequence[Sequence[str]]) -> LongIds:
         """Return the id of each text, or -1 for an unknown one, one id space after the other."""
         prefixes = [self._prefixes.get(space, "?").encode() for space in spaces]
         found = [prefix + text.encode() for prefix, some in zip(prefixes, texts, strict=True) for text in some]
         offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
         return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))
 
-    def _ids(self, offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> Ids:
+    def _ids(self, offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> LongIds:
         """Return the ids of prefixed texts, -1 for unknown ones; the map numbers texts in the order of their ids."""
         found = self._texts.find(offsets, data).astype(np.int64)
         return np.where(found < 0, -1, found + self._first)

@@ -3,17 +3,16 @@
 from collections.abc import Callable, Container, Mapping
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive, WrongValueError
-from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.targets import Targets
+from hostdev.kernels.arrays import Values
 
-Values = npt.NDArray[np.float32]
 GetColumn = Callable[[str], pa.Array]  # from a column's name to the column [n]
 
 
@@ -36,7 +35,7 @@ class Labels:
         targets: Targets,
         rule: str | None,
         rules: Mapping[str, str],
-        readings: Mapping[str, Reading],
+        readings: Mapping[str, ReadSettings],
         *,
         tells: bool = False,
     ) -> None:

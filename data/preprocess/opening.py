@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile
-from hostdev.data.preprocess.inputs import AnyInput, Input
+from hostdev.data.preprocess.inputs import AnyInput, InputFile
 from hostdev.data.preprocess.sparse_text import SparseText, find_kind
 
 
@@ -31,6 +31,6 @@ def open_file(
         return DelimitedFile(
             source, columns=columns, delimiter=delimiter, quotes=quotes, encoding=encoding, skipped_lines=skipped_lines
         )
-    if not isinstance(source, Input):
+    if not isinstance(source, InputFile):
         raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
     return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")

@@ -9,10 +9,10 @@ from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError
 from hostdev.data.advice import PADDED
 from hostdev.data.manifest import REJECTED_FILE, Manifest
-from hostdev.data.preprocess.earlier_vocabulary import EARLIER, KNOWN_SHARES, Earlier
+from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, Earlier
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.pieces import Facts, Piece
-from hostdev.data.preprocess.raw import Layout, Source
+from hostdev.data.preprocess.pieces import Facts, PieceFile
+from hostdev.data.preprocess.raw import Source, SourceLayout
 from hostdev.data.preprocess.shards import Shards
 from hostdev.data.schema import Schema
 
@@ -35,7 +35,7 @@ class Learned(NamedTuple):
     known_shares: dict[str, float] | None
 
 
-class Outcome:
+class ManifestWriter:
     """Writes the manifest of a data set from the facts of its pieces.
 
     Args:
@@ -44,11 +44,11 @@ class Outcome:
     """
 
     def __init__(
-        self, source: Source, options: Options, earlier: Earlier | None, splits: Sequence[str], facts: Sequence[Facts]
+        self, source: Source, options: Options, earlier: Earlier, splits: Sequence[str], facts: Sequence[Facts]
     ) -> None:
         self._source, self._options, self._earlier, self._splits = source, options, earlier, splits
         self._facts = facts
-        self._layout: Layout = source.layout
+        self._layout: SourceLayout = source.layout
 
     def rows(self) -> dict[str, int]:
         """Return the number of rows of each split.
@@ -62,7 +62,7 @@ class Outcome:
         options = self._source.options()
         for k, name in enumerate(self._layout.labels):
             rule = options.get("positives", {}).get(name, options.get("positive"))
-            if rule is None or self._earlier is not None or name in self._layout.targets.numeric:
+            if rule is None or self._earlier.keeps or name in self._layout.targets.numeric:
                 continue
             if not any(each[k] for fact in self._facts for each in fact.labels):
                 of = f" {name!r}" if self._layout.targets.more else ""
@@ -95,7 +95,7 @@ class Outcome:
         rows, schema = self.rows(), learned.schema
         with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
             for path, fact, before in zip(paths, self._facts, lines_before or [0] * len(paths), strict=True):
-                for line in Piece(path).rejected() if fact.rejected else ():
+                for line in PieceFile(path).rejected() if fact.rejected else ():
                     file.write(f"{line.file}\t{before + line.line}\t{line.reason}\t{line.text}\n")
         vocabulary = folder / VOCABULARY_FILE if self._options.hash_buckets is None else None
         manifest = Manifest(
@@ -110,7 +110,7 @@ class Outcome:
             options={
                 **self._source.options(),
                 **self._options.as_json(),
-                **({} if self._earlier is None else {EARLIER: self._earlier.as_json()}),
+                **self._earlier.options(),
             },
             statistics={
                 "rows": rows,

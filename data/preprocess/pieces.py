@@ -19,9 +19,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.checksums import Crc32
+from hostdev.core.json_files import parse
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.raw import Layout, Place, RawRows
+from hostdev.data.preprocess.raw import RawRows, SourceLayout, SourcePosition
 from hostdev.data.preprocess.rejected import Rejected, read_rejected
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.preprocess.writer import write_arrow
@@ -57,7 +58,7 @@ class Facts:
     bag_values: tuple[tuple[int, ...], ...]
     lines: int
     rejected: int
-    end: Place
+    end: SourcePosition
     size: int
     checksum: str
     forms: dict[str, list[int]] = field(default_factory=dict)
@@ -68,23 +69,19 @@ class Facts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Parse the result of `as_json`; raise ValueError, TypeError or KeyError if it is malformed."""
-        by_split = ("rows", "labels", "missing", "bag_values")
-        counts = [n for name in ("rows", "end") for n in content[name]]
-        counts += [n for name in ("missing", "bag_values") for each in content[name] for n in each]
-        counts += [content[name] for name in ("lines", "rejected", "size")]
-        if not all(type(n) is int and 0 <= n < 2**63 for n in counts) or not isinstance(content["checksum"], str):
-            raise ValueError("a count or the checksum is invalid")
-        if len({len(content[name]) for name in by_split}) > 1 or len(content["end"]) != 2:
-            raise ValueError("the fields have different numbers of splits, or the end is malformed")
-        sums = [value for each in content["labels"] for value in each]
-        if not all(type(value) in (int, float) and abs(value) < 2.0**63 for value in sums):
-            raise ValueError("a sum of labels is not a number")
-        lists = {name: tuple(map(tuple, content[name])) for name in ("labels", "missing", "bag_values")}
-        return cls(**{**content, **lists, "rows": tuple(content["rows"]), "end": Place(*content["end"])})
+        """Parse the result of `as_json`; raise ValueError if it is malformed."""
+        facts = parse(cls, content, "piece")
+        by_split = facts.missing, facts.bag_values, facts.labels
+        counts = [*facts.rows, *facts.end, facts.lines, facts.rejected, facts.size]
+        counts += [count for counts_by_split in by_split[:2] for split in counts_by_split for count in split]
+        if min(counts) < 0 or any(abs(total) >= 2.0**63 for split in facts.labels for total in split):
+            raise ValueError("a count or a sum of labels is invalid")
+        if {len(values) for values in by_split} != {len(facts.rows)}:
+            raise ValueError("the fields have different numbers of splits")
+        return facts
 
 
-class Piece:
+class PieceFile:
     """A piece's file, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
@@ -128,7 +125,12 @@ class Piece:
 
 
 def write_piece(
-    path: Path, rows: RawRows, splits: npt.NDArray[np.uint8], count: int, layout: Layout, hashed: HashBuckets | None
+    path: Path,
+    rows: RawRows,
+    splits: npt.NDArray[np.uint8],
+    count: int,
+    layout: SourceLayout,
+    hashed: HashBuckets | None,
 ) -> "tuple[dict[str, Any], Survey | None]":
     """Write rows as a piece.
 
@@ -178,7 +180,7 @@ def write_piece(
         "checksum": write_lists(path, content),
         "forms": {name: sorted(forms) for name, forms in rows.forms.items()},
     }
-    return facts, None if hashed is not None else survey(Piece(path), len(layout.spaces))
+    return facts, None if hashed is not None else survey(PieceFile(path), len(layout.spaces))
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ def merge(surveys: Sequence[Survey]) -> Survey:
     return Survey(registers, tuple(map(join, *texts)) if len(texts) == len(surveys) else None)
 
 
-def survey(piece: Piece, spaces: int) -> Survey:
+def survey(piece: PieceFile, spaces: int) -> Survey:
     """Survey the values in a piece's training rows."""
     registers, texts = [], []
     for space in range(spaces):
@@ -225,7 +227,7 @@ def survey(piece: Piece, spaces: int) -> Survey:
 
 
 def _encoded(
-    part: RawRows, layout: Layout, ends: list[tuple[int, ...]]
+    part: RawRows, layout: SourceLayout, ends: list[tuple[int, ...]]
 ) -> tuple[list[Array], list[npt.NDArray[np.bool_]], dict[str, Any]]:
     """Encode values as dictionary indices.
 
@@ -257,7 +259,7 @@ def _encoded(
     return codes, is_missing, dictionaries
 
 
-def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64]:
+def _in_order(rows: RawRows, layout: SourceLayout, space: str) -> npt.NDArray[np.int64]:
     """Return an id space's keys, row by row, in column order within a row."""
     ones = [i for i, column in enumerate(layout.ids) if column.space == space]
     bags = [bag for bag, column in zip(rows.bags, layout.bags, strict=True) if column.space == space]

@@ -15,13 +15,11 @@ from hostdev.data import ragged
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.dense import LARGEST
 from hostdev.data.preprocess.forms import Written
-from hostdev.data.preprocess.known import Vocabulary
-from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.known import ValueIds
+from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.vocabulary import HashBuckets
+from hostdev.kernels.arrays import Lengths, LongIds
 from hostdev.kernels.strings import hash_texts
-
-Ids = npt.NDArray[np.int64]
-Lengths = npt.NDArray[np.int32]
 
 _PLAIN_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}", re.ASCII)
 _NONE = type(None)
@@ -46,10 +44,10 @@ class PlainColumn(NamedTuple):
     space: str
     oov: int
     written: Written
-    reading: Reading
+    reading: ReadSettings
 
 
-class Found(NamedTuple):
+class EncodedValues(NamedTuple):
     """What was read.
 
     Attributes:
@@ -59,8 +57,8 @@ class Found(NamedTuple):
     """
 
     numbers: npt.NDArray[np.float64]
-    ids: Ids
-    bags: dict[str, tuple[Ids, Lengths]]
+    ids: LongIds
+    bags: dict[str, tuple[LongIds, Lengths]]
 
 
 class PlainRows:
@@ -82,7 +80,7 @@ class PlainRows:
         numbers: Sequence[str],
         columns: Sequence[PlainColumn],
         bags: Sequence[PlainColumn],
-        known: Vocabulary | HashBuckets,
+        known: ValueIds | HashBuckets,
         *,
         is_criteo: bool,
     ) -> None:
@@ -90,7 +88,7 @@ class PlainRows:
         self._known, self._is_criteo = known, is_criteo
         self.names = list(dict.fromkeys([*numbers, *(column.source for column in self._columns)]))
 
-    def read(self, rows: Mapping[str, Sequence[Any]], n: int) -> Found | None:
+    def read(self, rows: Mapping[str, Sequence[Any]], n: int) -> EncodedValues | None:
         """Return what n rows have, or None if only `Encoding.encode` can read them."""
         numbers = self._read_numbers(list(chain.from_iterable([rows[name] for name in self._numbers])), n)
         if numbers is None:
@@ -118,7 +116,7 @@ class PlainRows:
             column.name: column.reading.known(part, of_each, np.ones(len(part), np.bool_))
             for column, part, of_each in zip(self._bags, parts, lengths, strict=True)
         }
-        return Found(numbers, ids[:single].reshape(len(self._single), n).T, bags)
+        return EncodedValues(numbers, ids[:single].reshape(len(self._single), n).T, bags)
 
     def _read_numbers(self, values: list[Any], n: int) -> npt.NDArray[np.float64] | None:
         kinds = set(map(type, values))
@@ -130,7 +128,7 @@ class PlainRows:
             return None
         return None if int in kinds and (np.abs(found) >= LARGEST).any() else found
 
-    def _find(self, texts: Sequence[Sequence[str]], n: int) -> Ids | None:
+    def _find(self, texts: Sequence[Sequence[str]], n: int) -> LongIds | None:
         """Return the ids of each column's texts, one column after the other, or None if only `encode` can find them."""
         try:
             if isinstance(self._known, HashBuckets):
@@ -148,7 +146,7 @@ class PlainRows:
                 part[is_unknown] = column.oov
         return ids
 
-    def _hash(self, known: HashBuckets, texts: Sequence[Sequence[str]], n: int) -> Ids | None:
+    def _hash(self, known: HashBuckets, texts: Sequence[Sequence[str]], n: int) -> LongIds | None:
         """Do the work of `_find` for a data set whose ids are hash buckets."""
         if self._is_criteo:
             keys = criteo.hex_keys(list(chain.from_iterable(texts)))
@@ -167,7 +165,7 @@ class PlainRows:
         return np.concatenate([known.ids_of(part, column.number) for column, part in parts])
 
 
-def _parts(values: Ids, texts: Sequence[Sequence[str]]) -> Iterator[Ids]:
+def _parts(values: LongIds, texts: Sequence[Sequence[str]]) -> Iterator[LongIds]:
     """Yield the part of `values` [N] that belongs to each column's texts, of which there are N."""
     start = 0
     for some in texts:
@@ -175,7 +173,7 @@ def _parts(values: Ids, texts: Sequence[Sequence[str]]) -> Iterator[Ids]:
         start += len(some)
 
 
-def _split(reading: Reading, rows: Sequence[Any]) -> tuple[list[Any], Lengths] | None:
+def _split(reading: ReadSettings, rows: Sequence[Any]) -> tuple[list[Any], Lengths] | None:
     """Return the values of bags that are not missing, one row after the other, and their number in each row."""
     kinds = set(map(type, rows)) - {_NONE}
     if kinds == {str} and reading.separator is not None:

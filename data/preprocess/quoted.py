@@ -35,7 +35,7 @@ class Scan(NamedTuple):
     end: int
 
 
-class Rows(NamedTuple):
+class TextRows(NamedTuple):
     """Text [begin, end) of complete rows; `is_last` if it does not end with a line end."""
 
     begin: int
@@ -68,12 +68,12 @@ def _scan(text: bytes, delimiter: bytes, state: int) -> Scan:
 
 def chain(
     scans: Sequence[Sequence[Scan]], size: int, block_bytes: int, too_long: Callable[[], UserError], name: str
-) -> tuple[list[Rows], UserError | None]:
+) -> tuple[list[TextRows], UserError | None]:
     """Return the rows of each window of a file of `size` bytes, as `whole_lines` yields them with `_RowEnds`.
 
     Also returns the error that ends the iteration, if any. Windows without a row end have no entry.
     """
-    rows: list[Rows] = []
+    rows: list[TextRows] = []
     state = lines = opened = begin = 0
     for number, by_state in enumerate(scans):
         start, one = number * block_bytes, by_state[state]
@@ -85,12 +85,12 @@ def chain(
             opened = lines + one.opened
         state, lines = one.state, lines + one.lines
         if one.end:
-            rows.append(Rows(begin, start + one.end))
+            rows.append(TextRows(begin, start + one.end))
             begin = start + one.end
     if begin < size:
         if state == IN_QUOTES:
             return rows, unclosed(name, opened)
-        rows.append(Rows(begin, size, is_last=True))
+        rows.append(TextRows(begin, size, is_last=True))
     return rows, None
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from hostdev.data import ragged
 from hostdev.data.preprocess.rejected import RejectedLines
-from hostdev.data.preprocess.scaling import Scaled
+from hostdev.data.preprocess.scaling import ColumnScaling
 from hostdev.data.schema import Column
 from hostdev.data.targets import SINGLE_LABEL, Targets
 
@@ -18,7 +18,7 @@ Bags = tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]], ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class SourceLayout:
     """The columns of a source.
 
     Attributes:
@@ -38,7 +38,7 @@ class Layout:
     bags: tuple[Column, ...] = ()
     hashed: tuple[str | int, ...] | None = None
     thresholds: Mapping[str, int] = field(default_factory=dict)
-    scaling: Mapping[str, Scaled] = field(default_factory=dict)
+    scaling: Mapping[str, ColumnScaling] = field(default_factory=dict)
     targets: Targets = SINGLE_LABEL
 
     @property
@@ -57,7 +57,7 @@ class Layout:
         return tuple(dict.fromkeys(column.space for column in self.columns))
 
 
-class WrongRowError(Exception):
+class InvalidRowError(Exception):
     """A row has a value that the options do not allow; `row` is the row's number within the block, from 1."""
 
     def __init__(self, file: str, row: int, reason: str) -> None:
@@ -109,29 +109,29 @@ class RawRows:
         )
 
 
-class Place(NamedTuple):
+class SourcePosition(NamedTuple):
     """A position in a source: the index of an input, and an offset in that input, which only the source interprets."""
 
     input: int
     offset: int
 
 
-BEGINNING = Place(0, 0)
+BEGINNING = SourcePosition(0, 0)
 
 
-class Block(NamedTuple):
+class RawBlock(NamedTuple):
     """Unparsed rows of one input of a source."""
 
     content: Any
     file: str  # the input's name in error messages
-    end: Place
+    end: SourcePosition
     size: int  # in the source's `unit`s
 
 
 class Source(Protocol):
     """Rows in a fixed order, in blocks; block sizes do not affect results."""
 
-    layout: Layout
+    layout: SourceLayout
     total: int
     """Total size in `unit`s, for the progress bar; 0 if unknown."""
     unit: str
@@ -146,10 +146,10 @@ class Source(Protocol):
     def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array] | None:
         """Function that maps keys to values ("" for a missing one), or None if rows have `texts`."""
 
-    def blocks(self, start: Place) -> Iterator[Block]:
+    def blocks(self, start: SourcePosition) -> Iterator[RawBlock]:
         """Iterate over the blocks from `start` on; `start` must be BEGINNING or the `end` of a block."""
 
-    def parse(self, block: Block, *, hashed: bool) -> RawRows:
+    def parse(self, block: RawBlock, *, hashed: bool) -> RawRows:
         """Parse a block's rows; thread-safe.
 
         If `hashed` is true, keys may be hashes, which cannot be turned back into values.

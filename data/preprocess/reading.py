@@ -26,7 +26,7 @@ _QUOTED = "^(?s:'[^']*'|\"[^\"]*\"|[^'\"]*)$"  # one value of a list, quoted or 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadSettings:
     """Settings for reading the values of a feature.
 
     Attributes:
@@ -69,7 +69,7 @@ class Reading:
         }
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
-    def within(self, missing: Iterable[str], decimal: str, separator: str | None, *, trimmed: bool) -> "Reading":
+    def within(self, missing: Iterable[str], decimal: str, separator: str | None, *, trimmed: bool) -> "ReadSettings":
         """Return these settings combined with those for all columns; `separator` is a bag's separator, or None."""
         every = tuple(dict.fromkeys([*missing, *self.missing]))
         return replace(self, trimmed=trimmed, missing=every, separator=separator, decimal=decimal)
@@ -268,16 +268,18 @@ def _parse_list(text: str, otherwise: list[str]) -> list[str]:
     return ["" if value is None else str(value) for value in found]
 
 
-def own_settings(options: Mapping[str, Any]) -> dict[str, Reading]:
+def own_settings(options: Mapping[str, Any]) -> dict[str, ReadSettings]:
     """Return the per-feature settings in a manifest's options; raise UserError if they are invalid."""
     try:
         features = dict(options.get("features") or {})
-        return {name: Reading(**{**one, "missing": tuple(one.get("missing", ()))}) for name, one in features.items()}
+        return {
+            name: ReadSettings(**{**one, "missing": tuple(one.get("missing", ()))}) for name, one in features.items()
+        }
     except (TypeError, ValueError, AttributeError):
         raise UserError("manifest.json has invalid feature settings; preprocess the data again") from None
 
 
-def all_readings(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Reading]:
+def all_readings(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, ReadSettings]:
     """Return the reading settings of labels, weights or features by name, from a manifest's options.
 
     Raises UserError for invalid settings.
@@ -287,5 +289,5 @@ def all_readings(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
         missing, decimal = options.get("missing") or (), options.get("decimal") or "."
         separator = (options.get("bags") or {}).get(name)
         trimmed = bool(options.get("trimmed", False))
-        found[name] = own.get(name, Reading()).within(missing, decimal, separator, trimmed=trimmed)
+        found[name] = own.get(name, ReadSettings()).within(missing, decimal, separator, trimmed=trimmed)
     return found

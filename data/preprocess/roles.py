@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.sampled import SampledColumn
+from hostdev.kernels.arrays import Mask
 
 _LABELS = re.compile(
     r"((is|was|has)_)?(label|click(ed|s)?|clk|target|y|conver(sion|t|ted)|purchased?|buy|bought|liked?|churn(ed)?)"
@@ -95,8 +96,6 @@ _POSITIONS = {
     "line",
 }
 
-Truth = npt.NDArray[np.bool_]
-
 
 class Label(NamedTuple):
     """The label's column, or None; the rule for positive labels (None: 1 and true); the reason; which rows are positive
@@ -105,8 +104,8 @@ class Label(NamedTuple):
     name: str | None
     rule: str | None
     reason: str
-    positive: Truth | None = None
-    known: Truth | None = None
+    positive: Mask | None = None
+    known: Mask | None = None
 
 
 def find_label(columns: Sequence[SampledColumn], given: str | None) -> Label:
@@ -197,9 +196,9 @@ def _leak(column: SampledColumn, label: Label, *, binary: bool) -> str | None:
     return None
 
 
-def _is_in(column: SampledColumn, values: Sequence[str]) -> Truth:
+def _is_in(column: SampledColumn, values: Sequence[str]) -> Mask:
     """Return which rows have one of these values, in upper or lower case [n]."""
-    found: Truth = pc.is_in(pc.utf8_lower(column.values), value_set=pa.array(values)).to_numpy(zero_copy_only=False)
+    found: Mask = pc.is_in(pc.utf8_lower(column.values), value_set=pa.array(values)).to_numpy(zero_copy_only=False)
     return found
 
 

@@ -70,7 +70,7 @@ class RowCounts:
         return "" if any(options.get(name) for name in _TEXT) else _remedy(first)
 
 
-class Draw:
+class SplitDraw:
     """Draws rows for testing and validation by seed and row number.
 
     Args:

@@ -17,7 +17,7 @@ _LARGE = 1 << 13  # bytes; columns with smaller chunks do not limit how many row
 _BUFFER = 1 << 12  # bytes; without a buffer size, Arrow reads a column's whole chunk when only metadata is needed
 
 
-class GroupSize(NamedTuple):
+class RowGroupSize(NamedTuple):
     """Size of the used columns of a row group; the other columns are not read."""
 
     rows: int
@@ -55,12 +55,12 @@ class RowGroups:
         with open_parquet(path, buffer_size=_BUFFER) as file:
             yield cls(path, file, used)
 
-    def size(self, number: int) -> GroupSize:
+    def size(self, number: int) -> RowGroupSize:
         """Return the sizes of a row group."""
         columns = self._metadata(number)
         values = sum(one.num_values for name, one in columns if name not in self._used)
         text = sum(one.total_uncompressed_size for _, one in columns if one.physical_type == "BYTE_ARRAY")
-        return GroupSize(self._file.metadata.row_group(number).num_rows, values, text)
+        return RowGroupSize(self._file.metadata.row_group(number).num_rows, values, text)
 
     def rows_for_text(self, number: int, rows: int) -> int:
         """Return how many rows of a row group, at most `rows`, can be decoded at once within MOST_BYTES of text.

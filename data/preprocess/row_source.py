@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:  # slow imports
     import pyarrow as pa
 
-    from hostdev.data.preprocess.files import Chunk, Part, TableFile
+    from hostdev.data.preprocess.files import Chunk, TableFile, UnparsedRows
 
 KIND = "source"
 
@@ -77,7 +77,7 @@ class RecordBatches:
         """Return a column's type."""
         return self.schema.field(name).type
 
-    def parts(self, used: Sequence[str], offset: int) -> "Iterator[Part]":
+    def parts(self, used: Sequence[str], offset: int) -> "Iterator[UnparsedRows]":
         """Yield the `used` columns of the rows from `offset` on."""
         from hostdev.data.preprocess.files import split_batch
 
@@ -86,7 +86,7 @@ class RecordBatches:
             yield from split_batch(batch, row, batch.nbytes / max(1, len(batch)))
             row += len(batch)
 
-    def parse(self, part: "Part", used: Sequence[str]) -> "Chunk":
+    def parse(self, part: "UnparsedRows", used: Sequence[str]) -> "Chunk":
         """Return a part's rows."""
         from hostdev.data.preprocess.files import Chunk
 

@@ -8,15 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
+from hostdev.core.json_files import parse
 from hostdev.data.manifest_values import CLIP, STATISTICS_OF
 from hostdev.data.preprocess import dense
-from hostdev.data.preprocess.dense import MODES, Numbers
+from hostdev.data.preprocess.dense import MODES
+from hostdev.kernels.arrays import Numbers
 
 _DIGIT = 16  # bits of a key that each selection pass resolves
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaled:
+class ColumnScaling:
     """Scaling settings of a numeric column.
 
     Attributes:
@@ -38,20 +40,14 @@ class Scaled:
         return {"mode": self.mode, "clip": None if self.clip is None else list(self.clip)}
 
 
-def from_json(content: Mapping[str, Any]) -> Scaled:
-    """Read the result of `as_json`; raise UserError, TypeError or KeyError for anything else."""
-    clip = content["clip"]
-    return Scaled(mode=content["mode"], clip=None if clip is None else (float(clip[0]), float(clip[1])))
-
-
-def own(options: Mapping[str, Any]) -> dict[str, Scaled]:
+def own(options: Mapping[str, Any]) -> dict[str, ColumnScaling]:
     """Return the per-column scaling settings in a manifest's options.
 
     Raises UserError for invalid settings.
     """
     try:
-        return {name: from_json(content) for name, content in (options.get("scaling") or {}).items()}
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError):
+        return parse(dict[str, ColumnScaling], options.get("scaling") or {})
+    except ValueError:
         raise UserError(
             "the data set's manifest.json has invalid scaling settings; preprocess the data again"
         ) from None
@@ -125,7 +121,7 @@ class ByColumn:
         return {**{name: values.tolist() for name, values in found.items()}, CLIP: limits}
 
 
-def make(mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], *, signed: bool) -> dense.Scaling:
+def make(mode: str, names: tuple[str, ...], own: Mapping[str, ColumnScaling], *, signed: bool) -> dense.Scaling:
     """Return the scaling of columns; the per-column settings in `own` override `mode`."""
     if not own:
         return dense.make_scaling(mode, names, signed=signed)
@@ -134,7 +130,7 @@ def make(mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], *, signed
 
 
 def fixed(
-    mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], statistics: Mapping[str, Any], *, signed: bool
+    mode: str, names: tuple[str, ...], own: Mapping[str, ColumnScaling], statistics: Mapping[str, Any], *, signed: bool
 ) -> dense.Scaling:
     """Return the scaling that a manifest's statistics define."""
     if not own:
@@ -147,7 +143,7 @@ def fixed(
 
 
 def largest(
-    mode: str, names: tuple[str, ...], own: Mapping[str, Scaled], statistics: Mapping[str, Any]
+    mode: str, names: tuple[str, ...], own: Mapping[str, ColumnScaling], statistics: Mapping[str, Any]
 ) -> npt.NDArray[np.float64]:
     """Return, for each column, the largest number that is accepted, float64 [columns]; see `dense.largest`."""
     found = np.empty(len(names))
@@ -160,7 +156,7 @@ def largest(
 
 
 def _by_mode(
-    mode: str, names: tuple[str, ...], own: Mapping[str, Scaled]
+    mode: str, names: tuple[str, ...], own: Mapping[str, ColumnScaling]
 ) -> Iterator[tuple[str, npt.NDArray[np.int64], tuple[str, ...]]]:
     """Yield each mode with the indices and the names of its columns."""
     modes = [own[name].mode or mode if name in own else mode for name in names]
@@ -169,7 +165,7 @@ def _by_mode(
         yield of, columns, tuple(names[i] for i in columns)
 
 
-def _clips(own: Mapping[str, Scaled]) -> dict[str, tuple[float, float]]:
+def _clips(own: Mapping[str, ColumnScaling]) -> dict[str, tuple[float, float]]:
     return {name: one.clip for name, one in own.items() if one.clip is not None}
 
 

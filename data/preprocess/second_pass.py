@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +14,20 @@ from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data import ragged
 from hostdev.data.preprocess.dense import Scaling
-from hostdev.data.preprocess.pieces import Facts, Piece, write_lists
-from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.pieces import Facts, PieceFile, write_lists
+from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.scaling import ByColumn
 from hostdev.data.preprocess.vocabulary import Vocabulary
-from hostdev.data.rows import Piece as Rows
+from hostdev.data.rows import Piece
 from hostdev.data.schema import Schema
+from hostdev.kernels.arrays import Array
 from hostdev.kernels.columns import place_column
 
 _SOME = 20  # `apart` and `squeezed` ignore columns with fewer values
 _NEARLY_ALL = 0.999  # share of a column's numbers
 
-Array = npt.NDArray[Any]
 
-
-def get_numbers(piece: Piece, columns: int) -> npt.NDArray[np.float64]:
+def get_numbers(piece: PieceFile, columns: int) -> npt.NDArray[np.float64]:
     """Return the numeric columns of a piece, float64 [n, columns]."""
     return piece.array("numbers").reshape(len(piece), columns).astype(np.float64)
 
@@ -37,7 +35,7 @@ def get_numbers(piece: Piece, columns: int) -> npt.NDArray[np.float64]:
 def learn(
     paths: Sequence[Path],
     facts: Sequence[Facts],
-    layout: Layout,
+    layout: SourceLayout,
     scaling: Scaling,
     vocabulary: Vocabulary | None,
     workers: Workers,
@@ -54,7 +52,7 @@ def learn(
             for path, fact in zip(paths, facts, strict=True):
                 if stop.is_set():
                     return
-                yield get_numbers(Piece(path), len(layout.dense))[: fact.rows[0]]
+                yield get_numbers(PieceFile(path), len(layout.dense))[: fact.rows[0]]
 
         def numbers() -> None:
             if isinstance(scaling, ByColumn):
@@ -62,7 +60,7 @@ def learn(
             for path, fact in zip(paths, facts, strict=True):
                 if stop.is_set():
                     return
-                scaling.observe(get_numbers(Piece(path), len(layout.dense))[: fact.rows[0]])
+                scaling.observe(get_numbers(PieceFile(path), len(layout.dense))[: fact.rows[0]])
                 progress.update()
 
         def values(space: int) -> None:
@@ -70,7 +68,7 @@ def learn(
             for path in paths:
                 if stop.is_set():
                     return
-                piece = Piece(path)
+                piece = PieceFile(path)
                 uses = piece.array(f"uses {space}")
                 vocabulary.count(space, piece.keys(space)[: len(uses)], uses)
                 progress.update()
@@ -90,7 +88,7 @@ def number(paths: Sequence[Path], vocabulary: Vocabulary, workers: Workers) -> l
     """Write the ids of each piece's values to a file next to the piece; return the CRC-32 of each file."""
 
     def ids(path: Path) -> str:
-        piece, schema = Piece(path), vocabulary.schema
+        piece, schema = PieceFile(path), vocabulary.schema
         found = {
             f"ids {space}": vocabulary.ids(space, piece.keys(space)).astype(schema.id_type)
             for space in range(len(schema.spaces))
@@ -107,7 +105,7 @@ def ids_path(path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Range:
+class RowRange:
     """Rows [start, stop) of one split in a piece, counted within that split."""
 
     piece: int
@@ -115,7 +113,7 @@ class Range:
     stop: int
 
 
-def split_shards(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Iterator[list[Range]]:
+def split_shards(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Iterator[list[RowRange]]:
     """Iterate over the shards of a split, each as a list of row ranges, in order."""
     ends = ragged.offsets_of(np.array([fact.rows[split] for fact in facts], np.int64))
     total = int(ends[-1])
@@ -123,23 +121,23 @@ def split_shards(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Ite
         last = min(total, first + rows_per_shard)
         begin, end = int(np.searchsorted(ends, first, "right")) - 1, int(np.searchsorted(ends, last, "left"))
         ranges = (
-            Range(piece, max(first, int(start)) - int(start), min(last, int(stop)) - int(start))
+            RowRange(piece, max(first, int(start)) - int(start), min(last, int(stop)) - int(start))
             for piece, (start, stop) in zip(range(begin, end), pairwise(ends[begin : end + 1]), strict=True)
         )
         yield [one for one in ranges if one.start < one.stop]
 
 
 def build_shard(
-    ranges: Sequence[Range],
+    ranges: Sequence[RowRange],
     split: int,
     paths: Sequence[Path] | Mapping[int, Path],
     counts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
     schema: Schema,
-    layout: Layout,
+    layout: SourceLayout,
     scaling: Scaling,
     *,
     hashed: bool,
-) -> Rows:
+) -> Piece:
     """Build the rows of a shard, with ids and scaled numbers; `counts` has each piece's number of rows by split."""
     n, columns = sum(one.stop - one.start for one in ranges), len(layout.ids)
     several = bool(layout.targets.more)
@@ -153,7 +151,7 @@ def build_shard(
     done = 0
     for one in ranges:
         path = paths[one.piece]
-        piece, known = Piece(path), None if hashed else Piece(ids_path(path))
+        piece, known = PieceFile(path), None if hashed else PieceFile(ids_path(path))
         before = sum(counts[one.piece][:split])
         rows = slice(before + one.start, before + one.stop)
         here = slice(done, done + one.stop - one.start)
@@ -181,10 +179,10 @@ def build_shard(
     named = zip(layout.bags, joined, strict=True)
     found = {bag.name: (values, ragged.offsets_of(lengths)) for bag, (values, lengths) in named}
     weights = {name: np.concatenate(parts) for name, parts in bag_weights.items()}
-    return Rows(label if several else label[:, 0], dense, ids, found, weight, weights)
+    return Piece(label if several else label[:, 0], dense, ids, found, weight, weights)
 
 
-def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[list[int], list[int]]:
+def out_of_vocabulary(rows: Piece, schema: Schema) -> tuple[list[int], list[int]]:
     """Return the number of out-of-vocabulary ids in each column of the schema, and the number of all ids in each."""
     n, columns = rows.ids.shape
     unknown = np.flatnonzero(rows.ids.ravel() < schema.first_value)  # in one pass over the rows
@@ -194,7 +192,7 @@ def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[list[int], list[int]]
     return out, [n] * columns + [len(values) for values in bags]
 
 
-def apart(rows: Rows, schema: Schema) -> list[str]:
+def apart(rows: Piece, schema: Schema) -> list[str]:
     """Return the columns that share another column's ids but have no value in common with that column."""
     ids = dict(
         zip([*schema.ids, *rows.bags], [*rows.ids.T, *(values for values, _ in rows.bags.values())], strict=True)
@@ -209,7 +207,7 @@ def apart(rows: Rows, schema: Schema) -> list[str]:
     ]
 
 
-def squeezed(rows: Rows, names: Sequence[str], mode: str) -> list[str]:
+def squeezed(rows: Piece, names: Sequence[str], mode: str) -> list[str]:
     """Return the numeric columns where outliers push nearly all other scaled numbers close to 0."""
     least = {"max": 0.01, "standard": 0.1}.get(mode, 0.0)  # logarithms limit outliers
     found = []

@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -18,8 +17,7 @@ from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.forms import BOOLS, MISSING, NUMBERS, PADDED, TIMES, TIMESTAMPS, Texts, Written, each_form
 from hostdev.data.preprocess.times import time_texts, timestamp_texts, timestamps_from_text
 from hostdev.kernels import forms as kernel
-
-Mask = npt.NDArray[np.bool_]
+from hostdev.kernels.arrays import Mask
 
 _SHOWN = 40
 

@@ -7,7 +7,7 @@ import numpy as np
 from hostdev.core.errors import TransientError
 from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.data.preprocess.pieces import Facts
-from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.raw import SourceLayout
 
 _OVERHEAD = 16 << 20  # bytes per thread, besides rows
 _NUMBER_BYTES = 24  # per number of a piece during scaling: three float64 copies
@@ -23,7 +23,13 @@ class ShardMemory:
     """
 
     def __init__(
-        self, layout: Layout, rows_per_shard: int, threads: int, id_type: str, splits: int, free: int | None = None
+        self,
+        layout: SourceLayout,
+        rows_per_shard: int,
+        threads: int,
+        id_type: str,
+        splits: int,
+        free: int | None = None,
     ) -> None:
         self._free = free
         self._layout, self._most, self._threads = layout, rows_per_shard, threads

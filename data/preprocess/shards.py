@@ -9,7 +9,7 @@ from hostdev.data.advice import APART, SQUEEZED, UNKNOWN
 from hostdev.data.manifest import SPLITS, Shard
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.dense import Scaling
-from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.writer import write_shard
 from hostdev.data.schema import Schema
 
@@ -19,7 +19,7 @@ class ShardOptions:
     """What all shards are made with; `dense` is the scaling's mode, `hashed` says that pieces have ids already."""
 
     schema: Schema
-    layout: Layout
+    layout: SourceLayout
     scaling: Scaling
     hashed: bool
     dense: str
@@ -33,7 +33,7 @@ def shard_name(split: str, number: int) -> str:
 def make_shard(
     path: Path,
     name: str,
-    ranges: Sequence[second_pass.Range],
+    ranges: Sequence[second_pass.RowRange],
     split: int,
     paths: Sequence[Path] | Mapping[int, Path],
     counts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],

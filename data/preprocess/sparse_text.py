@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
-from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, Part
+from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, UnparsedRows
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.rejected import RejectedLines
@@ -86,22 +86,22 @@ class SparseText:
         """Return a column's type: text, or lists of text."""
         return pa.string() if name == self.names[0] or self._is_numeric else pa.list_(pa.string())
 
-    def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Iterate over the text from a byte offset on, some MiB of whole lines at a time."""
         for lines in whole_lines(self.input, offset, _BLOCK, self._too_long):
-            yield Part((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
+            yield UnparsedRows((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
 
     @property
     def windows(self) -> int | None:
         """The number of windows that can be read alone; None if the text is not a plain file."""
         return -(-self.input.size // _BLOCK) if self.input.plain else None
 
-    def parts_of(self, window: int) -> Iterator[Part]:
+    def parts_of(self, window: int) -> Iterator[UnparsedRows]:
         """Yield what `parts` yields of a window."""
         for lines in window_lines(self.input, window, _BLOCK, self._too_long):
-            yield Part((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
+            yield UnparsedRows((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
 
-    def parse(self, part: Part, used: Sequence[str]) -> Chunk:
+    def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part into rows and malformed lines."""
         text, offset = part.content
         try:

@@ -2,27 +2,27 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.progress import bar, counted
+from hostdev.core.workers import call_all
 from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.rows import Piece
 from hostdev.data.schema import Column, Schema
 from hostdev.data.shard_files import find_uneven_weights, inside, piece_of, types
 from hostdev.data.targets import find_wrong, find_wrong_weights
+from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.pool import host_threads
 
 T = TypeVar("T")
-Ids = npt.NDArray[Any]
 
 MOST_ROWS = 1 << 16  # maximum number of rows in a part
 REMEDY = "preprocess the data again, or copy it again from an intact source"
@@ -36,12 +36,12 @@ class DamagedError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(Piece):
+class StoredRows(Piece):
     """Consecutive rows of a shard, as views of the mapped file."""
 
     start: int  # number of rows of the shard before this part
 
-    def ids_of(self, schema: Schema, column: Column) -> Ids:
+    def ids_of(self, schema: Schema, column: Column) -> AnyIds:
         """Return a column's ids: [n], or [N] for a bag."""
         return self.bags[column.name][0] if column.kind == "bag" else self.ids[:, schema.ids.index(column.name)]
 
@@ -50,11 +50,9 @@ def each_shard(look: Callable[[Shard], T], folder: Path, shards: Sequence[Shard]
     """Call `look` for shards in parallel with a progress bar; yield the results in order."""
     sizes = [get_size(folder / shard.file) for shard in shards]
     threads = max(1, min(host_threads(), len(shards)))
-    with (
-        ThreadPoolExecutor(threads, "hostdev-shards") as pool,
-        bar(sum(sizes), title, "B", unit_scale=True) as progress,
-    ):
-        for size, result in zip(sizes, pool.map(look, shards), strict=True):
+    with bar(sum(sizes), title, "B", unit_scale=True) as progress:
+        results = call_all(threads, "hostdev-shards", [partial(look, shard) for shard in shards])
+        for size, result in zip(sizes, results, strict=True):
             progress.update(size)
             yield result
 
@@ -67,7 +65,7 @@ def get_size(path: Path) -> int:
         return 0
 
 
-def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = False) -> Iterator[Part]:
+def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = False) -> Iterator[StoredRows]:
     """Iterate over a shard's rows, in parts of bounded size.
 
     Args:
@@ -91,7 +89,7 @@ def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = Fal
                 raise DamagedError(path, f"bag {name!r} has rows with more ids than weights, or fewer")
         for begin in range(0, batch.num_rows, MOST_ROWS):
             piece = batch.slice(begin, MOST_ROWS)
-            yield Part(**vars(piece_of(piece, found)), start=start + begin)
+            yield StoredRows(**vars(piece_of(piece, found)), start=start + begin)
         start += batch.num_rows
 
 
@@ -151,7 +149,7 @@ class Wrong:
         return f"{counted(self.count, self.kind)} {self.what}, the first in {self.first}"
 
 
-def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
+def wrong_values(part: StoredRows, schema: Schema) -> list[Wrong]:
     """Find ids outside their column's range, invalid labels and weights, and numbers that are not finite."""
     found = []
     spaces = {space.name: space for space in schema.spaces}

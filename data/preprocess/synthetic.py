@@ -19,7 +19,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar
 from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text
-from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
+from hostdev.data.preprocess.raw import BEGINNING, RawBlock, RawRows, SourcePosition
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
 
@@ -121,13 +121,13 @@ class Synthetic:
         for block in self.blocks():
             yield self.parse(block)
 
-    def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
+    def blocks(self, start: SourcePosition = BEGINNING) -> Iterator[RawBlock]:
         """Iterate over blocks, each with the number and the size of a chunk of up to 65,536 rows."""
         for number in range(start.offset, -(-self.total // CHUNK_ROWS)):
             n = min(CHUNK_ROWS, self.total - number * CHUNK_ROWS)
-            yield Block((number, n), "synthetic", Place(0, number + 1), n)
+            yield RawBlock((number, n), "synthetic", SourcePosition(0, number + 1), n)
 
-    def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
+    def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Return a chunk's rows."""
         return self._chunk(*block.content)
 

@@ -13,20 +13,20 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.bag_weights import can_be_weights
 from hostdev.data.preprocess.columns import Positive
 from hostdev.data.preprocess.delimited import DelimitedFile
-from hostdev.data.preprocess.files import Part, TableFile, find_format, is_table
+from hostdev.data.preprocess.files import TableFile, UnparsedRows, find_format, is_table
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.forms import NUMBERS, Written
 from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.naming import about_blanks, listed, short
 from hostdev.data.preprocess.opening import open_file
-from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
+from hostdev.data.preprocess.raw import BEGINNING, RawBlock, RawRows, SourcePosition
 from hostdev.data.preprocess.table_options import TEXT_OPTIONS, TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
 from hostdev.data.preprocess.vectors import elements
 from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
 
 
-class Table:
+class TableSource:
     """The rows of files, of all tables in folders, or of standard input ("-").
 
     Args:
@@ -100,18 +100,20 @@ class Table:
         """Return the manifest's entry about the columns' roles and how their values are read."""
         return {"preset": "table", **self._options.as_json()}
 
-    def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
+    def blocks(self, start: SourcePosition = BEGINNING) -> Iterator[RawBlock]:
         """Iterate over the rows from `start` on."""
         for number, file in enumerate(self._files[start.input :], start.input):
             for part in file.parts(self._used, start.offset if number == start.input else 0):
                 yield self.block(number, part)
 
-    def block(self, number: int, part: Part) -> Block:
+    def block(self, number: int, part: UnparsedRows) -> RawBlock:
         """Return a part of file `number` as a block."""
         file = self._files[number]
-        return Block((file, part, self._splits[number]), file.input.name, Place(number, part.offset), part.taken)
+        return RawBlock(
+            (file, part, self._splits[number]), file.input.name, SourcePosition(number, part.offset), part.taken
+        )
 
-    def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
+    def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Parse a block's rows.
 
         A key is the hash of the value's text if `hashed` is true, otherwise the text's index within the id space.

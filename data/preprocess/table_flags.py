@@ -11,7 +11,7 @@ from hostdev.data.preprocess import earlier_flags
 from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.features_file import read_features
 from hostdev.data.preprocess.naming import parse_names
-from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vectors import Vector, check_length, elements
 from hostdev.data.targets import Targets
@@ -95,17 +95,17 @@ def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
             name: value for name, value in named.items() if value or name in ("label", "positive", "weight", "task")
         }
         return _with_labels({**kept, **found.roles})
-    features: dict[str, Reading] = {}
+    features: dict[str, ReadSettings] = {}
     for text in arguments.padding or ():
         name, value = _pair("--padding", text)
-        before = features.get(name, Reading())
+        before = features.get(name, ReadSettings())
         features[name] = replace(before, missing=(*before.missing, value))
     for text in arguments.last or ():
         name, length = _number("--last", text)
-        features[name] = replace(features.get(name, Reading()), length=length)
+        features[name] = replace(features.get(name, ReadSettings()), length=length)
     for text in arguments.bag_weights or ():
         name, separator = _pair("--bag-weights", text)
-        features[name] = replace(features.get(name, Reading()), weights=separator)
+        features[name] = replace(features.get(name, ReadSettings()), weights=separator)
     bags = tuple(
         (name, separator or (None if "=" not in text else ""))
         for text in arguments.bag or ()

@@ -8,9 +8,9 @@ from typing import Any
 
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.naming import listed
-from hostdev.data.preprocess.raw import Layout
-from hostdev.data.preprocess.reading import Reading
-from hostdev.data.preprocess.scaling import Scaled
+from hostdev.data.preprocess.raw import SourceLayout
+from hostdev.data.preprocess.reading import ReadSettings
+from hostdev.data.preprocess.scaling import ColumnScaling
 from hostdev.data.preprocess.vectors import Vector, with_elements
 from hostdev.data.schema import Column
 from hostdev.data.targets import SINGLE_LABEL, Targets
@@ -65,9 +65,9 @@ class TableOptions:
     missing: tuple[str, ...] = ()  # missing-value markers in all columns
     decimal: str = "."  # the decimal separator of numbers in text
     trimmed: bool = True  # surrounding whitespace is removed; False for earlier data sets, which kept it
-    features: Mapping[str, Reading] = field(default_factory=dict)  # reading settings by feature
+    features: Mapping[str, ReadSettings] = field(default_factory=dict)  # reading settings by feature
     thresholds: Mapping[str, int] = field(default_factory=dict)  # by feature with ids, instead of --threshold
-    scaling: Mapping[str, Scaled] = field(default_factory=dict)  # by numeric feature, instead of --dense
+    scaling: Mapping[str, ColumnScaling] = field(default_factory=dict)  # by numeric feature, instead of --dense
     targets: Targets = SINGLE_LABEL  # other labels, labels that are numbers, and the weight
     positives: Mapping[str, str] = field(default_factory=dict)  # by label, in place of `positive`
     vectors: Mapping[str, Vector] = field(default_factory=dict)  # by feature; `numeric` has their elements
@@ -131,7 +131,7 @@ class TableOptions:
                     f"{name!r} shares the ids of {owners[name]!r}; set the threshold of that column instead"
                 )
 
-    def layout(self) -> Layout:
+    def layout(self) -> SourceLayout:
         """Return the columns of the data set."""
         owners = dict(self.share)
 
@@ -139,7 +139,7 @@ class TableOptions:
             weighted = {name for name, one in self.features.items() if one.is_weighted}
             return tuple(Column(name, kind, owners.get(name, name), name in weighted) for name in names)
 
-        return Layout(
+        return SourceLayout(
             self.label,
             self.numeric,
             of("id", self.categorical),
@@ -153,19 +153,19 @@ class TableOptions:
         """Return the names of all labels."""
         return self.targets.labels(self.label)
 
-    def reading(self, name: str) -> Reading:
+    def reading(self, name: str) -> ReadSettings:
         """Return the reading settings of a label, the weight or a feature."""
-        own, separator = self.features.get(name, Reading()), dict(self.bags).get(name)
+        own, separator = self.features.get(name, ReadSettings()), dict(self.bags).get(name)
         return own.within(self.missing, self.decimal, separator, trimmed=self.trimmed)
 
-    def readings(self) -> dict[str, Reading]:
+    def readings(self) -> dict[str, ReadSettings]:
         """Return the reading settings of all labels, the weight and all features."""
         return with_elements({name: self.reading(name) for name in self.roles()}, self.vectors, self.features)
 
     def column(self, name: str) -> str:
         """Return the name of the column that the label or a feature is read from."""
         owner = self._owners.get(name, name)
-        return self.features.get(owner, Reading()).column or owner
+        return self.features.get(owner, ReadSettings()).column or owner
 
     @cached_property
     def _owners(self) -> dict[str, str]:

@@ -23,13 +23,14 @@ from hostdev.data.preprocess.files import Chunk, TableFile
 from hostdev.data.preprocess.forms import PADDED, each_form
 from hostdev.data.preprocess.labels import Labels, WrongLabelError
 from hostdev.data.preprocess.naming import short
-from hostdev.data.preprocess.raw import Bags, Layout, RawRows, WrongRowError
-from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.raw import Bags, InvalidRowError, RawRows, SourceLayout
+from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.serving import large_float
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vectors import WrongNumberError, read_numbers, require_numbers
 from hostdev.data.targets import columns_of
+from hostdev.kernels.arrays import Mask
 from hostdev.kernels.forms import EMPTY, FRACTION, INTEGER, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts
 
@@ -41,8 +42,6 @@ _NO_NUMBER = (
     "; a missing number is empty, NA, or a value given by --missing; if the column has other values, name the column "
     "with --categorical"
 )
-
-Mask = npt.NDArray[np.bool_]
 
 
 def value_type(found: pa.DataType) -> pa.DataType:
@@ -139,7 +138,7 @@ class RowParser:
                 bags.append((keys.find(of.space, codes, reading.in_buckets(texts)), lengths))
         except WrongValueError as error:
             reason = f"column {column!r}: {error}"
-            raise WrongRowError(file.input.name, rows.number(error.row), reason) from None
+            raise InvalidRowError(file.input.name, rows.number(error.row), reason) from None
         except pa.ArrowMemoryError:
             raise
         except pa.ArrowException as error:  # an unforeseen type or value
@@ -169,7 +168,7 @@ class RowParser:
             if split:
                 break
             if column is not None:
-                codes, texts = Reading(trimmed=options.trimmed).values(rows.column(column[0]))
+                codes, texts = ReadSettings(trimmed=options.trimmed).values(rows.column(column[0]))
                 splits[pc.equal(texts, column[1]).to_numpy(zero_copy_only=False)[codes]] = number
             if after is not None:
                 later, unread = is_after_where_readable(rows.column(after[0]), after[1], _FLAGS[number])
@@ -256,7 +255,7 @@ class RowParser:
 class _Keys:
     """Assigns keys to values: indices of distinct texts within an id space, or hashes of the texts."""
 
-    def __init__(self, layout: Layout, *, hashed: bool) -> None:
+    def __init__(self, layout: SourceLayout, *, hashed: bool) -> None:
         self._layout, self._hashed = layout, hashed
         self._seen = {space: TextMap() for space in layout.spaces}
 

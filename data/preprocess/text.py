@@ -8,7 +8,7 @@ from hostdev.data.preprocess.inputs import AnyInput
 from hostdev.data.preprocess.recoded import Recoded
 
 
-class Lines(NamedTuple):
+class TextLines(NamedTuple):
     """Some MiB of complete lines; the last line of an input may lack its newline."""
 
     text: bytes
@@ -33,7 +33,7 @@ def whole_lines(
     block_bytes: int,
     too_long: Callable[[], UserError],
     last_end: Callable[[bytes], int] = newline,
-) -> Iterator[Lines]:
+) -> Iterator[TextLines]:
     """Iterate over an input's lines, starting at `offset`, where a line must begin.
 
     Args:
@@ -57,15 +57,15 @@ def whole_lines(
                 continue
             text, rest = b"".join((rest, memoryview(piece)[:end])), piece[end:]
             offset, taken = offset + len(text), stream.taken()
-            yield Lines(text, offset, taken - before)
+            yield TextLines(text, offset, taken - before)
             before = taken
         if rest:
-            yield Lines(rest, offset + len(rest), stream.taken() - before, is_last=True)
+            yield TextLines(rest, offset + len(rest), stream.taken() - before, is_last=True)
 
 
 def window_lines(
     source: AnyInput | Recoded, number: int, block_bytes: int, too_long: Callable[[], UserError]
-) -> Iterator[Lines]:
+) -> Iterator[TextLines]:
     """Iterate over the lines that `whole_lines` yields when it reads the window `number` of an uncompressed file.
 
     Windows have `block_bytes` bytes; every line ends with a newline, except possibly the last. The lines of all
@@ -90,10 +90,10 @@ def window_lines(
         raise too_long()
     taken = min(block_bytes, source.size - start)
     if end:
-        yield Lines(text[:end], begin + end, taken)
+        yield TextLines(text[:end], begin + end, taken)
         taken = 0
     if start + block_bytes >= source.size and end < len(text):
-        yield Lines(text[end:], begin + len(text), taken, is_last=True)
+        yield TextLines(text[end:], begin + len(text), taken, is_last=True)
 
 
 def _line_end(source: AnyInput | Recoded, start: int, stop: int) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawQuery
 
 
-class Part(NamedTuple):
+class EncodedPart(NamedTuple):
     """Consecutive rows of a file."""
 
     batch: Batch
@@ -34,14 +34,14 @@ class Part(NamedTuple):
     more: pa.RecordBatch | None = None  # additional columns for all lines, null for malformed ones
 
 
-class Rows(Protocol):
+class UnlabelledRows(Protocol):
     """The rows of a file, encoded part by part."""
 
     total: int  # bytes
     labelled: bool  # whether there is a label column; individual labels may be missing
     computes: bool  # whether a query computes the columns
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[EncodedPart]:
         """Iterate over the rows; raise UserError for unreadable input."""
 
 
@@ -53,7 +53,7 @@ def rows_in(
     query: Callable[[], "RawQuery | None"] = lambda: None,
     *,
     raw: bool = False,
-) -> Rows:
+) -> UnlabelledRows:
     """Open the rows of a file; raise UserError if it is unreadable.
 
     Args:
@@ -81,7 +81,7 @@ def rows_in(
     return _Table(file, encoding, more)
 
 
-def _computed(path: Path, encoding: Encoding, query: "RawQuery", more: Sequence[str]) -> Rows:
+def _computed(path: Path, encoding: Encoding, query: "RawQuery", more: Sequence[str]) -> UnlabelledRows:
     """Open a file of raw rows, whose columns a query computes."""
     if not path.is_file():
         name = "standard input" if path == STANDARD_INPUT else path
@@ -124,7 +124,7 @@ class _Criteo:
         first = source.head(HEAD_BYTES).split(b"\n", 1)[0]
         self.labelled = first.count(b"\t") >= len(criteo.COLUMNS) - 1
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[EncodedPart]:
         """Iterate over the rows, some MiB of text at a time; a part's `places` omits malformed lines."""
         for block in self._text.blocks():
             text, unlabelled = _with_labels(block.content) if self.labelled else (_labelled(block.content), None)
@@ -133,7 +133,7 @@ class _Criteo:
             places = np.delete(np.arange(lines), rows.rejected.numbers - 1)
             without = np.isin(places, unlabelled) if unlabelled is not None else np.ones(len(places), np.bool_)
             label = np.where(without, np.nan, batch.label).astype(np.float32)
-            yield Part(replace(batch, label=label), places if len(rows.rejected) else None, lines, block.size)
+            yield EncodedPart(replace(batch, label=label), places if len(rows.rejected) else None, lines, block.size)
 
 
 def _labelled(block: bytes) -> bytes:
@@ -176,7 +176,7 @@ class _Table:
         self.labelled = bool(labels)
         self._used = list(dict.fromkeys([*encoding.columns(), *labels]))
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[EncodedPart]:
         """Iterate over the rows."""
         for chunk in chunks(self._file, list(dict.fromkeys([*self._used, *self._more]))):
             n, more = len(chunk.batch), self._further(chunk)
@@ -188,10 +188,10 @@ class _Table:
             except UserError as error:
                 raise UserError(f"{self._file.input.name}: {error}") from None
             if not len(chunk.skipped) and len(kept) == n:
-                yield Part(batch, None, n, chunk.size, more)
+                yield EncodedPart(batch, None, n, chunk.size, more)
                 continue
             places = np.delete(np.arange(chunk.lines), chunk.skipped - 1)
-            yield Part(batch, places[kept], chunk.lines, chunk.size, more)
+            yield EncodedPart(batch, places[kept], chunk.lines, chunk.size, more)
 
     def _further(self, chunk: Chunk) -> pa.RecordBatch | None:
         """Return the additional columns of a chunk's lines, null for malformed lines; None if there are none."""

@@ -8,11 +8,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.data.preprocess import columns as arrow
+from hostdev.kernels.arrays import LongIds
 from hostdev.kernels.dictionary import Dictionary
 from hostdev.kernels.strings import TextMap
 
-Ids = npt.NDArray[np.int64]
-FormatKeys = Callable[[Ids], pa.Array]
+FormatKeys = Callable[[LongIds], pa.Array]
 DIGITS = 20  # maximum number of characters of an integer
 
 
@@ -28,27 +28,27 @@ class IntegerValues:
         self._seen, self._format_keys = Dictionary(), format_keys
 
     @property
-    def uses(self) -> Ids:
+    def uses(self) -> LongIds:
         """Occurrences of each value, in order of first occurrence."""
         return self._seen.uses
 
-    def count(self, keys: Ids, uses: npt.NDArray[Any]) -> None:
+    def count(self, keys: LongIds, uses: npt.NDArray[Any]) -> None:
         """Add the occurrences `uses` [N] of distinct values."""
         self._seen.count(keys, uses)
 
-    def find(self, keys: Ids) -> Ids:
+    def find(self, keys: LongIds) -> LongIds:
         """Return the index of each value, int64 [N]; -1 for an unknown one."""
         return self._seen.find(keys)
 
-    def texts(self, numbers: Ids) -> pa.Array:
+    def texts(self, numbers: LongIds) -> pa.Array:
         """Return the values at these indices as text."""
         return self._format_keys(self._seen.keys[numbers])
 
-    def keys(self, numbers: Ids) -> Ids:
+    def keys(self, numbers: LongIds) -> LongIds:
         """Return the values at these indices."""
         return self._seen.keys[numbers]
 
-    def lengths(self, numbers: Ids) -> Ids:
+    def lengths(self, numbers: LongIds) -> LongIds:
         """Return an upper bound on the number of bytes of each value's text."""
         return np.full(len(numbers), DIGITS)
 
@@ -61,7 +61,7 @@ class TextValues:
         self._uses = np.zeros(1024, np.int64)
 
     @property
-    def uses(self) -> Ids:
+    def uses(self) -> LongIds:
         """Occurrences of each value, in order of first occurrence."""
         return self._uses[: len(self._seen)]
 
@@ -72,18 +72,18 @@ class TextValues:
             self._uses.resize(len(self._seen) + len(self._seen) // 4, refcheck=False)
         self._uses[positions] += uses  # positions are distinct
 
-    def find(self, keys: pa.LargeStringArray) -> Ids:
+    def find(self, keys: pa.LargeStringArray) -> LongIds:
         """Return the index of each value, int64 [N]; -1 for an unknown one."""
         return self._seen.find(*arrow.get_buffers(keys)).astype(np.int64)
 
-    def texts(self, numbers: Ids) -> pa.Array:
+    def texts(self, numbers: LongIds) -> pa.Array:
         """Return the values at these indices, which must have less than 2 GiB of text."""
         return arrow.make_texts(*self._seen.take(numbers)).cast(pa.string())
 
-    def keys(self, numbers: Ids) -> pa.LargeStringArray:
+    def keys(self, numbers: LongIds) -> pa.LargeStringArray:
         """Return the values at these indices."""
         return arrow.make_texts(*self._seen.take(numbers))
 
-    def lengths(self, numbers: Ids) -> Ids:
+    def lengths(self, numbers: LongIds) -> LongIds:
         """Return the number of bytes of each value."""
         return self._seen.lengths(numbers)

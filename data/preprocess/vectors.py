@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -13,10 +12,9 @@ from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import WrongValueError
-from hostdev.data.preprocess.reading import Reading, readable
+from hostdev.data.preprocess.reading import ReadSettings, readable
+from hostdev.kernels.arrays import Mask, Numbers
 
-Numbers = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 MOST = 1 << 16  # numbers in a vector
 
 
@@ -47,8 +45,8 @@ def check_length(where: str, length: int) -> None:
 
 
 def with_elements(
-    readings: Mapping[str, Reading], vectors: Mapping[str, Vector], settings: Mapping[str, Reading]
-) -> dict[str, Reading]:
+    readings: Mapping[str, ReadSettings], vectors: Mapping[str, Vector], settings: Mapping[str, ReadSettings]
+) -> dict[str, ReadSettings]:
     """Return the reading settings of all features, where the numeric columns of vectors read elements of a list.
 
     Args:
@@ -58,7 +56,7 @@ def with_elements(
     """
     found = dict(readings)
     for name, vector in vectors.items():
-        own = settings.get(name, Reading())
+        own = settings.get(name, ReadSettings())
         for element, part in enumerate(vector.names(name)):
             if part in found:
                 before = found[part]
@@ -82,7 +80,7 @@ def vectors_in(options: Mapping[str, Any]) -> dict[str, Vector]:
 
 
 def read_numbers(
-    names: Sequence[str], readings: Mapping[str, Reading], get: Callable[[str], pa.Array], n: int
+    names: Sequence[str], readings: Mapping[str, ReadSettings], get: Callable[[str], pa.Array], n: int
 ) -> tuple[Numbers, Mask]:
     """Return numeric columns [n, columns], NaN where a number is missing, and the mask of unreadable rows [n].
 
@@ -104,7 +102,7 @@ def read_numbers(
 
 
 def require_numbers(
-    names: Sequence[str], readings: Mapping[str, Reading], get: Callable[[str], pa.Array], n: int
+    names: Sequence[str], readings: Mapping[str, ReadSettings], get: Callable[[str], pa.Array], n: int
 ) -> Numbers:
     """Return numeric columns as `read_numbers` does; raise WrongNumberError for the first unreadable value."""
     found = np.empty((n, len(names)))
@@ -129,7 +127,7 @@ class WrongNumberError(Exception):
         self.column, self.row = column, error.row
 
 
-def _columns(names: Sequence[str], readings: Mapping[str, Reading]) -> Iterator[tuple[int, str, int]]:
+def _columns(names: Sequence[str], readings: Mapping[str, ReadSettings]) -> Iterator[tuple[int, str, int]]:
     """Yield each vector and each other numeric column: its first column's index and name, and its number of columns."""
     for place, name in enumerate(names):
         reading = readings[name]
@@ -137,7 +135,7 @@ def _columns(names: Sequence[str], readings: Mapping[str, Reading]) -> Iterator[
             yield place, name, 1 if reading.element is None else reading.length or 1
 
 
-def _read_vectors(column: pa.Array, reading: Reading) -> tuple[Numbers, Mask]:
+def _read_vectors(column: pa.Array, reading: ReadSettings) -> tuple[Numbers, Mask]:
     """Return vectors [n, length], NaN where a vector is missing, and the mask of rows with an unreadable vector [n]."""
     lists, unread = _lists(column, reading)
     length = reading.length or 1
@@ -154,7 +152,7 @@ def _read_vectors(column: pa.Array, reading: Reading) -> tuple[Numbers, Mask]:
     return found, unread
 
 
-def _require_vectors(column: pa.Array, reading: Reading) -> Numbers:
+def _require_vectors(column: pa.Array, reading: ReadSettings) -> Numbers:
     """Return vectors [n, length], NaN where a vector is missing; raise WrongValueError if a vector is unreadable."""
     found, unread = _read_vectors(column, reading)
     for row in np.flatnonzero(unread)[:1].tolist():
@@ -171,7 +169,7 @@ def _require_vectors(column: pa.Array, reading: Reading) -> Numbers:
     return found
 
 
-def _lists(column: pa.Array, reading: Reading) -> tuple[pa.Array, Mask]:
+def _lists(column: pa.Array, reading: ReadSettings) -> tuple[pa.Array, Mask]:
     """Return a column of lists or text as lists, null where missing, and the mask of rows that are not UTF-8."""
     column = arrow.decoded(column)
     kind = arrow.classify_type(column.type)

@@ -1,7 +1,7 @@
 """Encoding of values as ids: by a vocabulary counted on the training rows, or by hash."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hostdev.core import memory
 from hostdev.core.errors import TransientError
-from hostdev.core.memory import available_bytes, format_bytes
-from hostdev.data.preprocess.raw import Layout
-from hostdev.data.preprocess.values import FormatKeys, Ids, make_values
+from hostdev.data.preprocess.raw import SourceLayout
+from hostdev.data.preprocess.values import FormatKeys, make_values
 from hostdev.data.schema import Schema, Space
+from hostdev.kernels.arrays import LongIds
 from hostdev.kernels.columns import hash_keys, hash_rows
 from hostdev.kernels.counter import key64
 from hostdev.kernels.dictionary import BYTES_A_VALUE
@@ -28,6 +29,27 @@ MOST_OF_A_BAG = 0.5  # a value above this share of a bag's values is probably pa
 _MARGIN = 1.03  # error margin of the estimates (see kernels/cardinality.py)
 
 
+class KnownIds(NamedTuple):
+    """The ids that exist before a vocabulary counts values: none, or those of an earlier data set.
+
+    Attributes:
+        spaces: The id spaces with these ids.
+        first: The first id that a new value may get.
+        grow: Called with an id space, its first new id and their number; returns the id space with them.
+    """
+
+    spaces: Sequence[Space]
+    first: int
+    grow: Callable[[Space, int, int], Space]
+
+    @classmethod
+    def none(cls, layout: SourceLayout) -> "KnownIds":
+        """Return the ids without an earlier data set: numbers' and out-of-vocabulary ids only."""
+        dense, first = len(layout.dense), len(layout.dense) + len(layout.spaces)
+        spaces = [Space(name, dense + i, first, 0) for i, name in enumerate(layout.spaces)]
+        return cls(spaces, first, lambda space, begin, size: Space(space.name, space.oov, begin, size))
+
+
 class Vocabulary:
     """Ids for the values that occur more than `threshold` times in training rows.
 
@@ -38,19 +60,17 @@ class Vocabulary:
         threshold: Values get an id if they occur more often than this. The layout can override it for an id space. If
             it is None, no value gets a new id.
         format_keys: Returns the texts of integer values; None if values are texts.
-        earlier: Schema of an earlier data set whose ids are kept. The caller must count the earlier values first, with
-            0 uses, in the order of their ids.
+        known: The ids that are kept; None for none. The caller must count their values first, with 0 uses, in the
+            order of their ids.
     """
 
     def __init__(
-        self, threshold: int | None, layout: Layout, format_keys: FormatKeys | None, earlier: Schema | None = None
+        self, threshold: int | None, layout: SourceLayout, format_keys: FormatKeys | None, known: KnownIds | None = None
     ) -> None:
-        self._threshold, self._layout, self._earlier = threshold, layout, earlier
+        self._threshold, self._layout = threshold, layout
+        self._known = known or KnownIds.none(layout)
         self._values: list[Any] = [make_values(format_keys) for _ in layout.spaces]
-        self._ids: list[Ids] = []
-        fixed, dense = len(layout.dense) + len(layout.spaces), len(layout.dense)
-        empty = tuple(Space(name, dense + i, fixed, 0) for i, name in enumerate(layout.spaces))
-        self._begun = empty if earlier is None else earlier.spaces
+        self._ids: list[LongIds] = []
 
     def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
         """Add the occurrence counts `uses` [N] of an id space's distinct values; thread-safe across id spaces."""
@@ -60,17 +80,10 @@ class Vocabulary:
         """Return the number of counted values of an id space."""
         return len(self._values[space].uses)
 
-    def known_shares(self) -> dict[str, float]:
-        """Return, by id space, the share of training occurrences whose value has an id in the earlier data set.
-
-        Id spaces without values in one of the two data sets are left out.
-        """
-        shares = {}
-        for space, values in zip(self._begun, self._values, strict=True):
-            uses = int(values.uses.sum())
-            if uses and space.values:
-                shares[space.name] = int(values.uses[: space.values].sum()) / uses
-        return shares
+    def known_uses(self) -> Iterator[tuple[int, int]]:
+        """Yield, by id space, the training occurrences of values with a known id, and of all values."""
+        for space, values in zip(self._known.spaces, self._values, strict=True):
+            yield int(values.uses[: space.values].sum()), int(values.uses.sum())
 
     def fillers(self) -> dict[str, list[Any]]:
         """Return the value that makes up most of a bag's values, and its share, for each bag that has such a value.
@@ -90,8 +103,8 @@ class Vocabulary:
     def freeze(self) -> Schema:
         """Assign the ids; return the schema."""
         spaces = []
-        first = len(self._layout.dense) + len(self._values) if self._earlier is None else self._earlier.rows
-        for number, (space, values) in enumerate(zip(self._begun, self._values, strict=True)):
+        first = self._known.first
+        for number, (space, values) in enumerate(zip(self._known.spaces, self._values, strict=True)):
             # The last element is the id of unseen values, for which `find` returns -1.
             ids = np.full(len(values.uses) + 1, space.oov, np.int64)
             done = size = 0
@@ -102,27 +115,26 @@ class Vocabulary:
                 ids[kept] = np.arange(first + size, first + size + len(kept))
                 size += len(kept)
             self._ids.append(ids)
-            new = Space(space.name, space.oov, first, size)
-            spaces.append(new if self._earlier is None else space.grown(first, size))
+            spaces.append(self._known.grow(space, first, size))
             first += size
         self.schema = Schema(
             self._layout.label, self._layout.dense, self._layout.columns, tuple(spaces), first, self._layout.targets
         )
         return self.schema
 
-    def _new(self, space: int) -> Iterator[Ids]:
+    def _new(self, space: int) -> Iterator[LongIds]:
         """Yield the indices of the values that get new ids, in chunks that bound memory."""
-        uses, begin = self._values[space].uses, self._begun[space].values
+        uses, begin = self._values[space].uses, self._known.spaces[space].values
         if self._threshold is None:
             return
-        threshold = self._layout.thresholds.get(self._begun[space].name, self._threshold)
+        threshold = self._layout.thresholds.get(self._known.spaces[space].name, self._threshold)
         for start in range(begin, len(uses), _AT_ONCE):
             yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > threshold)
 
-    def _in_order(self) -> Iterator[tuple[int, Ids]]:
+    def _in_order(self) -> Iterator[tuple[int, LongIds]]:
         """Yield the values with ids, in id order, as the number of an id space and the indices of values in it."""
         earlier = []
-        for number, space in enumerate(self._begun):
+        for number, space in enumerate(self._known.spaces):
             place = 0
             for first, size in space.segments:
                 earlier.append((first, number, place, size))
@@ -134,9 +146,9 @@ class Vocabulary:
             for new in self._new(number):
                 yield number, new
 
-    def ids(self, space: int, keys: Any) -> Ids:
+    def ids(self, space: int, keys: Any) -> LongIds:
         """Return the ids of values [N] of an id space after `freeze`; thread-safe."""
-        found: Ids = self._ids[space][self._values[space].find(keys)]
+        found: LongIds = self._ids[space][self._values[space].find(keys)]
         return found
 
     def write(self, path: Path, rows: int) -> None:
@@ -159,7 +171,7 @@ class Vocabulary:
 class _Taken:
     """The texts of some values, formatted when they are needed."""
 
-    def __init__(self, values: Any, numbers: Ids) -> None:
+    def __init__(self, values: Any, numbers: LongIds) -> None:
         self._values, self._numbers = values, numbers
 
     def __getitem__(self, rows: slice) -> pa.Array:
@@ -177,12 +189,12 @@ class WrittenValues(NamedTuple):
     """
 
     oov: int
-    lengths: Ids
-    uses: Ids
+    lengths: LongIds
+    uses: LongIds
     texts: Any
 
 
-def write_values(path: Path, layout: Layout, fixed: Sequence[int], values: "Iterator[WrittenValues]") -> None:
+def write_values(path: Path, layout: SourceLayout, fixed: Sequence[int], values: "Iterator[WrittenValues]") -> None:
     """Write a vocabulary's file: `fixed` has the occurrences of the fixed ids; `values` follow in the order of ids.
 
     The file does not depend on how the values are divided.
@@ -191,7 +203,7 @@ def write_values(path: Path, layout: Layout, fixed: Sequence[int], values: "Iter
     kinds = pa.schema(
         [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
     )
-    waiting: list[tuple[npt.NDArray[Any], pa.Array, Ids]] = [
+    waiting: list[tuple[npt.NDArray[Any], pa.Array, LongIds]] = [
         (np.arange(len(names)), pa.nulls(len(names), pa.string()), np.array(fixed, np.int64))
     ]
     with pa.OSFile(os.fsencode(path), "wb") as content, pa.ipc.new_file(content, kinds) as file:
@@ -232,13 +244,12 @@ def require_memory(values: float, text_bytes: float | None) -> None:
     texts = text_bytes or 0.0
     written = _WRITTEN_ROW * min(values, _WRITTEN_AT_ONCE) + 2 * min(texts, _WRITTEN_BYTES)
     needed = int(_MARGIN * (values * (each + _ID_BYTES) + 1.25 * texts) + written)
-    free = available_bytes()
-    if needed > free:
-        raise TransientError(
-            f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them needs "
-            f"{format_bytes(needed)}, but {format_bytes(free)} of memory are free; hash them with "
-            f"--hash-buckets N, which needs no vocabulary"
-        )
+    memory.require_memory(
+        needed,
+        f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them",
+        "hash them with --hash-buckets N, which needs no vocabulary",
+        TransientError,
+    )
 
 
 class HashBuckets:
@@ -247,7 +258,7 @@ class HashBuckets:
     The hash does not depend on the seed, so that equal values have equal ids in separately built data sets.
     """
 
-    def __init__(self, buckets: int, layout: Layout) -> None:
+    def __init__(self, buckets: int, layout: SourceLayout) -> None:
         self._buckets = np.uint64(buckets)
         dense, first = len(layout.dense), len(layout.dense) + len(layout.spaces)
         spaces = tuple(Space(name, dense + i, first, buckets) for i, name in enumerate(layout.spaces))
@@ -257,7 +268,7 @@ class HashBuckets:
         self._keys = np.array([keys[column.space] for column in layout.columns], np.uint64)
 
     def encode(
-        self, keys: Ids, order: npt.NDArray[np.int64], missing: Sequence[int]
+        self, keys: LongIds, order: npt.NDArray[np.int64], missing: Sequence[int]
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
         """Return the ids of the columns with one id per row, [n, columns], and which values are missing, [columns, n].
 
@@ -269,6 +280,6 @@ class HashBuckets:
         how = self._keys[: keys.shape[1]], self._buckets, self.schema.first_value, np.array(missing, np.int64)
         return hash_rows(keys, order, *how, self.schema.id_type)
 
-    def ids_of(self, keys: Ids, column: int) -> Ids:
+    def ids_of(self, keys: LongIds, column: int) -> LongIds:
         """Return the ids of keys [N] in column number `column` of the layout."""
         return hash_keys(np.ascontiguousarray(keys), self._keys[column], self._buckets, self.schema.first_value)

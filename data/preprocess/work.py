@@ -19,12 +19,13 @@ from uuid import uuid4
 from hostdev.core import locks
 from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.disk import sync_folder, sync_tree
-from hostdev.core.errors import TransientError, UserError, in_words, naming
+from hostdev.core.errors import StoreError, TransientError, UserError, in_words, naming
 from hostdev.core.memory import format_bytes
+from hostdev.core.outputs import remove_partials, replacing
 from hostdev.core.progress import note
+from hostdev.core.stores import Store
+from hostdev.core.sync import list_files, require_new, sync
 from hostdev.data.folder import FILE_NAME as _MANIFEST
-from hostdev.ext.stores.results import files_of, put_all, require_new
-from hostdev.ext.stores.store import Store, StoreError
 
 _VERSION = 5  # version of the folder's format
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
@@ -33,7 +34,7 @@ _SENT = "sent"  # the files that a store has
 _LEFT_OVER = "{out} is complete; the leftovers in {folder} can be removed"
 
 
-class Work:
+class WorkFolder:
     """The work folder of a data set; created by `claim`."""
 
     def __init__(self, folder: Path, out: Path) -> None:
@@ -65,6 +66,7 @@ class Work:
         self.resumable = recipe is not None
         for folder in (self.pieces, self.result):
             folder.mkdir(exist_ok=True)
+            remove_partials(folder)
         self.rewrite(entries)
         return entries
 
@@ -72,10 +74,9 @@ class Work:
         """Replace all entries of the journal."""
         self._close()
         path = self.folder / _JOURNAL
-        partial = path.with_suffix(".partial")
         self._last = ""
-        partial.write_text("".join(map(self._line, entries)))
-        partial.replace(path)
+        with replacing(path) as partial:
+            partial.write_text("".join(map(self._line, entries)))
         self._journal = path.open("a")
 
     def note(self, **entry: Any) -> None:
@@ -116,8 +117,8 @@ class Work:
             def is_there(name: str) -> bool:
                 return line_of(name) in lines and store.compare(name, self.result / name) is not None
 
-            new = [name for name in files_of(self.result) if name == _MANIFEST or not is_there(name)]
-            put_all(store, self.result, new, _MANIFEST, note_sent)
+            new = [name for name in list_files(self.result) if name == _MANIFEST or not is_there(name)]
+            sync(self.result, store, new, _MANIFEST, note_sent)
         shutil.rmtree(self.result)
         self._is_sent = True
 
@@ -160,7 +161,7 @@ class Work:
 
 
 @contextmanager
-def claim(out: Path) -> Iterator[Work]:
+def claim(out: Path) -> Iterator[WorkFolder]:
     """Lock the work folder of a data set for this process; wait while another process uses it.
 
     The work is removed on success and after a UserError. After TransientError, other errors and interruptions, a note
@@ -175,7 +176,7 @@ def claim(out: Path) -> Iterator[Work]:
         shutil.rmtree(folder, ignore_errors=True)
     _refuse_existing(out)
     with _locked(folder):
-        work = Work(folder, out)
+        work = WorkFolder(folder, out)
         try:
             _refuse_existing(out)  # another process may have created it meanwhile
             yield work

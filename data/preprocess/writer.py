@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from hostdev.core.checksums import Digest, HashedFile
 from hostdev.core.errors import naming
+from hostdev.core.outputs import replacing
 from hostdev.data.manifest import shard_schema
 from hostdev.data.rows import Piece
 from hostdev.data.schema import Schema
@@ -27,15 +28,11 @@ def write_shard(path: Path, rows: Piece, schema: Schema) -> str:
 
 def write_arrow(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], digest: Callable[[], Digest]) -> str:
     """Write an Arrow file atomically; return its checksum."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)  # left by a killed process
-    with naming(path), closing(HashedFile(partial, digest)) as file:
+    with naming(path), replacing(path) as partial, closing(HashedFile(partial, digest)) as file:
         with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)
-        found = file.finish(to_disk=False)
-    partial.replace(path)
-    return found
+        return file.finish(to_disk=False)
 
 
 def _batches(rows: Piece, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -13,15 +13,16 @@ import torch
 from hostdev.cache import bound
 from hostdev.cache.optimum import fits, optimal, visits
 from hostdev.cache.options import POLICIES, WINDOW, rows_of
-from hostdev.cache.plan import Ids, Plan, Positions, Statistics
+from hostdev.cache.plan import Plan, Statistics
 from hostdev.cache.planner import Planner, planner_bytes
 from hostdev.cache.planning import LOOKAHEAD
 from hostdev.cache.prices import Costs
 from hostdev.cache.slots import CachedTable, DeviceSlots
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, format_bytes, row_bytes
+from hostdev.core.memory import format_bytes, require_memory, row_bytes
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.device.backend import get_cache_room, is_accelerator, require
+from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.unique import count_occurrences
 
 _MOST_RECORDED = 1 << 24  # unique ids that are kept to find the optimum
@@ -82,12 +83,7 @@ class EmbeddingCache:
         capacity = rows_of(capacity_rows, self.rows)
         self.device = require(device)
         _require(capacity, self.tables, self.device)
-        needed, free = planner_bytes(self.rows, capacity), available_bytes()
-        if needed > free:
-            raise UserError(
-                f"the cache's plan needs {format_bytes(needed)} of host memory, but {format_bytes(free)} are free; use "
-                "a smaller cache"
-            )
+        require_memory(planner_bytes(self.rows, capacity), "the cache's plan", "use a smaller cache")
         self._row_bytes = row_bytes((table.dim, table.optimizer) for table in self.tables)
         self._costs = Costs.of(*self._row_bytes)
         self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, costs=self._costs)
@@ -100,7 +96,7 @@ class EmbeddingCache:
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
         self._changed = False  # cached rows have changed since the last write-back
-        self._recorded: list[tuple[Ids, Positions]] = []
+        self._recorded: list[tuple[AnyIds, Positions]] = []
         self._recording = record
         self._recorded_ids = self._visits = 0
         self._at_first = Statistics()  # statistics of the recorded batches
@@ -120,7 +116,11 @@ class EmbeddingCache:
         """Number of batches announced in addition to the one that is planned; 0 for a policy without lookahead."""
         return self.planner.window
 
-    def announce(self, ids: Ids, inverse: Positions) -> None:
+    def describe(self) -> str:
+        """Return what must be equal on all ranks, as text."""
+        return f"a cache that looks {self.window} batches ahead"
+
+    def announce(self, ids: AnyIds, inverse: Positions) -> None:
         """Announce the next batch by the two results of `unique` for its ids, which must be in 0..rows - 1."""
         if not self._recording and self.planner.policy == POLICIES[LOOKAHEAD]:  # needs only the sum of uses
             self.announcing(ids, len(inverse))
@@ -159,7 +159,7 @@ class EmbeddingCache:
         """Record that a plan's evicted rows were written to host table number `table`."""
         self._leaving.pop((id(plan), table), None)
 
-    def holds(self, rows: Ids) -> npt.NDArray[np.bool_]:
+    def holds(self, rows: AnyIds) -> npt.NDArray[np.bool_]:
         """Return which rows [N], which no unfinished batch uses, are cached or on their way to the host, bool [N]."""
         self._settle()
         held: npt.NDArray[np.bool_] = np.isin(rows, np.concatenate(self._resident))
@@ -167,7 +167,7 @@ class EmbeddingCache:
             held |= np.isin(rows, plan.evicted)
         return held
 
-    def discard(self, is_unused: Callable[[Ids], npt.NDArray[np.bool_]]) -> None:
+    def discard(self, is_unused: Callable[[AnyIds], npt.NDArray[np.bool_]]) -> None:
         """After `write_back`, free the slots of rows that the table does not use any more; then call `refresh`.
 
         Args:
@@ -228,7 +228,7 @@ class EmbeddingCache:
             table.write_now(ids, block.cpu().numpy(), row_slots.cpu().numpy())
         self._changed = False
 
-    def refresh(self, changed: CachedTable | None = None, rows: Ids | None = None) -> None:
+    def refresh(self, changed: CachedTable | None = None, rows: AnyIds | None = None) -> None:
         """Reload cached rows from host tables that were changed after `write_back`.
 
         Args:
@@ -249,7 +249,7 @@ class EmbeddingCache:
             table.read_now(ids, *values)
             slots.write(*(torch.from_numpy(array).to(self.device) for array in (part.astype(np.int64), *values)))
 
-    def _parts(self) -> Iterator[tuple[CachedTable, DeviceSlots, Ids, Positions]]:
+    def _parts(self) -> Iterator[tuple[CachedTable, DeviceSlots, AnyIds, Positions]]:
         """Yield chunks of each table's occupied slots: table, slots, row ids, slot numbers."""
         for table, slots, resident in zip(self.tables, self.slots, self._resident, strict=True):
             taken = np.flatnonzero(resident >= 0).astype(np.int32)
@@ -334,6 +334,40 @@ class EmbeddingCache:
         """Return the host nanoseconds that the cache has saved, not counting its planning."""
         spent = sum(op.times.durations().total for op in (self.counting, self.announcing, self.planning))
         return _saved(self.planner.statistics, host) - spent
+
+
+class NoCache(EmbeddingCache):
+    """The cache of tables without one: it has no slots, and its methods do nothing."""
+
+    def __init__(self) -> None:
+        self.tables, self.slots = [], []
+
+    @property
+    def window(self) -> int:
+        """Number of batches announced ahead: none."""
+        return 0
+
+    def describe(self) -> str:
+        """Return what must be equal on all ranks, as text."""
+        return "no cache"
+
+    def stepped(self, plan: Plan, table: int, bring_back: Callable[[], None]) -> None:
+        """See `EmbeddingCache.stepped`."""
+
+    def left(self, plan: Plan, table: int) -> None:
+        """See `EmbeddingCache.left`."""
+
+    def write_back(self) -> None:
+        """See `EmbeddingCache.write_back`."""
+
+    def write_back_rows(self) -> None:
+        """See `EmbeddingCache.write_back_rows`."""
+
+    def refresh(self, changed: CachedTable | None = None, rows: AnyIds | None = None) -> None:
+        """See `EmbeddingCache.refresh`."""
+
+
+NO_CACHE = NoCache()
 
 
 def _us(nanoseconds: float) -> float:

@@ -12,14 +12,12 @@ import numpy.typing as npt
 
 from hostdev.cache.likeliest import Likeliest, chance_at, chances, likeliest, told
 from hostdev.cache.planning import CHANCE, COUNT, ID, LAST, MEMBER, SLOT, WORDS
+from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.buffers import aligned_empty, scratch
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.numa import interleave
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import find_slot
-
-Ids = npt.NDArray[Any]
-Positions = npt.NDArray[np.int32]
 
 ROW = 4 * WORDS  # bytes of a row's data: half a cache line
 _EMPTY, _GONE = -1, -2  # hash table entries; a search continues past _GONE (a tombstone)
@@ -52,7 +50,7 @@ class AllRows:
         rows: npt.NDArray[np.int32] = self.rows
         return rows
 
-    def place(self, ids: Ids, planned: int) -> Ids:
+    def place(self, ids: AnyIds, planned: int) -> AnyIds:
         """Return the positions of the data of ids [U]; `planned` batches have been planned so far."""
         return ids
 
@@ -136,7 +134,7 @@ class Directory:
     def _shift(self) -> np.uint64:
         return np.uint64(65 - len(self._index).bit_length())
 
-    def place(self, ids: Ids, planned: int) -> Positions:
+    def place(self, ids: AnyIds, planned: int) -> Positions:
         """Return the positions of rows, int32 [U]. Insert missing rows; to make room, forget unpinned rows."""
         self._make_room(len(ids), planned)
         positions = self._find(ids)
@@ -187,14 +185,14 @@ class Directory:
         if self._capacity:
             self._likeliest = likeliest(counts, self._capacity)
 
-    def _find(self, ids: Ids) -> Positions:
+    def _find(self, ids: AnyIds) -> Positions:
         """Return the positions of rows; -1 for missing rows."""
         positions = np.empty(len(ids), np.int32)
         parallel_for(_find, len(ids), ids, self._index, self._shift, self.rows, positions, grain=_GRAIN)
         return positions
 
     def _get_probabilities(
-        self, ids: Ids, positions: Positions
+        self, ids: AnyIds, positions: Positions
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
         """For rows without a position, return the probability of use by count, and whether they are in `Likeliest`."""
         expected, chosen = scratch("expected", (len(ids),), np.float32), scratch("chosen", (len(ids),), np.bool_)

@@ -4,14 +4,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hostdev.cache.plan import Ids, Positions, Statistics
+from hostdev.cache.plan import Statistics
 from hostdev.core.memory import available_bytes
+from hostdev.kernels.arrays import AnyIds, Positions
 
 _NEVER = np.float32(np.inf)
 _VISITS_A_BATCH = 1000  # the fixed cost of a batch, in visits to rows
 
 
-def fits(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int) -> bool:
+def fits(batches: Sequence[tuple[AnyIds, Positions]], rows: int, capacity: int) -> bool:
     """Return whether host memory suffices for `optimal`.
 
     It needs 9 bytes per row, 8 per unique id of each batch, and 48 per slot and per unique id of the largest batch.
@@ -27,7 +28,7 @@ def visits(unique: int, rows: int, capacity: int) -> int:
 
 
 def optimal(
-    batches: Sequence[tuple[Ids, Positions]],
+    batches: Sequence[tuple[AnyIds, Positions]],
     rows: int,
     capacity: int,
     *,
@@ -74,7 +75,7 @@ def optimal(
     return total
 
 
-def _next_uses(batches: Sequence[tuple[Ids, Positions]], rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _next_uses(batches: Sequence[tuple[AnyIds, Positions]], rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return, for each batch from last to first, the next batch that uses each id, and how often it uses the id."""
     next_batch, next_uses = np.full(rows, _NEVER), np.zeros(rows, np.float32)
     found = []

@@ -1,17 +1,14 @@
 """The plan of a batch, its statistics, and the numbering of a batch's rows in the plan's order."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.cache import planning
+from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.pool import KernelTask, ranges, run_tasks
-
-Ids = npt.NDArray[Any]
-Positions = npt.NDArray[np.int32]
 
 _GRAIN = 1 << 14
 
@@ -22,27 +19,27 @@ class Plan(NamedTuple):
     On the device, the batch's rows are in the order of these groups; within a group, positions ascend.
     """
 
-    ids: Ids  # [U]
+    ids: AnyIds  # [U]
     hits: Positions  # [H], cached before the batch
     hit_slots: Positions  # [H], the slots of the hits
     admitted: Positions  # [A], cached from the end of the batch's step
     admitted_slots: Positions  # [A]: first free slots, then the slots of evicted rows, in the order of `evicted`
     passed: Positions  # [M], bypassing rows: looked up and updated on the host
-    evicted: Ids  # [E], rows that leave at the end of the batch's step, before others are admitted
+    evicted: AnyIds  # [E], rows that leave at the end of the batch's step, before others are admitted
     evicted_slots: Positions  # [E], the slots that they leave
 
     @property
-    def reads(self) -> Ids:
+    def reads(self) -> AnyIds:
         """The rows that the batch reads from the host: bypassing, then admitted rows, [M + A]."""
         return np.concatenate([self.ids[self.passed], self.ids[self.admitted]])
 
     @property
-    def writes(self) -> Ids:
+    def writes(self) -> AnyIds:
         """The host rows that the batch writes: bypassing, then evicted rows, [M + E]."""
         return np.concatenate([self.ids[self.passed], self.evicted])
 
     @property
-    def cached(self) -> Ids:
+    def cached(self) -> AnyIds:
         """The rows on the device: hits, then admitted rows, [H + A]."""
         return np.concatenate([self.ids[self.hits], self.ids[self.admitted]])
 

@@ -17,10 +17,11 @@ from hostdev.cache import planning
 from hostdev.cache.directory import ROW, AllRows, Directory, find_quantile, most_bytes
 from hostdev.cache.next_uses import NextUses
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
-from hostdev.cache.plan import Ids, Plan, Positions, Statistics, take
+from hostdev.cache.plan import Plan, Statistics, take
 from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, NEAREST, STATIC, PlanContext
 from hostdev.cache.prices import MOST_BITS, Costs, get_price_index, prices
 from hostdev.core.disk_storage import MOST_DISK_WINDOW
+from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_occurrences
@@ -137,7 +138,7 @@ class Planner:
         self._scores, self._believed = np.zeros(len(_WEIGHTS)), _WEIGHTS[0]
         self._scanned = 0  # the next slot to search for evictions
         self._swapped = 0  # evictions of the last batch
-        self._announced: deque[tuple[Ids, Positions | int, Ids]] = deque()  # ids, uses, positions
+        self._announced: deque[tuple[AnyIds, Positions | int, AnyIds]] = deque()  # ids, uses, positions
         self._next_uses = NextUses(window) if kind == NEAREST else None
         self._planned = 0  # number of planned batches
         self._has_hits = True  # the statistics include the hits of the last planned batch
@@ -164,7 +165,7 @@ class Planner:
         beside = sum(positions.nbytes for ids, _, positions in self._announced if positions is not ids)
         return self._directory.nbytes + self.filled * 4 + beside + (self._next_uses.nbytes if self._next_uses else 0)
 
-    def announce(self, ids: Ids, uses: Positions | int) -> None:
+    def announce(self, ids: AnyIds, uses: Positions | int) -> None:
         """Announce the next batch; at most `window` + 1 batches may wait to be planned.
 
         Args:
@@ -263,7 +264,7 @@ class Planner:
             gate=self._gate if by_counts else self._gate_of_late,
         )
 
-    def _learn(self, ids: Ids, now: PlanContext) -> None:
+    def _learn(self, ids: AnyIds, now: PlanContext) -> None:
         """Weigh counts against recent uses by how well each predicted the rows of the last announced batch."""
         if now.latest > 0:
             self._scores *= _FORGOTTEN

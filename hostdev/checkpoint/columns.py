@@ -14,9 +14,7 @@ from hostdev.checkpoint.ranges import LOCATION, WEIGHTS, parse_range
 from hostdev.checkpoint.segment_rows import SegmentRows
 from hostdev.core.ids import checked_ids, to_keys
 from hostdev.core.keys import INITIAL
-
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
+from hostdev.kernels.arrays import LongIds, Rows
 
 
 class SegmentColumn:
@@ -35,7 +33,7 @@ class SegmentColumn:
         self._places: Any = (MappedTable if about.keys is None else MappedKeys)(chain, name, LOCATION)
         self.is_by_key, self.name, self.rows = about.keys is not None, name, self._places.rows
         self.dim = 1 if column in about.row_slots else about.dim
-        self._own: Ids = np.zeros((0, 2), np.int64)  # locations and keys of out-of-vocabulary rows
+        self._own: LongIds = np.zeros((0, 2), np.int64)  # locations and keys of out-of-vocabulary rows
         self._initial = None
         if about.keys is not None:
             self.unknown = keys_of(about).unknown
@@ -43,7 +41,7 @@ class SegmentColumn:
             if about.keys.unknown_values == INITIAL:
                 self._initial = get_initial_values(about, column)
 
-    def _find_unknown(self, root: Any, about: Any) -> Ids:
+    def _find_unknown(self, root: Any, about: Any) -> LongIds:
         found = []
         for file in about.files:
             if (count := len(self.unknown) - file.start) > 0:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, SegmentEntry, SegmentState
+from hostdev.core.checksums import hash_stream
 from hostdev.core.errors import raise_if_transient
 from hostdev.kernels import disk_records
 from hostdev.kernels.disk_records import GOOD, Format
@@ -51,22 +52,18 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
     """
 
     def look(stream: FileIO) -> str | None:
-        digest, size = sha256(), 0
-        piece = memoryview(bytearray(_PIECE)) if content is None else content
-        while size < file.bytes:
-            start = 0 if content is None else size
-            read = stream.readinto(piece[start : start + min(_PIECE, file.bytes - size)])
-            if not read:
-                return f"it has {size} bytes, not {file.bytes}"
-            digest.update(piece[start : start + read])
-            size += read
-        return None if digest.hexdigest() == file.sha256 else "its checksum is wrong"
+        out = None if content is None else pa.FixedSizeBufferWriter(pa.py_buffer(content))
+        digest = hash_stream(stream, out=out, most=file.bytes)
+        return None if digest == file.sha256 else "its checksum is wrong"
 
     _check(path, file, look)
 
 
 def check_segment(path: Path, file: SegmentEntry, state: SegmentState) -> None:
-    """Read a segment; raise BrokenCheckpointError unless its size and the checksums of its blocks are right."""
+    """Read a segment; raise BrokenCheckpointError unless its size and the checksums of its blocks are right.
+
+    Its SHA-256 is that of the blocks' own checksums, so that `hash_stream` does not serve.
+    """
 
     def look(stream: FileIO) -> str | None:
         size, found, blocks, failure = state.block_bytes, sha256(), 0, np.zeros(3, np.int64)

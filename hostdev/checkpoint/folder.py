@@ -1,4 +1,4 @@
-"""A folder of checkpoints: listing, finding valid ones, committing new ones, and pruning.
+"""A folder of checkpoints: listing, reading chains, committing new ones, and pruning.
 
 A checkpoint is written to a folder with a temporary name, synced to disk, and renamed, so a checkpoint under its final
 name is complete. An incremental checkpoint names its parent; `read_chain` finds all checkpoints that a checkpoint
@@ -17,12 +17,12 @@ from typing import IO, Any, NamedTuple
 from hostdev.checkpoint import manifest
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Manifest, Parent
 from hostdev.core import locks
-from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.disk import sync_folder
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.names import inside
 
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
+# Not those of `core.outputs`: all ranks write to one folder, and a reader of another host may see it.
 _PARTIAL, _LOCK, _REMOVED = ".partial-", ".lock", ".removed-"
 FOLDER = "checkpoints"  # a run directory's folder of checkpoints
 
@@ -88,24 +88,6 @@ def is_name(name: str) -> bool:
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is itself a checkpoint, rather than a folder of checkpoints."""
     return (path / manifest.FILE_NAME).exists() or is_name(path.name)
-
-
-def candidates(path: Path, *, everything: bool = False) -> list[Path]:
-    """Return the path itself if it is a checkpoint, or the checkpoints in the folder `path`, newest first.
-
-    For a run directory, this looks in its subfolder `checkpoints`. Of a folder in a store, the newest checkpoint is
-    copied first, or with `everything` all are (see `remote.fetch`). Raise UserError if there are no checkpoints.
-    """
-    if address_of(path) is not None:
-        from hostdev.checkpoint import remote
-
-        remote.fetch(path, everything=everything)
-    if is_checkpoint(path):
-        return [path]
-    for place in (path, path / FOLDER):
-        if found := [place / name for name in reversed(names_in(place))]:
-            return found
-    raise UserError(f"{shown_place(path)} has no checkpoint" if path.exists() else f"there is no file or folder {path}")
 
 
 def read_chain(path: Path, read: Callable[[Path], Manifest] = manifest.read) -> Chain:
@@ -177,20 +159,6 @@ def _require_there(path: Path, file: manifest.File) -> None:
         raise BrokenCheckpointError(f"{path} is broken ({error})") from None
     if size != file.bytes:
         raise BrokenCheckpointError(f"{path / file.file} is broken (it has {size} bytes, not {file.bytes})")
-
-
-def newest(path: Path) -> Found:
-    """Return the checkpoint at `path`, or the newest one in the folder `path`, that `read_chain` accepts.
-
-    If it rejects all, raise its error for the newest.
-    """
-    broken: dict[str, BrokenCheckpointError] = {}  # by message: several checkpoints may share a broken parent
-    for each in candidates(path):
-        try:
-            return Found(read_chain(each), list(broken))
-        except BrokenCheckpointError as error:
-            broken.setdefault(str(error), error)
-    raise next(iter(broken.values()))
 
 
 @contextlib.contextmanager

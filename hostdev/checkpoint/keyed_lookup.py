@@ -22,15 +22,13 @@ from hostdev.core.initializers import from_text
 from hostdev.core.keys import INITIAL, SHARED
 from hostdev.core.rounding import rounding_key
 from hostdev.core.table_dtypes import BF16
+from hostdev.kernels.arrays import Keys, Rows
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.counter import hashed, mix64
 from hostdev.kernels.jit import address_of, array_at, inline, kernel
 from hostdev.kernels.plane_formats import BFLOAT16
 from hostdev.kernels.pool import get_grain, parallel_for
 from hostdev.kernels.stochastic_rounding import round_rows
-
-Rows = npt.NDArray[np.float32]
-Keys = npt.NDArray[np.int64]
 
 _FEW = 512  # keys; for up to this many, waking other threads costs more than it saves
 

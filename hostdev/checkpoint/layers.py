@@ -17,8 +17,7 @@ from hostdev.checkpoint.merged_keys import merge_keys
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, parse_range, require_covered, rows_per_file
 from hostdev.checkpoint.segment_rows import open_segments
 from hostdev.core.keys import KeyColumns, join_columns
-
-Rows = npt.NDArray[np.float32]
+from hostdev.kernels.arrays import Rows
 
 
 class Layers:

@@ -14,7 +14,8 @@ import numpy as np
 from hostdev.checkpoint.adopting import adopt_rows
 from hostdev.checkpoint.current import history_of
 from hostdev.checkpoint.files import SOME_BYTES, check_entry, check_file, mapped
-from hostdev.checkpoint.folder import Chain, Found, candidates, chain_of_table, read_chain
+from hostdev.checkpoint.finding import candidates
+from hostdev.checkpoint.folder import Chain, Found, chain_of_table, read_chain
 from hostdev.checkpoint.keyed import load_ids, load_keys, require_kind
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.local_rows import has_local_rows, map_rows

@@ -3,19 +3,16 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.checkpoint.files import mapped
 from hostdev.checkpoint.folder import Chain, chain_of_table
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, get_column, get_width, parse_range, require_covered
 from hostdev.core.ids import checked_ids
+from hostdev.kernels.arrays import AnyIds, Rows
 from hostdev.kernels.jit import address_of, array_at, kernel
 from hostdev.kernels.pool import get_grain, parallel_for
 from hostdev.kernels.shards import get_positions
-
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[Any]
 
 _FEW = 512  # rows; for up to this many, waking other threads costs more than it saves
 
@@ -103,7 +100,7 @@ class MappedTable:
             layers.append(len(found))
         self._files, self._layers = np.array(found, np.int64).reshape(-1, 5), np.array(layers, np.int64)
 
-    def lookup(self, ids: Ids) -> Rows:
+    def lookup(self, ids: AnyIds) -> Rows:
         """Return a copy, float32 [N, D], of rows `ids`, int32 or int64 [N]; raise the errors of `HostTable.lookup`."""
         ids = checked_ids(ids, self.rows, self.name)
         out = np.empty((len(ids), self.dim), np.float32)

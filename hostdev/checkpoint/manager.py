@@ -16,8 +16,8 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import FILE_BYTES
 from hostdev.checkpoint.uploads import Uploads
 from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content
-from hostdev.core.errors import UserError
-from hostdev.ext.stores.store import StoreError
+from hostdev.core.errors import StoreError, UserError
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.host.disk.snapshot import LocationCopies
 from hostdev.host.snapshot import Budget, Copies
 from hostdev.kernels.bits import count_bits
@@ -34,11 +34,11 @@ class CheckpointManager:
         path: The folder; created if it is missing.
         keep: Number of newest checkpoints to keep, together with their parents.
         hold: Whether the folder stays locked until `close`, rather than only while a checkpoint is written.
-        ranks: The ranks that save together, each its own rows; all must make the same calls. None for one process.
+        world: The ranks that save together, each its own rows; all must make the same calls.
     """
 
-    def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:
-        self.path, self.keep, self._hold, self._ranks = path, keep, hold, ranks
+    def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, world: World = ALONE_WORLD) -> None:
+        self.path, self.keep, self._hold, self._world = path, keep, hold, world
         self.best_steps: list[int] = []  # in order of preference: a checkpoint of the first step that has one is kept
         self.last: Checkpoint | None = None  # the tables' changes are tracked since this checkpoint
         self._increments = 0  # bytes of rows in the chain of `last`, not counting the full checkpoint
@@ -60,16 +60,16 @@ class CheckpointManager:
 
     def lock(self) -> None:
         """Create and lock the folder; raise UserError if that fails or another process writes there."""
-        if self._ranks is None:
+        if self._world.size == 1:
             self._lock_it()
             return
         why, kind = None, 0
-        if self._ranks.rank == 0:
+        if self._world.rank == 0:
             try:
                 self._lock_it()
             except UserError as error:
                 why, kind = str(error), next(n for n, kind in enumerate(_ERRORS) if isinstance(error, kind))
-        why, kind = self._ranks.control.share([why, kind])[0]
+        why, kind = self._world.control.share([why, kind])[0]
         if why is not None:
             raise _ERRORS[kind](why)
 
@@ -102,8 +102,7 @@ class CheckpointManager:
             if table.segments is None
             for file in table.files
         )
-        if self._ranks is not None:
-            self._increments //= self._ranks.size  # this rank's share, roughly
+        self._increments //= self._world.size  # this rank's share, roughly
         for table in tables:
             if hasattr(table, "note_changes"):
                 table.note_changes(anew=True).since = self._token(chain[-1])
@@ -132,8 +131,8 @@ class CheckpointManager:
         """
         self.join()
         self.lock()
-        if self._ranks is not None and self._channel is None:
-            self._channel = self._ranks.channel()
+        if self._world.size > 1 and self._channel is None:
+            self._channel = self._world.channel()
         tables = sorted(tables, key=lambda table: table.name)
         budget = Budget(COPIES_BYTES)
         located = self._find_located(tables)
@@ -190,9 +189,7 @@ class CheckpointManager:
 
     def _find_located(self, tables: Sequence[Any]) -> set[str]:
         """Return the tables whose segments the next checkpoint holds, on all ranks."""
-        votes = [[table.name for table in tables if can_locate(table)]]
-        if self._ranks is not None:
-            votes = self._ranks.control.share(votes[0])
+        votes = self._world.control.share([table.name for table in tables if can_locate(table)])
         return set(votes[0]).intersection(*votes[1:])
 
     def _parent(self, tables: Sequence[Any], located: set[str]) -> Checkpoint | None:
@@ -205,9 +202,7 @@ class CheckpointManager:
         known = known and all(self._knows_changes(table) for table in tables if table.capabilities.by_key)
         full = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
         new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
-        votes = [[known, self._increments + new, full]]
-        if self._ranks is not None:
-            votes = self._ranks.control.share(votes[0])
+        votes = self._world.control.share([known, self._increments + new, full])
         adds = all(vote[0] for vote in votes) and len(tables) > 0
         adds = adds and sum(vote[1] for vote in votes) <= sum(vote[2] for vote in votes) // 2
         return self.last if adds else None
@@ -244,7 +239,7 @@ class CheckpointManager:
     def _keyed_item(self, number: int, table: Any, about: Table, changes: Any, rows: Any) -> Item:
         mine = [rows.count, table.rows, rows.found.waiting_count]
         try:
-            counts = [mine] if self._ranks is None else self._ranks.control.share(mine)
+            counts = self._world.control.share(mine)
         except BaseException:
             table.end_snapshot(changes, rows, saved=False)
             raise
@@ -258,7 +253,7 @@ class CheckpointManager:
             True,
             rows.end,
             partial(_end, table, changes, rows),
-            sum(count for count, *_ in counts[: 0 if self._ranks is None else self._ranks.rank]),
+            sum(count for count, *_ in counts[: self._world.rank]),
             rows.count,
             get_keys=rows.key_columns,
             files=lambda channel: _other_files(found, gone, channel),
@@ -314,7 +309,7 @@ class CheckpointManager:
         The next one is then full. All ranks must call this.
         """
         self.join()
-        return self._found_damage if self._ranks is None else bool(self._ranks.control.share(self._found_damage)[0])
+        return bool(self._world.control.share(self._found_damage)[0])
 
     def upload_counts(self) -> dict[str, int]:
         """Return the entries on uploads to a store for summary.json."""

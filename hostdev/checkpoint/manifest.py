@@ -280,11 +280,7 @@ def _check(found: Manifest) -> None:
         _check_table(table)
         later = table.keys is not None or table.segments is not None
         _require(found.version > 1 or not later, f"table {table.name[:80]!r} is of a later format than version 1")
-    names = found.state.get("digest", [])
-    right = isinstance(names, list) and all(
-        isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in names
-    )
-    _require(right, "state.digest does not hold pairs of names")
+    json_files.parse(list[tuple[str, str]], found.state.get("digest", []), "state.digest")
 
 
 def _check_table(table: Table) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.checkpoint.folder import Chain
@@ -22,10 +21,8 @@ from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, range_digests, rows_per_range
 from hostdev.core.errors import raise_if_transient
 from hostdev.core.keys import KeyColumns
+from hostdev.kernels.arrays import LongIds, Rows
 from hostdev.kernels.shards import ids_of
-
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
 
 FILE_BYTES = 1 << 26
 WEIGHTS, ID, LOCATION = "weights", "id", "location"
@@ -45,11 +42,11 @@ class RowChunk(NamedTuple):
     """
 
     start: int
-    ids: Ids | None
+    ids: LongIds | None
     columns: Mapping[str, Rows]
     row_columns: Mapping[str, Rows]
     keys: KeyColumns | None = None
-    locations: Ids | None = None
+    locations: LongIds | None = None
 
     def __len__(self) -> int:
         return len(self.columns[WEIGHTS] if self.locations is None else self.locations)
@@ -167,7 +164,7 @@ def parse_range(
 
 
 def _located(
-    path: Path, table: Table, file: RangeFile, locations: Ids, keys: KeyColumns | None, segments: SegmentRows | None
+    path: Path, table: Table, file: RangeFile, locations: LongIds, keys: KeyColumns | None, segments: SegmentRows | None
 ) -> RowChunk:
     """Return the rows at locations, which are read when they are needed."""
     assert table.segments is not None
@@ -189,7 +186,7 @@ def nested(column: Any) -> Any:
     return column.flatten() if pa.types.is_fixed_size_list(column.type) else column
 
 
-def _ascend(ids: Ids, start: int, stop: int) -> bool:
+def _ascend(ids: LongIds, start: int, stop: int) -> bool:
     return len(ids) > 0 and bool(start <= ids[0] and ids[-1] < stop and (ids[1:] > ids[:-1]).all())
 
 

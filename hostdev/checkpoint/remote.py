@@ -22,8 +22,8 @@ from hostdev.core.checksums import is_whole_json
 from hostdev.core.errors import HostdevError, UserError, in_words, raise_if_transient
 from hostdev.core.names import inside
 from hostdev.core.progress import bar, note
+from hostdev.core.stores import Store
 from hostdev.core.workers import call_all
-from hostdev.ext.stores.store import Store
 
 WRITER = ".writer"  # in the store and beside the copies: a random text, the same for both if the copies are the store's
 IN_STORE = ".in-store"  # in the copy of a checkpoint that the store has, or had
@@ -106,34 +106,34 @@ def pull(
         (root / FOLDER).mkdir(exist_ok=True)
         pull(below, root / FOLDER, everything=everything, step=step)
         return
-    for each in root.glob(f"{_FETCHED}*"):
-        shutil.rmtree(each, ignore_errors=True)
+    for abandoned in root.glob(f"{_FETCHED}*"):
+        shutil.rmtree(abandoned, ignore_errors=True)
     contents = {name: content for name in names if (content := store.read_manifest(f"{name}/{FILE_NAME}")) is not None}
     _drop_others(store, root, contents)
-    there: dict[str, Manifest] = {}
+    manifests: dict[str, Manifest] = {}
     broken: dict[str, BrokenCheckpointError] = {}
     for name, content in contents.items():
         try:
-            there[name] = _parse(root, name, content)
+            manifests[name] = _parse(root, name, content)
         except BrokenCheckpointError as error:
             broken[name] = error
-    newest_first = sorted(there, key=lambda name: there[name].serial, reverse=True)
-    if only is not None and only not in there and not (root / only).is_dir():
+    newest_first = sorted(manifests, key=lambda name: manifests[name].serial, reverse=True)
+    if only is not None and only not in manifests and not (root / only).is_dir():
         raise broken.get(only) or UserError(f"{store.shown} has no checkpoint {only}")
     if everything:
         wanted = newest_first[::-1]
     elif only is not None:
-        wanted = [only] if only in there else []
+        wanted = [only] if only in manifests else []
     else:
-        wanted = [name for name in newest_first if step is None or there[name].step == step]
+        wanted = [name for name in newest_first if step is None or manifests[name].step == step]
     first = next(iter(broken.values()), None)
     for name in wanted:
         try:
-            for part in _chain(name, there, store):
+            for part in _chain(name, manifests, store):
                 if (root / part).is_dir():
-                    _mend(store, root, part, there[part])
+                    _mend(store, root, part, manifests[part])
                 else:
-                    _fetch(store, root, part, there[part])
+                    _fetch(store, root, part, manifests[part])
         except BrokenCheckpointError as error:
             first = first or error
             note(f"{store.shown}/{name} is broken in the store: {error}")
@@ -205,31 +205,31 @@ def _parse(root: Path, name: str, content: bytes) -> Manifest:
         raise
 
 
-def _chain(name: str, there: dict[str, Manifest], store: Store) -> list[str]:
+def _chain(name: str, manifests: dict[str, Manifest], store: Store) -> list[str]:
     """Return a checkpoint and those it builds on, by name; the full one is first."""
-    found = [name]
-    while (parent := there[found[0]].parent) is not None:
-        if parent.name not in there or parent.name in found:
+    names = [name]
+    while (parent := manifests[names[0]].parent) is not None:
+        if parent.name not in manifests or parent.name in names:
             raise BrokenCheckpointError(f"{store.shown}/{name} is incomplete: its parent {parent.name} is missing")
-        found.insert(0, parent.name)
-    return found
+        names.insert(0, parent.name)
+    return names
 
 
 def _fetch(store: Store, root: Path, name: str, content: Manifest) -> None:
     """Copy a checkpoint, of which only the manifest is there yet."""
     part = root / f"{_FETCHED}{name}"
     (part / IN_STORE).touch()
-    here: dict[tuple[int, str], Path] = {}
+    segments: dict[tuple[int, str], Path] = {}
     for other in folder.names_in(root) if content.segment_states else ():
         with contextlib.suppress(HostdevError):
-            here |= folder.segments_of(folder.Checkpoint(root / other, manifest.read(root / other)))
+            segments |= folder.segments_of(folder.Checkpoint(root / other, manifest.read(root / other)))
 
     def get(file: File) -> None:
         path = inside(part, file.file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if (same := here.get((file.bytes, file.sha256))) is not None:
+        if (existing := segments.get((file.bytes, file.sha256))) is not None:
             with contextlib.suppress(OSError):
-                os.link(same, path)
+                os.link(existing, path)
                 with contextlib.suppress(BrokenCheckpointError):
                     check_entry(part, file, content.segment_states)
                     return
@@ -297,8 +297,8 @@ def _mend(store: Store, root: Path, name: str, content: Manifest) -> None:
 
 def _state_of(path: Path) -> tuple[str, int, int, int]:
     """Return what differs if a file is written to or replaced."""
-    found = path.stat()
-    return str(path), found.st_ino, found.st_size, found.st_mtime_ns
+    state = path.stat()
+    return str(path), state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _no_space(error: OSError, store: Store, root: Path, name: str) -> UserError:

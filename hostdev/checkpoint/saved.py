@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint.current import open_table
-from hostdev.checkpoint.folder import Chain, newest
+from hostdev.checkpoint.finding import newest
+from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError

@@ -3,7 +3,7 @@
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +12,54 @@ from hostdev.checkpoint.files import check_entry
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest
 from hostdev.checkpoint.remote import IN_STORE, WRITER, begin_writing, remove_stored
 from hostdev.core.addresses import address_of
-from hostdev.core.errors import HostdevError, in_words
+from hostdev.core.errors import HostdevError, StoreError, in_words
 from hostdev.core.progress import bar, note
-from hostdev.core.workers import call_all
-from hostdev.ext.stores.store import About, Store, StoreError
+from hostdev.core.stores import About, Store
+from hostdev.core.workers import Worker, call_all
 
 _THREADS = 4
 _POLL = 0.2  # seconds
+
+Key = tuple[int, str]  # a file's size and SHA-256
+
+
+def send_checkpoint(
+    checkpoint: folder.Checkpoint,
+    store: Store,
+    known: Mapping[Key, str],
+    check: Callable[[File], object],
+    require_alone: Callable[[], object],
+    done: Callable[[File | None, About, int], object],
+) -> None:
+    """Copy a checkpoint to a store, the manifest after all other files; a manifest that is there is removed first.
+
+    Args:
+        checkpoint: The checkpoint.
+        store: The store.
+        known: Files of the store by size and SHA-256, which are copied within it.
+        check: Raises an error if a file of the checkpoint is damaged; called before it is sent.
+        require_alone: Raises an error if another process writes to the store; called before the manifest is sent.
+        done: Called with each file, None for the manifest, the facts about its copy, and the bytes that were sent.
+    """
+    path = checkpoint.path
+
+    def put(file: File) -> tuple[About, int]:
+        source, target = path / file.file, f"{path.name}/{file.file}"
+        if (same := known.get((file.bytes, file.sha256))) is not None:
+            store.copy(same, target)
+            if (about := store.compare(target, source)) is not None:
+                return about, 0
+        check(file)
+        return store.put(source, target), file.bytes
+
+    manifest_name = f"{path.name}/{FILE_NAME}"
+    store.remove(manifest_name)  # of a damaged one
+    files = checkpoint.manifest.files
+    calls = (partial(put, file) for file in files)
+    for file, (about, size) in zip(files, call_all(_THREADS, "hostdev-upload", calls), strict=True):
+        done(file, about, size)
+    require_alone()
+    done(None, store.put(path / FILE_NAME, manifest_name), 0)
 
 
 class Uploads:
@@ -50,9 +91,9 @@ class Uploads:
         self._compared: dict[str, About] = {}  # files in the store that are intact, as they were then
         self._there: set[str] = set()  # checkpoints that the store has
         self._token = b""
-        self._changed = threading.Condition()
-        self._asked = self._done = self._left = self._sent = 0
-        self._thread: threading.Thread | None = None
+        self._counting = threading.Lock()
+        self._left = self._sent = 0
+        self._worker = Worker("hostdev-upload", self._try_upload)
 
     @classmethod
     def find(cls, path: Path) -> "Uploads | None":
@@ -66,18 +107,18 @@ class Uploads:
             UserError: The store cannot be read or written.
         """
         begin_writing(self.store, self.path)
-        there, here = self.store.read_if_there(WRITER), b""
+        stored_token, token = self.store.read_if_there(WRITER), b""
         with contextlib.suppress(OSError):
-            here = (self.path / WRITER).read_bytes()
-        if not here or here != there:
-            here = secrets.token_hex(16).encode()
-            self.store.write(WRITER, here)
-            (self.path / WRITER).write_bytes(here)
-        self._token = here
+            token = (self.path / WRITER).read_bytes()
+        if not token or token != stored_token:
+            token = secrets.token_hex(16).encode()
+            self.store.write(WRITER, token)
+            (self.path / WRITER).write_bytes(token)
+        self._token = token
         names = folder.names_in(self.path)
         self._there = {name for name in names if (self.path / name / IN_STORE).exists()}
         files = self.store.list()
-        for name in {each.partition("/")[0] for each in files}:
+        for name in {file.partition("/")[0] for file in files}:
             if folder.is_name(name) and f"{name}/{FILE_NAME}" not in files:
                 remove_stored(self.store, name)  # what a killed upload has left
         if set(names) != self._there:
@@ -85,34 +126,23 @@ class Uploads:
 
     def notify(self) -> int:
         """Ask for the folder's state to be brought to the store; return a number for `wait`."""
-        with self._changed:
-            self._asked += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hostdev-upload", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-            return self._asked
+        return self._worker.ask()
 
     def wait(self, number: int | None = None) -> None:
         """Wait until what was asked for has been uploaded or has failed: with `number`, or everything."""
-        with self._changed:
-            wanted = self._asked if number is None else number
-            if self._done >= wanted:
-                return
-            total = max(1, self._left)
-        seen = self._sent
+        wanted = self._worker.asked if number is None else number
+        if self.is_done(wanted):
+            return
+        total, seen = max(1, self._left), self._sent
         with bar(total, f"uploading to {self.store.shown}", "B", unit_scale=True) as shown:
-            while True:
-                with self._changed:
-                    if self._changed.wait_for(lambda: self._done >= wanted, _POLL):
-                        return
-                    sent = self._sent
+            while not self._worker.wait(wanted, _POLL):
+                sent = self._sent
                 shown.update(min(sent, seen + total) - seen)
                 total, seen = max(0, total - (sent - seen)), sent
 
     def is_done(self, number: int) -> bool:
         """Return whether an upload has ended, well or not."""
-        return self._done >= number
+        return self._worker.ended >= number
 
     def require(self, number: int) -> None:
         """Wait for an upload; raise StoreError if it has failed."""
@@ -120,35 +150,29 @@ class Uploads:
         if self.failure is not None:
             raise StoreError(self.failure)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._asked > self._done)
-                wanted = self._asked
-            try:
-                self._bring()
-                failure = None
-            except (HostdevError, OSError) as error:
-                failure = f"{in_words(error)} (the checkpoint is in {self.path})"
-            except BaseException as error:
-                failure = f"{type(error).__name__}: {error}"
-            with self._changed:
-                self.failure, self._done = failure, wanted
-                self.failures += failure is not None
-                self._changed.notify_all()
+    def _try_upload(self) -> None:
+        try:
+            self._bring()
+            failure = None
+        except (HostdevError, OSError) as error:
+            failure = f"{in_words(error)} (the checkpoint is in {self.path})"
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+        self.failure = failure
+        self.failures += failure is not None
 
     def _bring(self) -> None:
         names = folder.names_in(self.path)
-        new: list[tuple[str, Manifest]] = []
+        new_checkpoints: list[tuple[str, Manifest]] = []
         for name in names:
             if name not in self._there:
                 with contextlib.suppress(BrokenCheckpointError):  # it was removed meanwhile
-                    new.append((name, manifest.read(self.path / name)))
-        self._left = sum(content.nbytes for _, content in new)
-        if new:
-            self._mend(names, {content.parent.name for _, content in new if content.parent is not None})
+                    new_checkpoints.append((name, manifest.read(self.path / name)))
+        self._left = sum(content.nbytes for _, content in new_checkpoints)
+        if new_checkpoints:
+            self._mend(names, {content.parent.name for _, content in new_checkpoints if content.parent is not None})
         damage: BrokenCheckpointError | None = None
-        for name, content in new:
+        for name, content in new_checkpoints:
             try:
                 self._upload(name, content)
                 self._there.add(name)
@@ -169,25 +193,20 @@ class Uploads:
     def _upload(self, name: str, content: Manifest) -> None:
         if content.parent is not None and content.parent.name not in self._there:
             raise BrokenCheckpointError(f"{name} builds on {content.parent.name}, which is not in {self.store.shown}")
-        same = self._segments()
 
-        def put(file: File) -> None:
-            target, source = f"{name}/{file.file}", self.path / name / file.file
-            about = None
-            self._check(name, file, content)
-            if (held := same.get((file.bytes, file.sha256))) is not None:
-                self.store.copy(held, target)
-                about = self.store.compare(target, source)
-            self._compared[target] = about or self.store.put(source, target)
-            with self._changed:
-                self._sent += file.bytes
+        def note_sent(file: File | None, about: About, copied: int) -> None:
+            self._compared[f"{name}/{FILE_NAME if file is None else file.file}"] = about
+            with self._counting:
+                self._sent += 0 if file is None else file.bytes
 
-        self.store.remove(f"{name}/{FILE_NAME}")  # of a damaged one
-        for _ in call_all(_THREADS, "hostdev-upload", (partial(put, file) for file in content.files)):
-            pass
-        self._require_alone()
-        target = f"{name}/{FILE_NAME}"
-        self._compared[target] = self.store.put(self.path / name / FILE_NAME, target)
+        send_checkpoint(
+            folder.Checkpoint(self.path / name, content),
+            self.store,
+            self._segments(),
+            lambda file: self._check(name, file, content),
+            self._require_alone,
+            note_sent,
+        )
 
     def _check(self, name: str, file: File, content: Manifest) -> None:
         """Raise BrokenCheckpointError for a damaged file here; FileNotFoundError if its checkpoint was removed."""
@@ -205,12 +224,12 @@ class Uploads:
             BrokenCheckpointError: A file that new checkpoints build on is damaged here, and cannot be compared.
             StoreError: The store has other files since another process writes there, or cannot be reached.
         """
-        there = self.store.list_about()
+        stored = self.store.list()
         self._compared = {name: about for name, about in self._compared.items() if name.partition("/")[0] in names}
 
         def look(name: str, file: str, check: Callable[[], object]) -> None:
             target, source = f"{name}/{file}", self.path / name / file
-            known, about = self._compared.get(target), there.get(target)
+            known, about = self._compared.get(target), stored.get(target)
             if known is not None and about is not None and (known.size, known.version) == (about.size, about.version):
                 return
             with contextlib.suppress(FileNotFoundError):
@@ -232,8 +251,8 @@ class Uploads:
             with contextlib.suppress(BrokenCheckpointError):  # it was removed meanwhile
                 contents[name] = manifest.read(self.path / name)
         needed = set(parents)
-        while more := {each.name for name in needed & set(contents) if (each := contents[name].parent)} - needed:
-            needed |= more
+        while further := {parent.name for name in needed & set(contents) if (parent := contents[name].parent)} - needed:
+            needed |= further
         calls: list[Callable[[], None]] = []
         for name in self._there & set(contents):
             content = contents[name]
@@ -246,11 +265,11 @@ class Uploads:
 
     def _segments(self) -> dict[tuple[int, str], str]:
         """Return the segments that the store has, by size and checksum, with their names there."""
-        found: dict[tuple[int, str], Path] = {}
+        segments: dict[tuple[int, str], Path] = {}
         for name in self._there:
             with contextlib.suppress(HostdevError):
-                found |= folder.segments_of(folder.Checkpoint(self.path / name, manifest.read(self.path / name)))
-        return {key: path.relative_to(self.path).as_posix() for key, path in found.items()}
+                segments |= folder.segments_of(folder.Checkpoint(self.path / name, manifest.read(self.path / name)))
+        return {key: path.relative_to(self.path).as_posix() for key, path in segments.items()}
 
     def _require_alone(self) -> None:
         """Raise StoreError if another process writes to the store since this one has begun."""

@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,9 +51,9 @@ from hostdev.core.addresses import address_of
 from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, RangeDigests
 from hostdev.core.errors import RankError, UserError, in_words
-from hostdev.core.workers import Workers
+from hostdev.core.workers import Workers, run_in_thread
+from hostdev.kernels.arrays import Rows
 
-Rows = npt.NDArray[np.float32]
 _Written = tuple[RangeFile, dict[str, Digests]]  # a file, and the digests of its ranges by column
 
 _PIECE = 1 << 22  # bytes
@@ -141,8 +141,7 @@ class AsyncWriter:
         self.error: BaseException | None = None
         self.is_reported = False  # the outcome was reported to a caller
         self._uploads, self._upload = uploads, 0
-        self._thread = threading.Thread(target=self._run, name="hostdev-checkpoint", daemon=True)
-        self._thread.start()
+        self._ended = run_in_thread("hostdev-checkpoint", self._run)
 
     @property
     def path(self) -> Path | None:
@@ -152,11 +151,11 @@ class AsyncWriter:
     @property
     def is_running(self) -> bool:
         """Whether the checkpoint is being written."""
-        return self._thread.is_alive()
+        return not self._ended.done()
 
     def join(self) -> None:
         """Wait until writing has ended, without raising its error."""
-        self._thread.join()
+        wait([self._ended])
 
     def wait(self) -> Checkpoint:
         """Wait until the checkpoint is written, to a store if it is for one, and return it.
@@ -168,6 +167,7 @@ class AsyncWriter:
         self.is_reported = True
         if self.error is not None:
             raise self.error
+        self._ended.result()
         if self._upload and self._uploads is not None:
             self._uploads.require(self._upload)
         assert self.checkpoint is not None

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Rows
 from hostdev.kernels.finite import largest
-
-Rows = npt.NDArray[np.float32]
 
 
 def check_rows(what: str, array: Rows, shape: tuple[int, ...], table: str) -> None:

@@ -1,12 +1,16 @@
 """Checksums of existing files, of files as they are written, and of JSON content."""
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
+
+from hostdev.core.errors import StoppedError
 
 _AT_ONCE = 1 << 22  # bytes
 
@@ -36,13 +40,54 @@ class Crc32:
         return f"{self._value:08x}"
 
 
+class NoDigest:
+    """The checksum of a file that is only read, for example into the page cache."""
+
+    def update(self, data: Any) -> None:
+        """Ignore bytes."""
+
+    def hexdigest(self) -> str:
+        """Return ""."""
+        return ""
+
+
+def hash_stream(
+    file: Any,
+    *,
+    out: Any = None,
+    stop: Event | None = None,
+    most: int | None = None,
+    digest: Callable[[], Digest] = sha256,
+) -> str:
+    """Read an open file to its end; return the checksum of what was read, in hexadecimal.
+
+    Args:
+        file: A file or other stream, with `readinto`.
+        out: A file that what was read is written to.
+        stop: Ends the reading early.
+        most: The maximum number of bytes to read; None for all.
+        digest: Makes the running checksum.
+
+    Raises:
+        StoppedError: `stop` was set meanwhile.
+        OSError: The file cannot be read, or `out` cannot be written.
+    """
+    running, buffer = digest(), memoryview(bytearray(_AT_ONCE))  # large, because each call waits for the GIL
+    remaining = math.inf if most is None else most
+    while size := file.readinto(buffer[: int(min(remaining, _AT_ONCE))]):
+        running.update(buffer[:size])
+        if out is not None:
+            out.write(buffer[:size])
+        remaining -= size
+        if stop is not None and stop.is_set():
+            raise StoppedError
+    return running.hexdigest()
+
+
 def checksum(path: Path, digest: Callable[[], Digest] = sha256) -> str:
     """Return the checksum of a file, in hexadecimal."""
-    found = digest()
-    with path.open("rb") as file:
-        while chunk := file.read(_AT_ONCE):
-            found.update(chunk)
-    return found.hexdigest()
+    with path.open("rb", buffering=0) as file:
+        return hash_stream(file, digest=digest)
 
 
 def json_checksum(content: dict[str, Any]) -> str:

@@ -1,10 +1,7 @@
-"""Flushing of files and folders to disk, so that they survive a power failure, and files that replace others."""
+"""Flushing of files and folders to disk, so that they survive a power failure."""
 
 import errno
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -37,18 +34,3 @@ def _sync(path: Path) -> None:
         raise
     finally:
         os.close(number)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` to write to, which then takes the place of `path` at once; an error removes it.
-
-    Processes and threads that replace the same file have names of their own, which end with ".part".
-    """
-    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-    try:
-        yield part
-        part.replace(path)
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)

@@ -41,6 +41,10 @@ class NonFiniteError(UserError):
         self.step = step
 
 
+class ChangedError(UserError):
+    """A file does not have its checksum, or has changed while it was read."""
+
+
 class FullError(UserError):
     """There is no space for a table's rows; all finished steps are kept.
 
@@ -63,6 +67,22 @@ class DiskFullError(FullError):
 
 class TransientError(HostdevError):
     """A transient failure, such as a lack of memory: finished work is kept, and the same command may succeed later."""
+
+
+class StoppedError(Exception):
+    """The work was cancelled: its result is not needed any more."""
+
+
+class StoreError(UserError):
+    """A store is unreachable, or an object is missing.
+
+    Attributes:
+        is_transient: Whether the error may go away; retries have been exhausted.
+    """
+
+    def __init__(self, message: str, *, is_transient: bool = False) -> None:
+        super().__init__(message)
+        self.is_transient = is_transient
 
 
 class RankError(HostdevError):

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import LongIds, Rows
 from hostdev.kernels.counter import key64
 from hostdev.kernels.finite import largest
 from hostdev.kernels.init import fill_constant, fill_normal
 from hostdev.kernels.uniform import fill_uniform
-
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Normal:
         object.__setattr__(self, "std", float(self.std))  # numpy's numbers are written otherwise
 
     def fill(
-        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
+        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: LongIds | None = None
     ) -> None:
         """Fill a block, float32 [V, 1 + S, D], with the initial weights and slots of V rows.
 
@@ -55,7 +53,7 @@ class Constant:
         object.__setattr__(self, "value", float(self.value))
 
     def fill(
-        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
+        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: LongIds | None = None
     ) -> None:
         """Fill a block with the constant and the initial slots; the arguments are those of `Normal.fill`."""
         fill_constant(block, self.value, slots)
@@ -77,7 +75,7 @@ class Uniform:
         object.__setattr__(self, "high", float(self.high))
 
     def fill(
-        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
+        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: LongIds | None = None
     ) -> None:
         """Fill a block with uniform weights and the initial slots; the arguments are those of `Normal.fill`."""
         fill_uniform(block, key64(seed, name, "uniform"), self.low, self.high, slots, first_row=first_row, ids=ids)
@@ -111,7 +109,7 @@ class Given:
             )
 
     def fill(
-        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
+        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: LongIds | None = None
     ) -> None:
         """Fill a block with the given weights and the initial slots; the arguments are those of `Normal.fill`.
 
@@ -133,11 +131,11 @@ class GivenRows:
             when the first row is filled, so that a table's shape can be known without its weights.
     """
 
-    def __init__(self, others: "Initializer", load: Callable[[], tuple[Ids, npt.NDArray[np.float32]]]) -> None:
+    def __init__(self, others: "Initializer", load: Callable[[], tuple[LongIds, npt.NDArray[np.float32]]]) -> None:
         self._others, self._load = others, load
 
     @cached_property
-    def _rows(self) -> tuple[Ids, npt.NDArray[np.float32]]:
+    def _rows(self) -> tuple[LongIds, npt.NDArray[np.float32]]:
         return self._load()
 
     def __repr__(self) -> str:
@@ -147,7 +145,7 @@ class GivenRows:
         return f"GivenRows({self._others!r}, {len(ids)} rows, CRC-32 {checksum:08x})"
 
     def fill(
-        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
+        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: LongIds | None = None
     ) -> None:
         """Fill a block with the rows' weights; the arguments are those of `Normal.fill`."""
         self._others.fill(block, seed, name, slots, first_row=first_row, ids=ids)

@@ -70,7 +70,7 @@ def parse(kind: type[T], content: Any, where: str = "") -> T:
     """Return a value of type `kind`, such as a dataclass, from JSON content; values are checked, not converted.
 
     Supported types: dataclasses (JSON objects with the same fields, where fields with defaults may be missing), lists,
-    tuples of any length, dicts with string keys, unions, int, float, str, bool, None and Any.
+    tuples of any or a fixed length, named tuples, dicts with string keys, unions, int, float, str, bool, None and Any.
 
     Raises:
         ValueError: The content does not fit `kind`; the message says where.
@@ -87,9 +87,16 @@ def _parse(kind: Any, content: Any, where: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _union(inner, content, where)
+    if hasattr(kind, "_fields"):
+        return kind(*_parse(tuple[tuple(_hints(kind).values())], content, where))  # type: ignore[misc]
     if origin is list or origin is tuple:
-        _require(isinstance(content, list), content, "a list", where)
-        return origin(_parse(inner[0], each, f"{where}[{i}]") for i, each in enumerate(content))
+        _require(isinstance(content, list | tuple), content, "a list", where)
+        if origin is list or inner[-1] is Ellipsis:
+            inner = inner[:1] * len(content)
+        _require(len(content) == len(inner), content, f"a list of {len(inner)}", where)
+        return origin(
+            _parse(kinds, item, f"{where}[{i}]") for i, (kinds, item) in enumerate(zip(inner, content, strict=True))
+        )
     if origin is dict:
         _require(isinstance(content, dict), content, "an object", where)
         return {key: _parse(inner[1], each, _join(where, key)) for key, each in content.items()}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import psutil
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import EIGHT_BIT, FP32, slot_bytes, weight_bytes
 
@@ -64,6 +64,19 @@ def available_bytes() -> int:
                 continue
             available = min(available, max(0, limit - used))
     return available // _sharing
+
+
+def require_memory(needed: int, what: str, advice: str = "", error: type[HostdevError] = UserError) -> None:
+    """Raise `error` unless `needed` bytes are available.
+
+    The message says what needs them, how many they are, how many there are, and `advice`.
+    """
+    free = available_bytes()
+    if needed > free:
+        raise error(
+            f"{what} needs {format_bytes(needed)}, but {format_bytes(free)} of host memory are free"
+            f"{advice and f'; {advice}'}"
+        )
 
 
 def free_addresses() -> int | None:
@@ -168,12 +181,16 @@ def require_table(
     rows: int,
     dim: int,
     optimizer: SparseOptimizer,
-    free: int,
-    where: str,
+    free: int | None = None,
+    where: str = "host",
     dtype: str = FP32,
     slots_dtype: str = FP32,
 ) -> int:
-    """Return a table's size in bytes; raise UserError if it exceeds the `free` bytes in `where`, such as "host"."""
+    """Return a table's size in bytes; raise UserError if it exceeds the `free` bytes in `where`.
+
+    By default, these are the available bytes of the host.
+    """
+    free = available_bytes() if free is None else free
     needed = TableShape(dim, optimizer, dtype, slots_dtype).nbytes(rows)
     if needed > free:
         slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)

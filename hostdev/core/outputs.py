@@ -1,23 +1,32 @@
-"""New files and folders that commands write: each gets its name when it is complete; only one process may write it.
+"""Files and folders that get their names when they are complete: new ones, and files that replace others.
 
-The content is written to a hidden file or folder beside the final one; the process holds a lock on the hidden one. A
-hidden file or folder that a killed process has left is removed. If another process creates the final file or folder
-meanwhile, it is never overwritten.
+The content is written to a hidden file .NAME.partial or a hidden folder .NAME.unfinished beside the final one. The
+process holds a lock on that of a new file or folder, and never overwrites what another process creates meanwhile. A
+file that may replace another has random digits after its hidden name, so that any number of threads, processes and
+hosts may write it at once. The next process that writes the same file or folder removes what a killed one has left.
+
+Folders of checkpoints have hidden names of their own (`checkpoint.folder`): several ranks write to one at once.
 """
 
 import errno
+import json
 import os
+import re
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from hostdev.core import locks
 from hostdev.core.errors import UserError
 
 _LONGEST = 240  # bytes of a hidden name, to which random digits may be appended
+_PARTIAL = re.compile(r"\.part(ial(-[0-9a-f]{8})?)?$")  # without digits, and .part: of earlier versions
+_ABANDONED_SECONDS = 3600
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of a rename to an existing name
 
 
@@ -61,6 +70,58 @@ def new_folder(out: Path, option: str = "--out") -> Iterator[Path]:
             if error.errno in _TAKEN:
                 raise taken_folder(out, option) from None
             raise
+
+
+@contextmanager
+def replacing(path: Path, folder: Path | None = None) -> Iterator[Path]:
+    """Yield a hidden path to write to, which then takes the place of `path` at once, or is removed by an error.
+
+    Args:
+        path: The file, which may exist.
+        folder: The folder of the hidden path, in the same file system; by default that of `path`.
+    """
+    partial = _add_digits(_beside(path if folder is None else folder / path.name, "partial"))
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file at once, in place of what is there."""
+    remove_abandoned(path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def is_partial(path: Path) -> bool:
+    """Return whether this is the hidden name of a file that `replacing` writes, or once wrote."""
+    return _PARTIAL.search(path.name) is not None
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove the hidden files of killed processes from a folder and its subfolders, in which nobody writes now."""
+    for path in filter(is_partial, folder.rglob("*")):
+        path.unlink(missing_ok=True)
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove hidden files of killed writers of `path`: those that have not been written to for an hour."""
+    with suppress(OSError):
+        for partial in path.parent.iterdir():
+            if path.name in partial.name and is_partial(partial) and partial != path and is_abandoned(partial.stat()):
+                partial.unlink(missing_ok=True)
+
+
+def is_abandoned(state: os.stat_result) -> bool:
+    """Return whether the writer of a hidden file was killed: it has not written for an hour."""
+    return time.time() - state.st_mtime > _ABANDONED_SECONDS
+
+
+def _add_digits(path: Path) -> Path:
+    return path.with_name(f"{path.name}-{os.urandom(4).hex()}")
 
 
 def _beside(out: Path, suffix: str) -> Path:
@@ -110,7 +171,7 @@ def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tu
             if state == "none":  # the file system has no locks: use a unique name
                 if made:
                     return number, path
-                path = path.with_name(f"{path.name}-{os.urandom(4).hex()}")
+                path = _add_digits(path)
             elif state == "held" and not made:
                 raise UserError(f"{what} is being written by another process; wait for it, or choose another name")
             elif state == "locked" and _is_still(path, number):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol
 
 from hostdev.core.durations import Durations, statistics
+from hostdev.core.workers import Worker
 from hostdev.kernels.pool import Task, timed
 
 TARGETS = ("CPU", "DEVICE")
@@ -97,16 +98,13 @@ class OpLog:
         self._buffer: deque[tuple[float, str, int]] = deque()
         self._registering = threading.Lock()
         self._writing = threading.Lock()
-        self._wake = threading.Event()
-        self._written = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._writer = Worker("hostdev-ops-log", self._write, seconds=_EVERY_SECONDS)
         self._failed: Exception | None = None
 
     def write_to(self, file: Lines) -> None:
         """Write a line per call to `file` from now on, until `close`."""
         self._file = file
-        self._thread = threading.Thread(target=self._write, name="hostdev-ops-log", daemon=True)
-        self._thread.start()
+        self._writer.start()
 
     def clock(self, target: str) -> OpClock:
         """Return the clock for ops of this target."""
@@ -127,20 +125,15 @@ class OpLog:
             return
         self._buffer.append((time.time(), line, nanoseconds))
         if len(self._buffer) >= _MOST_WAITING:
-            self._wake.set()
-            with self._written:
-                self._written.wait_for(self._has_room)
+            self._writer.ask()
+            self._writer.wait_for(self._has_room)
 
     def _has_room(self) -> bool:
         return len(self._buffer) < _MOST_WAITING or self._file is None or self._failed is not None
 
     def _write(self) -> None:
-        """Write lines until `close` or an error."""
-        while self._file is not None and self._failed is None:
-            self._wake.wait(_EVERY_SECONDS)
-            self._wake.clear()
-            with contextlib.suppress(Exception):  # `check` raises it
-                self.flush()
+        with contextlib.suppress(Exception):  # `check` raises it
+            self.flush()
 
     def check(self) -> None:
         """Raise the error, such as an OSError, that stopped writing, if any."""
@@ -161,20 +154,17 @@ class OpLog:
                 self._failed = error
                 raise
             finally:
-                with self._written:
-                    self._written.notify_all()
+                with self._writer.changed:
+                    self._writer.changed.notify_all()
 
     def close(self) -> None:
         """Write the remaining lines and stop writing, but still collect durations; raise errors as `flush` does."""
         try:
             self.flush()
         finally:
-            with self._writing, self._written:
+            with self._writing:
                 self._file = None
-                self._written.notify_all()
-            self._wake.set()
-            if self._thread is not None:
-                self._thread.join()
+            self._writer.stop()
 
     def totals(self) -> dict[str, int]:
         """Return the total duration of each op name in nanoseconds."""

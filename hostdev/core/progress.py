@@ -13,9 +13,10 @@ from hostdev.core.printable import printable
 
 _LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between lines; 60 if < 1/50 of the work was done meanwhile
 _LOG_PARTS = 50
+ERASE_LINE = "\r\x1b[K"  # erases the line of a terminal
 
 
-class Progress(Protocol):
+class ProgressBar(Protocol):
     """The context that `bar` returns; leaving it ends the bar."""
 
     def __enter__(self) -> Self: ...
@@ -37,7 +38,7 @@ def bar(
     unit_scale: bool = False,
     begin: int = 0,
     left: Callable[[], float | None] | None = None,
-) -> Progress:
+) -> ProgressBar:
     """Return a progress display: a bar in a notebook, or on standard error if it is a terminal; else lines on output.
 
     A notebook's bar needs ipywidgets; without it, a notebook gets lines on standard output, too.
@@ -52,9 +53,9 @@ def bar(
     """
     kind: type[Any] = _Bar
     if _is_in_notebook():
-        from hostdev.core.notebook_bar import NotebookBar  # imports ipywidgets
+        from tqdm.notebook import tqdm as notebook_tqdm  # imports ipywidgets
 
-        kind = NotebookBar
+        kind = type("NotebookBar", (BarFormat, notebook_tqdm), {})
     elif not sys.stderr.isatty():
         return _Lines(total, description, unit, unit_scale, begin, left)
     made = kind(
@@ -68,13 +69,18 @@ def bar(
         dynamic_ncols=True,
     )
     made.left = left
-    shown: Progress = made
+    shown: ProgressBar = made
     return shown
 
 
 def note(text: str) -> None:
     """Write lines to standard error, above the bar if there is one."""
     tqdm.write("\n".join(printable(line) for line in text.splitlines()), file=sys.stderr)
+
+
+def overwrite(text: str = "") -> None:
+    """Write a text over the current line of the terminal that standard error is, such as a bar's; none erases it."""
+    print(f"{ERASE_LINE}{text}", end="", file=sys.stderr, flush=True)
 
 
 def _is_in_notebook() -> bool:

@@ -1,4 +1,7 @@
-"""Background threads that, unlike those of concurrent.futures, accept work even while the interpreter exits."""
+"""Background threads. Unlike those of concurrent.futures, they accept work even while the interpreter exits.
+
+`Worker` repeats one call, `Workers` runs submitted calls, and `run_in_thread` makes one call.
+"""
 
 import sys
 import threading
@@ -6,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from hostdev.core.errors import TransientError
 
@@ -83,3 +86,119 @@ def call_all(threads: int, name: str, calls: Iterable[Callable[[], T]]) -> Itera
     with Workers(threads, name) as workers, workers.drop_queued_on_error():
         for future in [workers.submit(call) for call in calls]:
             yield future.result()
+
+
+def run_in_thread(name: str, call: Callable[[], T]) -> "Future[T]":
+    """Make a call in a daemon thread of its own; return its future, which also holds the call's error."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+class Worker:
+    """A daemon thread that makes a call when it is asked to, and again some seconds after the last one.
+
+    An error of the call ends the thread, and is raised in the thread of whoever waits for it or closes it next.
+
+    Args:
+        name: The thread's name.
+        call: The call, without arguments.
+        seconds: Time from the end of a call to the beginning of the next; None makes calls only when asked to.
+        drains: Whether `stop` makes one more call, for work that still waits.
+
+    Attributes:
+        changed: Guards what `call` shares with other threads; notified after each call and by `ask` and `stop`.
+        closing: Set when the thread is to end.
+        failure: The error that ended the thread.
+        begun: The number of calls that have begun.
+        ended: The number of calls that have ended.
+    """
+
+    def __init__(
+        self, name: str, call: Callable[[], object], *, seconds: float | None = None, drains: bool = False
+    ) -> None:
+        self.changed, self.closing = threading.Condition(), threading.Event()
+        self.failure: BaseException | None = None
+        self.begun = self.ended = self.asked = 0
+        self._call, self._seconds, self._calls_again = call, seconds, drains
+        self._last: Callable[[], object] | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> Self:
+        """Start the thread; `ask` does this, too."""
+        if self._thread.ident is None:
+            self._thread.start()
+        return self
+
+    def ask(self) -> int:
+        """Ask for a call that begins after this; return its number, for `wait`."""
+        with self.changed:
+            self.asked = self.begun + 1
+            self.changed.notify_all()
+            self.start()
+            return self.asked
+
+    def wait(self, number: int, seconds: float | None = None) -> bool:
+        """Wait until the call of this number has ended; return whether it did in this time."""
+        return self.wait_for(lambda: self.ended >= number, seconds)
+
+    def wait_for(self, is_met: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait until a condition that `changed` guards is met; return whether it was in this time."""
+        with self.changed:
+            met = self.changed.wait_for(lambda: is_met() or self.failure is not None, seconds)
+        self.check()
+        return met
+
+    def check(self) -> None:
+        """Raise the error that has ended the thread, if any."""
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self, seconds: float | None = None, last: Callable[[], object] | None = None) -> bool:
+        """End the thread as `stop` does, and raise the error that has ended it, if any."""
+        has_ended = self.stop(seconds, last)
+        self.check()
+        return has_ended
+
+    def stop(self, seconds: float | None = None, last: Callable[[], object] | None = None) -> bool:
+        """End the thread after the call that has begun, and `last` in it; return whether it ended in this time."""
+        with self.changed:
+            self._last = last
+            self.closing.set()
+            self.changed.notify_all()
+        if self._thread.ident is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._await_turn():
+                self._call()
+                with self.changed:
+                    self.ended += 1
+                    self.changed.notify_all()
+            if self._last is not None:
+                self._last()
+        except BaseException as error:
+            with self.changed:
+                self.failure = error
+                self.changed.notify_all()
+
+    def _await_turn(self) -> bool:
+        """Wait for the next call; return False if there is none."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.asked > self.begun or self.closing.is_set(), self._seconds)
+            if self.closing.is_set():
+                if not self._calls_again:
+                    return False
+                self._calls_again = False
+            self.begun += 1
+            return True

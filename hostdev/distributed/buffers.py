@@ -5,10 +5,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Rows = npt.NDArray[np.float32]
-Mask = npt.NDArray[np.bool_]
+from hostdev.kernels.arrays import Mask, Rows
 
 
 def count_values(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:

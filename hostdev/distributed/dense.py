@@ -6,7 +6,7 @@ VLDB 2020).
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -30,6 +30,16 @@ def add_lists(left: Grads, right: Grads) -> Grads:
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], channel: Any) -> None:  # Any: a `Channel`, or a world of one's
+    """Overwrite tensors with those of the channel's first rank."""
+    if channel.ranks == 1:
+        return  # avoids copies to and from the host
+    for tensor in tensors:
+        there = tensor.detach().cpu().contiguous()
+        channel.broadcast(there)
+        tensor.data.copy_(there)
 
 
 class DenseGradients:

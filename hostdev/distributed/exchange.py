@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.distributed.buffers import Mask, count_values, find_positions, make_views
+from hostdev.distributed.buffers import count_values, find_positions, make_views
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.gradients import Parts, SelectedRows, give_gradients
 from hostdev.distributed.key_exchange import END, KeyExchange, require_all
-from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import World
+from hostdev.kernels.arrays import Mask
 from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks
@@ -79,12 +80,12 @@ class Exchange:
     """
 
     def __init__(
-        self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]], keyed: Sequence[bool] = ()
+        self, ranks: World, rows: Sequence[int], dims: Sequence[Sequence[int]], keyed: Sequence[bool] = ()
     ) -> None:
         self.ranks, self._rows, self._dims = ranks, list(rows), [list(each) for each in dims]
         by_key = list(keyed) or [False] * len(rows)
         ends = [
-            (0, each) if has_keys else range_of(each, *ranks.part())
+            (0, each) if has_keys else range_of(each, ranks.rank, ranks.size)
             for each, has_keys in zip(rows, by_key, strict=True)
         ]
         self._here = [stop - start for start, stop in ends]  # own rows
@@ -314,3 +315,13 @@ class Exchange:
 def _list_incoming(asked: Sequence[Asked], received: Sequence[Mask] | None) -> list[list[Any]]:
     """Return, by group and sending rank, the positions of the arriving rows among the requested rows."""
     return [_list_positions(one.counts, None if received is None else received[g]) for g, one in enumerate(asked)]
+
+
+def make_exchanges(
+    world: World, rows: Sequence[int], dims: Sequence[Sequence[int]], keyed: Sequence[bool]
+) -> dict[bool, Exchange]:
+    """Return the exchanges with other ranks, of passes that update the tables (True) and others; {} for one process.
+
+    For the arguments, see `Exchange`.
+    """
+    return {update: Exchange(world, rows, dims, keyed) for update in (True, False)} if world.size > 1 else {}

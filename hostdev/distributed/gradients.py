@@ -5,16 +5,15 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from hostdev.distributed.buffers import Mask, count_values, find_positions, make_views
+from hostdev.distributed.buffers import count_values, find_positions, make_views
 from hostdev.distributed.channel import Channel
+from hostdev.kernels.arrays import Mask, Rows
 from hostdev.kernels.lookup import lookup_tasks
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.tree import tree_sums, uses_of
 
-Rows = npt.NDArray[np.float32]
 Parts = Sequence[Sequence[Sequence[Rows] | None]]
 
 

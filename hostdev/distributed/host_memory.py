@@ -55,7 +55,7 @@ class HostMemory:
         self.array = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
 
 
-class Layout(NamedTuple):
+class BufferLayout(NamedTuple):
     """The layout of an exchange in a host's shared memory; L of all W ranks are on this host.
 
     First come the messages to other hosts, then the bytes that this host's ranks send each other, then the messages
@@ -90,7 +90,7 @@ class Layouts:
             self._host_of[list(ranks)] = number
         self._hosts = len(hosts)
 
-    def make(self, gives: Sizes, takes: Sizes, *, same: bool = False) -> Layout:
+    def make(self, gives: Sizes, takes: Sizes, *, same: bool = False) -> BufferLayout:
         """Return the layout of an exchange.
 
         Args:
@@ -115,7 +115,7 @@ class Layouts:
             sends[:] = (ends - gives.max(1))[:, None]
             reads[:, self.local] = (ends - gives.max(1))[None]
             none = [0] * self._hosts
-            return Layout(sends, reads, none, none, int(ends[-1]), int(ends[-1]))
+            return BufferLayout(sends, reads, none, none, int(ends[-1]), int(ends[-1]))
         ends = np.cumsum(gives[:, self._order].T.ravel())
         sends[:, self._order] = (ends - gives[:, self._order].T.ravel()).reshape(-1, len(gives)).T
         reads[:, self.local] = sends[:, self.local].T
@@ -123,7 +123,7 @@ class Layouts:
         start = int(ends[-1])
         reads[self._receivers, self._senders] = start + np.cumsum(arriving) - arriving
         give, take = (self._sum_by_host(each) for each in (gives, takes))
-        return Layout(sends, reads, give, take, start, start + int(arriving.sum()))
+        return BufferLayout(sends, reads, give, take, start, start + int(arriving.sum()))
 
     def _sum_by_host(self, sizes: Sizes) -> list[int]:
         total = np.zeros(self._hosts, np.int64)
@@ -167,7 +167,7 @@ class HostExchange:
         self._end()
 
     def run(
-        self, given: Part, taken: Part, between: Callable[[Bytes, Layout], None] | None, *, same: bool = False
+        self, given: Part, taken: Part, between: Callable[[Bytes, BufferLayout], None] | None, *, same: bool = False
     ) -> None:
         """Exchange bytes between the ranks of this host, which must all call this method.
 
@@ -209,7 +209,9 @@ class HostExchange:
             self._receive(0)
         _copy(taken.buffer, taken.starts, self._memory.array, reads, taken.sizes)
 
-    def _lead(self, given: Part, taken: Part, between: Callable[[Bytes, Layout], None] | None, *, same: bool) -> None:
+    def _lead(
+        self, given: Part, taken: Part, between: Callable[[Bytes, BufferLayout], None] | None, *, same: bool
+    ) -> None:
         W, others = self._ranks, range(1, len(self._links) + 1)
         messages = [self._receive(index - 1)[0] for index in others]
         heads = np.array([message[: 8 * (2 + 2 * W)].view(np.int64)[1:] for message in messages], np.int64)
@@ -242,7 +244,7 @@ class HostExchange:
                 os.close(descriptor)
         _copy(taken.buffer, taken.starts, memory, layout.reads[0], taken.sizes)
 
-    def _send_places(self, index: int, layout: Layout, descriptor: int | None) -> None:
+    def _send_places(self, index: int, layout: BufferLayout, descriptor: int | None) -> None:
         places = np.concatenate([[self._number], layout.sends[index], layout.reads[index]])
         _send(self._links[index - 1], [places], [] if descriptor is None else [descriptor])
 

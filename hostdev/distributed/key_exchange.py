@@ -12,12 +12,12 @@ import torch
 
 from hostdev.distributed.agreement import format_ranks
 from hostdev.distributed.channel import Channel
+from hostdev.kernels.arrays import RowNumbers
 from hostdev.kernels.key_parts import owners_of
 from hostdev.kernels.shards import partition_by_owner
 from hostdev.kernels.unique import unique
 
 Keys = npt.NDArray[Any]
-Rows = npt.NDArray[np.int32]
 
 _PAIR = np.dtype([("key", np.int64), ("uses", np.int32)])
 END = -1  # sent in place of the number of ids if there is no further batch
@@ -27,19 +27,19 @@ class AskedKeys(NamedTuple):
     """A table's keys in a batch: those that this rank asks for, and those that all ranks ask it for."""
 
     keys: Keys  # int64 [A], the distinct keys that any rank asks this rank for
-    uses: Rows  # int32 [A], how often the whole batch uses each
-    inverse: Rows  # int32 [any], the index among these of each key that a rank asks for
+    uses: RowNumbers  # int32 [A], how often the whole batch uses each
+    inverse: RowNumbers  # int32 [any], the index among these of each key that a rank asks for
     wanted: list[int]  # number of keys that each rank asks this rank for
-    owners: Rows  # int32 [U], the owner of each key that this rank asks for
-    places: Rows  # int32 [U], the position of each of them among those, sorted by owner
+    owners: RowNumbers  # int32 [U], the owner of each key that this rank asks for
+    places: RowNumbers  # int32 [U], the position of each of them among those, sorted by owner
     counts: list[int]  # number of keys that this rank asks each rank for
 
 
 class Answer(NamedTuple):
     """The rows of the keys that a rank has asked for."""
 
-    rows: Rows  # int32 [U], the number of each key's row on its owner; negative if it has none
-    unknown: Rows  # int32 [any], the numbers of the out-of-vocabulary rows on the first rank
+    rows: RowNumbers  # int32 [U], the number of each key's row on its owner; negative if it has none
+    unknown: RowNumbers  # int32 [any], the numbers of the out-of-vocabulary rows on the first rank
 
 
 class KeyExchange:
@@ -54,7 +54,7 @@ class KeyExchange:
     def __init__(self, channel: Channel, tables: int, count: Callable[[int], None]) -> None:
         self._channel, self._tables, self._count = channel, tables, count
 
-    def ask(self, tables: Sequence[tuple[Keys, Rows]]) -> list[AskedKeys]:
+    def ask(self, tables: Sequence[tuple[Keys, RowNumbers]]) -> list[AskedKeys]:
         """Ask the owners for keys.
 
         Args:
@@ -89,7 +89,9 @@ class KeyExchange:
         found: npt.NDArray[np.int64] = self._channel.exchange_counts(np.tile(counts, (self._channel.ranks, 1))).sum(0)
         return found
 
-    def answer(self, asked: Sequence[AskedKeys], rows: Sequence[Rows], unknown: Sequence[Rows]) -> list[Answer]:
+    def answer(
+        self, asked: Sequence[AskedKeys], rows: Sequence[RowNumbers], unknown: Sequence[RowNumbers]
+    ) -> list[Answer]:
         """Send the rows of the keys that other ranks have asked for, and receive those of this rank's keys.
 
         Args:

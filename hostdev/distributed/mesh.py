@@ -4,6 +4,7 @@ Ranks are numbered as in torch.distributed.device_mesh: the index along the last
 `model` have consecutive ranks, because they exchange most; neighbours along `pipe` are farthest apart.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hostdev.core.errors import UserError
@@ -11,6 +12,8 @@ from hostdev.core.micro_batches import get_nodes
 
 AXES = ("pipe", "data", "model")  # outermost first
 SCHEDULES = ("1f1b", "gpipe", "interleaved")  # orders of micro-batches through the stages
+STRATEGIES = ("colwise", "rowwise", "replicate")  # ways to slice a layer
+Plan = Sequence[tuple[str, str]]  # a layer's name or a pattern of names, and its strategy
 
 
 class Mesh(NamedTuple):
@@ -71,6 +74,27 @@ class MeshPlace(NamedTuple):
     pipe: int
 
 
+class Layout(NamedTuple):
+    """How a network is to be divided on a mesh that has stages or slices.
+
+    Attributes:
+        schedule: Order of micro-batches through the stages, one of `SCHEDULES`.
+        begins: Names of the first pieces of the second and later stages; None cuts the network into stages of
+            similar cost.
+        plan: Pairs of a name, or a pattern of names, of layers and the strategy by which to slice them.
+    """
+
+    schedule: str = SCHEDULES[0]
+    begins: Sequence[str] | None = None
+    plan: Plan = ()
+
+
+def parse_layout(schedule: str | None, stage_cut: str | None, plan: str | None) -> Layout:
+    """Return the layout of the values of `--schedule`, `--stage-cut` and `--plan`; raise UserError for a wrong plan."""
+    begins = None if stage_cut is None else stage_cut.split(",")
+    return Layout(schedule or SCHEDULES[0], begins, parse_plan(plan) if plan else ())
+
+
 def parse_mesh(text: str) -> Mesh:
     """Return the mesh of a `--mesh` value, such as data=2,pipe=2; raise UserError if it is invalid."""
     sizes: dict[str, int] = {}
@@ -87,3 +111,19 @@ def parse_mesh(text: str) -> Mesh:
             raise UserError(f"--mesh {text}: {axis}={number} must be a number of processes, 1 or more")
         sizes[axis] = int(number)
     return Mesh(**sizes)
+
+
+def parse_plan(text: str) -> Plan:
+    """Return the plan of a `--plan` value, such as deep.0=colwise,deep.2=rowwise; raise UserError if it is invalid."""
+    strategies: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, strategy = (each.strip() for each in part.partition("="))
+        if not name or not equals or strategy not in STRATEGIES:
+            raise UserError(
+                f"--plan {text}: {part.strip() or 'nothing'!r} is not LAYER=STRATEGY with one of "
+                f"{', '.join(STRATEGIES)}; give, for example, deep.0=colwise,deep.2=rowwise"
+            )
+        if name in strategies:
+            raise UserError(f"--plan {text}: {name} is given twice; give each layer once")
+        strategies[name] = strategy
+    return list(strategies.items())

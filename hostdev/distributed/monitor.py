@@ -1,16 +1,17 @@
 """The monitor: heartbeats in a store, so that all ranks end if one fails, dies, hangs, or makes a different call."""
 
-import contextlib
 import hashlib
 import hmac
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore
 
 from hostdev.core.printable import printable
+from hostdev.core.workers import run_in_thread
 from hostdev.distributed.agreement import format_ranks
 from hostdev.distributed.calls import LEFT, Call, Calls, describe_mismatch, find_mismatch, format_calls, parse_calls
 from hostdev.distributed.rank_environment import RankEnvironment
@@ -208,14 +209,7 @@ class Monitor:
 
 def run_within(seconds: float, work: Callable[[], Any]) -> None:
     """Run a function in a thread, wait for it for a limited time, and ignore its errors."""
-
-    def quietly() -> None:
-        with contextlib.suppress(Exception):
-            work()
-
-    thread = threading.Thread(target=quietly, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    wait([run_in_thread("hostdev-monitor", work)], seconds)
 
 
 def _parse_calls(sign: bytes) -> tuple[Call, ...]:

@@ -24,7 +24,7 @@ from hostdev.distributed.rendezvous import find_interface, make_key_prefix, shar
 from hostdev.distributed.rendezvous import get_first_line as _short
 from hostdev.distributed.rendezvous import meet as _meet
 from hostdev.distributed.two_levels import TwoLevelChannel
-from hostdev.distributed.world import Closable, World
+from hostdev.distributed.world import Closable, T, World
 
 TIMEOUT = 600.0  # seconds that a rank waits for another within a step
 RENDEZVOUS_SECONDS = 60.0  # seconds until the rendezvous must be complete
@@ -81,7 +81,8 @@ class Ranks(World):
         self._kept: list[Channel] = []
         self._made = 0  # number of channels created
         self._slices: dict[Any, tuple[Channel, Any]] = {}
-        self.rank, self.size = env.rank, env.ranks
+        self.rank = self.label = env.rank
+        self.size, self.micro_batches = env.ranks, 1
         self.failed = False  # whether this rank, or one that it waited for, has failed
         self.have_left = False  # whether all ranks have left together
         self._loops: list[weakref.ref[Closable]] = []
@@ -122,6 +123,49 @@ class Ranks(World):
     def have_parted(self) -> bool:  # type: ignore[override]
         """Return whether ranks no longer wait for each other: all have left, one failed, or their calls differ."""
         return self.failed or self.have_left or self.calls.wrong is not None
+
+    @property
+    def is_stuck(self) -> bool:  # type: ignore[override]
+        """Return whether other ranks make different calls, and so will not answer."""
+        return self.calls.wrong is not None
+
+    def leave_loop(self, text: str) -> None:
+        """Count that a loop is left early: see `Calls.leave`."""
+        self.calls.leave(text)
+
+    def contribute(self, flag: int, value: int) -> int:
+        """Give a flag's value to the next step; return the flag's maximum over all ranks in the last step."""
+        self.contributed[flag] = value
+        return self.reduced[flag]
+
+    def request(self, flag: int, wanted: bool) -> bool:
+        """Request something of all ranks if rank 0 wants it; return whether it requested it in the last step."""
+        requested = bool(self.reduced[flag])
+        self.contributed[flag] = int(wanted and not requested and self.rank == 0)
+        return requested
+
+    def find_together(self, find: Callable[[], T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> T:
+        """Call `find` on rank 0, and return its result on all ranks: see `World.find_together`."""
+        if self.rank:
+            return unpack(self.control.share(None)[0])
+        result = find()
+        self.control.share(pack(result))
+        return result
+
+    def require_own_rows(self, table: str) -> None:
+        """Raise ValueError, because other ranks read this rank's rows ahead."""
+        raise ValueError(
+            f"table {table!r}: other ranks already have its rows for the next batches; write to the table "
+            "between loops, or create the Runtime with depth=0"
+        )
+
+    def require_own_gradients(self, message: str) -> None:
+        """Raise ValueError with this message, because other ranks have gradients of the step."""
+        raise ValueError(message)
+
+    def take_part(self, values: Any, ids: Callable[[], Any]) -> Any:
+        """Return the values of this rank's rows, whose ids `ids` returns, among those of all rows."""
+        return values[ids()]
 
     def note_loop(self, loop: Closable) -> None:
         """Register an open loop, which is closed before the ranks leave."""

@@ -4,9 +4,9 @@ import contextlib
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
+from hostdev.core.workers import run_in_thread
 from hostdev.distributed.agreement import Values, compare, format_ranks
 from hostdev.distributed.rank_environment import LISTEN_VARIABLE, RankEnvironment
 from hostdev.distributed.start import listen_at
@@ -117,28 +118,17 @@ def connect(env: RankEnvironment, seconds: float, **how: Any) -> Any:
 
     torch waits forever for a listener that accepts the connection and stays silent, so a separate thread connects.
     """
-    found: list[Any] = []
-
-    def make() -> None:
-        try:
-            within = timedelta(seconds=seconds)
-            found.append(TCPStore(env.address, env.port, timeout=within, **how))
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=make, name="hostdev-connect", daemon=True)
-    thread.start()
-    thread.join(seconds + _GRACE_SECONDS)
-    if not found:
+    within = timedelta(seconds=seconds)
+    connecting = run_in_thread("hostdev-connect", lambda: TCPStore(env.address, env.port, timeout=within, **how))
+    wait([connecting], seconds + _GRACE_SECONDS)
+    if not connecting.done():
         if not _is_listening(env):  # torch's pauses between its tries may be longer than its timeout
             raise _unreachable(env, seconds)
         raise UserError(
             f"rank {env.rank} of {env.ranks}: the listener at {env.address}:{env.port} does not answer within "
             f"{seconds:g} s; another program may have this port: choose another MASTER_PORT"
         )
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    return connecting.result()
 
 
 def find_interface(env: RankEnvironment) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.host_memory import Bytes, HostExchange, Layout, Part
+from hostdev.distributed.host_memory import BufferLayout, Bytes, HostExchange, Part
 from hostdev.distributed.hosts import Links
 
 
@@ -48,7 +48,7 @@ class TwoLevelChannel(Channel):
     def _exchange(self, out: Tensor, values: Tensor, counts: Sequence[int], receive: Sequence[int]) -> None:
         self._run(out, values, counts, receive, self._exchange_hosts)
 
-    def _exchange_hosts(self, memory: Bytes, layout: Layout) -> None:
+    def _exchange_hosts(self, memory: Bytes, layout: BufferLayout) -> None:
         whole = torch.from_numpy(memory)
         out, values = whole[layout.start : layout.size], whole[: sum(layout.give)]
         dist.all_to_all_single(out, values, layout.take, layout.give, group=self.group)
@@ -87,7 +87,7 @@ class TwoLevelChannel(Channel):
         values: Tensor,
         counts: Sequence[int],
         receive: Sequence[int],
-        between: Callable[[Bytes, Layout], None] | None,
+        between: Callable[[Bytes, BufferLayout], None] | None,
         *,
         same: bool = False,
     ) -> None:

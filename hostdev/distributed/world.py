@@ -1,10 +1,13 @@
 """A run with one process, whose collectives return their input. `process_group.Ranks` is a run with several."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from hostdev.distributed.agreement import Values
 from hostdev.distributed.mesh import Mesh, MeshPlace
+
+T = TypeVar("T")
 
 
 class Closable(Protocol):
@@ -27,6 +30,10 @@ class LocalChannel:
         """Return the arrays of all ranks."""
         return [values]
 
+    def gather_first(self, values: Any) -> Any:
+        """Return the arrays of all ranks, one after the other, on the first rank."""
+        return values
+
     def share(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
         return [value]
@@ -39,11 +46,18 @@ class LocalChannel:
 
 
 class World:
-    """This process as rank 0 of 1. `process_group.Ranks` overrides what several processes do together."""
+    """This process as rank 0 of 1. `process_group.Ranks` overrides what several processes do together.
+
+    Attributes:
+        micro_batches: Micro-batches in a step of this rank, unless the program gives a number; None for steps without.
+        label: The rank for files that name it; None for the only process.
+    """
 
     rank, size = 0, 1
     mesh, mesh_is_given = Mesh(), False
-    have_parted = False
+    have_parted = is_stuck = False
+    micro_batches: int | None = None
+    label: int | None = None
     control: Any = LocalChannel()  # Any: `Channel` imports torch, and this module must not
 
     @property
@@ -86,6 +100,36 @@ class World:
 
     def agree(self, kind: str, text: str, values: Values | None = None) -> None:
         """Count a call that all ranks must make with equal values."""
+
+    def leave_loop(self, text: str) -> None:
+        """Count that a loop is left early; all ranks must leave it together."""
+
+    def contribute(self, flag: int, value: int) -> int:
+        """Give a flag's value to the next step; return the flag's maximum over all ranks in the last step."""
+        return value
+
+    def request(self, flag: int, wanted: bool) -> bool:
+        """Request something of all ranks if it is wanted; return whether a rank requested it in the last step."""
+        return wanted
+
+    def find_together(self, find: Callable[[], T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> T:
+        """Call `find` on rank 0, and return its result on all ranks.
+
+        Args:
+            pack: Returns the result as a JSON value for the other ranks.
+            unpack: Returns the result from that value.
+        """
+        return find()
+
+    def require_own_rows(self, table: str) -> None:
+        """Raise ValueError if other ranks read this rank's rows ahead, so that nothing else may write to the table."""
+
+    def require_own_gradients(self, message: str) -> None:
+        """Raise ValueError with this message if other ranks have gradients of the step."""
+
+    def take_part(self, values: Any, ids: Callable[[], Any]) -> Any:
+        """Return the values of this rank's rows, whose ids `ids` returns, among those of all rows."""
+        return values
 
     def note_loop(self, loop: Closable) -> None:
         """Register an open loop, which must be closed before the ranks leave."""

@@ -5,14 +5,11 @@
 
 from typing import Any
 
-import numpy.typing as npt
-
 from hostdev.core.digest import RangeDigests, rows_per_range
 from hostdev.host.snapshot import Budget, Copies, RowCopies, Snapshot
 from hostdev.host.storage import Storage
+from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.bits import Bits, any_in_ranges, empty_bits, full_bits, mark
-
-Ids = npt.NDArray[Any]
 
 
 class Changes:
@@ -42,13 +39,13 @@ class Changes:
         length = rows_per_range(self._storage.shape[2])
         return RangeDigests(by_column, known & ~any_in_ranges(self.touched, self._rows, length))
 
-    def before_write(self, ids: Ids) -> None:
+    def before_write(self, ids: AnyIds) -> None:
         """Record that the rows `ids` [N] are about to be written; only one thread at a time may call this."""
         if self._snapshot is not None:
             self._snapshot.save_before_write(ids)
         mark(ids, self._touched)
 
-    def before_forget(self, ids: Ids) -> None:
+    def before_forget(self, ids: AnyIds) -> None:
         """Let a snapshot copy the rows `ids` [N] before they are forgotten."""
         if self._snapshot is not None:
             self._snapshot.save_before_forget(ids)

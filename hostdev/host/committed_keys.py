@@ -5,12 +5,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Keys
 from hostdev.kernels.bits import Bits, bits_of
 from hostdev.kernels.key_directory import EMPTY
 from hostdev.kernels.key_order import order_of, sorted_rows
 from hostdev.kernels.key_use import split
 
-Keys = npt.NDArray[np.int64]
 Values = npt.NDArray[np.int64]
 Uses = npt.NDArray[np.uint32]
 

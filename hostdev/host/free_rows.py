@@ -6,7 +6,8 @@ from collections.abc import Callable
 import numpy as np
 
 from hostdev.core.errors import UserError
-from hostdev.host.key_plan import NO_ROWS, Rows
+from hostdev.host.key_plan import NO_ROWS
+from hostdev.kernels.arrays import RowNumbers
 
 _CHECKED_ROWS = 1 << 16  # the memory is checked each time that this many rows are used for the first time
 
@@ -26,10 +27,10 @@ class FreeRows:
     def __init__(self, space: int, require_memory: Callable[[int, int], None]) -> None:
         self.row_space, self.rows = space, 0
         self._require_memory, self._checked_rows = require_memory, 0
-        self._free: list[Rows] = []  # rows that can be used again
-        self.returned: deque[Rows] = deque()
+        self._free: list[RowNumbers] = []  # rows that can be used again
+        self.returned: deque[RowNumbers] = deque()
 
-    def release(self, rows: Rows) -> None:
+    def release(self, rows: RowNumbers) -> None:
         """Allow the use of rows whose keys were evicted, and that nothing uses any more."""
         if len(rows):
             self._free.append(rows)
@@ -40,7 +41,7 @@ class FreeRows:
             self.release(self.returned.popleft())
         return n <= sum(map(len, self._free)) + self.row_space - self.rows
 
-    def _take_rows(self, n: int) -> Rows:
+    def _take_rows(self, n: int) -> RowNumbers:
         """Return n rows without keys, first those that were used before."""
         taken, missing = [NO_ROWS], n
         while missing and self._free:
@@ -78,10 +79,10 @@ class GuestRows:
         returned: Gets the rows then, from any thread.
     """
 
-    def __init__(self, rows: Rows, returned: deque[Rows]) -> None:
+    def __init__(self, rows: RowNumbers, returned: deque[RowNumbers]) -> None:
         self._rows, self._returned = rows, returned
 
-    def take(self) -> Rows:
+    def take(self) -> RowNumbers:
         """Return the rows; from now on, the caller decides when they can be used again."""
         rows, self._rows = self._rows, self._rows[:0]
         return rows

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Counts, Keys, Rows
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.key_order import order_of
 
-Keys = npt.NDArray[np.int64]
-Counts = npt.NDArray[np.int64]
 Total = Callable[[Counts], Counts]  # returns the sum of all ranks' arrays of this shape
 
 _DIGIT = 16  # bits
@@ -62,9 +61,6 @@ def _find_least(values: npt.NDArray[np.uint64], bits: int, count: int, total: To
         left -= int(ends[digit - 1]) if digit else 0
         values, found = values[digits == digit], found << _DIGIT | digit
     return np.uint64(found), left
-
-
-Rows = npt.NDArray[np.float32]
 
 
 class EvictionReports:

@@ -6,7 +6,6 @@ snapshot's keys, in the order of the keys' hashes.
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +13,11 @@ import numpy.typing as npt
 from hostdev.core.keys import KeyColumns
 from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.snapshot import Budget, Copies, Snapshot
+from hostdev.kernels.arrays import AnyIds, Keys
 from hostdev.kernels.bits import Bits, empty_bits, mark
 from hostdev.kernels.buffers import reserved
 from hostdev.kernels.key_order import order_of, sorted_rows
 from hostdev.kernels.key_use import split
-
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[Any]
-Keys = npt.NDArray[np.int64]
 
 
 class KeySnapshot(Snapshot):
@@ -79,14 +75,14 @@ class KeySnapshot(Snapshot):
         used, uses = split(self.found.packed)
         return KeyColumns(self.found.by_row[rows], used[rows], uses[rows])
 
-    def rows_between(self, first: int, last: int) -> Ids:
+    def rows_between(self, first: int, last: int) -> AnyIds:
         """Return the positions [first, last), int64."""
         return np.arange(first, last)
 
-    def _rows_at(self, positions: Ids) -> Ids:
+    def _rows_at(self, positions: AnyIds) -> AnyIds:
         return self._order[positions]
 
-    def _positions_of(self, rows: Ids) -> Ids:
+    def _positions_of(self, rows: AnyIds) -> AnyIds:
         return self._positions[rows]
 
     def end(self) -> None:

@@ -14,11 +14,10 @@ import numpy.typing as npt
 from hostdev.core.capabilities import Capabilities
 from hostdev.core.checks import check_rows
 from hostdev.core.disk_storage import Disk
-from hostdev.core.errors import UserError
 from hostdev.core.history import make_history
 from hostdev.core.ids import checked_ids, checked_positions
 from hostdev.core.initializers import Initializer
-from hostdev.core.memory import available_bytes, format_bytes
+from hostdev.core.memory import require_memory
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.rounding import plane_formats
 from hostdev.core.table_dtypes import require_slots_dtype, require_table_dtype
@@ -289,12 +288,9 @@ class ReadableTable(Owned):
 
     def _require_copies(self, what: str, width: int) -> None:
         """Raise UserError unless a float32 copy with `width` values per row fits in memory."""
-        needed, free = 4 * self.rows * width, available_bytes() if width else 0
-        if needed > free:
-            raise UserError(
-                f"table {self.name!r}: a float32 copy of its {what} needs {format_bytes(needed)}, but "
-                f"{format_bytes(free)} of host memory is free; look up only the rows that you need"
-            )
+        if width:
+            copy = f"table {self.name!r}: a float32 copy of its {what}"
+            require_memory(4 * self.rows * width, copy, "look up only the rows that you need")
 
     def _check_whole(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
         """Raise an error unless `block` and `row_slots` have the dtypes and shapes that `read_rows` describes."""

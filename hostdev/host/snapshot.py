@@ -19,11 +19,10 @@ import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.host.storage import Storage, taken
+from hostdev.kernels.arrays import AnyIds, Rows
 from hostdev.kernels.bits import Bits, contains, count_bits, place_in_columns, rows_between, take
 from hostdev.kernels.buffers import scratch
 
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[Any]
 Values = tuple[Any, ...]  # arrays [N, ...] of N rows
 
 AT_ONCE_BYTES = 1 << 22  # bytes copied each time the lock is held, for about half a millisecond
@@ -65,19 +64,19 @@ class Copies(Protocol):
     row_bytes: int  # of a row that is copied aside
     at_once: int  # rows to copy while the lock is held
 
-    def held(self, rows: Ids) -> Iterator[Ids]:
+    def held(self, rows: AnyIds) -> Iterator[AnyIds]:
         """Yield parts of rows [N] that may be on disk; `aside` can copy each until the next one."""
 
-    def prepare(self, rows: Ids) -> None:
+    def prepare(self, rows: AnyIds) -> None:
         """Do what is possible for rows [N] that are about to be read while no lock is held."""
 
-    def aside(self, rows: Ids) -> Values:
+    def aside(self, rows: AnyIds) -> Values:
         """Return copies of rows [N]."""
 
-    def select(self, copied: Values, places: Ids) -> Values:
+    def select(self, copied: Values, places: AnyIds) -> Values:
         """Return copies of copies, those at some places [any]."""
 
-    def read(self, rows: Ids, start: int, out: Values, left: Ids | None, first: int | None) -> None:
+    def read(self, rows: AnyIds, start: int, out: Values, left: AnyIds | None, first: int | None) -> None:
         """Copy rows [n] to the outputs, from the place `start` on.
 
         Args:
@@ -91,7 +90,7 @@ class Copies(Protocol):
     def end(self) -> None:
         """Note that nothing more will be copied; may be called again."""
 
-    def place(self, copied: Values, at: Ids, positions: Ids, start: int, out: Values) -> None:
+    def place(self, copied: Values, at: AnyIds, positions: AnyIds, start: int, out: Values) -> None:
         """Write copies of the rows at some of the positions [n] to the outputs, which have them from `start` on."""
 
 
@@ -104,23 +103,23 @@ class RowCopies:
         self.row_bytes = 4 * (planes * D + self._row_slots.shape[1])
         self.at_once = max(1, AT_ONCE_BYTES // self.row_bytes)
 
-    def held(self, rows: Ids) -> Iterator[Ids]:
+    def held(self, rows: AnyIds) -> Iterator[AnyIds]:
         """See `Copies`."""
         for some, _ in self._storage.held(rows, read=True):
             yield some
 
-    def prepare(self, rows: Ids) -> None:
+    def prepare(self, rows: AnyIds) -> None:
         """See `Copies`."""
 
-    def aside(self, rows: Ids) -> Values:
+    def aside(self, rows: AnyIds) -> Values:
         """See `Copies`."""
         return self._storage.taken(rows), self._storage.taken_row_slots(rows)
 
-    def select(self, copied: Values, places: Ids) -> Values:
+    def select(self, copied: Values, places: AnyIds) -> Values:
         """See `Copies`."""
         return tuple(taken(values, places) for values in copied)
 
-    def read(self, rows: Ids, start: int, out: Values, left: Ids | None, first: int | None) -> None:
+    def read(self, rows: AnyIds, start: int, out: Values, left: AnyIds | None, first: int | None) -> None:
         """See `Copies`."""
         del left  # copying all of them is faster
         (columns, row_columns), stop = out, start + len(rows)
@@ -131,7 +130,7 @@ class RowCopies:
     def end(self) -> None:
         """See `Copies`."""
 
-    def place(self, copied: Values, at: Ids, positions: Ids, start: int, out: Values) -> None:
+    def place(self, copied: Values, at: AnyIds, positions: AnyIds, start: int, out: Values) -> None:
         """See `Copies`."""
         (block, row_slots), (columns, row_columns), stop = copied, out, start + len(positions)
         place_in_columns(block, at, positions, columns[:, start:stop])
@@ -153,8 +152,8 @@ class Snapshot:
         self.wanted = wanted
         self.count = count_bits(wanted)
         self._pending = wanted.copy()  # neither read nor copied aside yet
-        self._aside: list[tuple[Ids, Values]] = []  # in write order
-        self._sorted: dict[int, list[tuple[Ids, Values]]] = defaultdict(list)  # by bucket, ids ascending
+        self._aside: list[tuple[AnyIds, Values]] = []  # in write order
+        self._sorted: dict[int, list[tuple[AnyIds, Values]]] = defaultdict(list)  # by bucket, ids ascending
         self._rows = rows
         self._bucket = -(-rows // _BUCKETS)
         self._budget = budget
@@ -162,7 +161,7 @@ class Snapshot:
         self._error: UserError | None = None
         self.ended = threading.Event()  # all rows are read, or the snapshot is abandoned
 
-    def save_before_write(self, ids: Ids) -> None:
+    def save_before_write(self, ids: AnyIds) -> None:
         """Before the rows `ids` [N] are overwritten, copy aside those that the snapshot's reader has still to read.
 
         Wait while the budget is used up. After an error of the disk, the snapshot is abandoned.
@@ -189,7 +188,7 @@ class Snapshot:
             self._budget.add(count * self.copies.row_bytes)
         self._budget.seconds += time.perf_counter() - begin
 
-    def save_before_forget(self, rows: Ids) -> None:
+    def save_before_forget(self, rows: AnyIds) -> None:
         """Do what `save_before_write` does for rows [N] that may be on disk, before they are forgotten."""
         if self.ended.is_set():
             return
@@ -206,7 +205,7 @@ class Snapshot:
         self._error = error if isinstance(error, UserError) else UserError("copying of rows was interrupted")
         self.ended.set()
 
-    def read(self, first: int, last: int, ids: Ids | None, columns: Rows, row_columns: Rows) -> None:
+    def read(self, first: int, last: int, ids: AnyIds | None, columns: Rows, row_columns: Rows) -> None:
         """Copy the snapshot's rows in [first, last) to columns. Only one thread may call this, with ascending ranges.
 
         Args:
@@ -218,7 +217,7 @@ class Snapshot:
         """
         self._read(first, last, ids, (columns, row_columns), columns.shape[1])
 
-    def _read(self, first: int, last: int, ids: Ids | None, out: Values, N: int) -> None:
+    def _read(self, first: int, last: int, ids: AnyIds | None, out: Values, N: int) -> None:
         step = self.copies.at_once
         for start in range(0, N, step):
             stop = min(N, start + step)
@@ -238,15 +237,15 @@ class Snapshot:
             self._take_aside(positions, start, out)
         self._free(last)
 
-    def _rows_at(self, positions: Ids) -> Ids:
+    def _rows_at(self, positions: AnyIds) -> AnyIds:
         """Return the rows at positions of the snapshot [N], which for a table by id are the rows themselves."""
         return positions
 
-    def _positions_of(self, rows: Ids) -> Ids:
+    def _positions_of(self, rows: AnyIds) -> AnyIds:
         """Return the positions of rows [N]; the inverse of `_rows_at`."""
         return rows
 
-    def _sort_in(self, aside: list[tuple[Ids, Values]]) -> None:
+    def _sort_in(self, aside: list[tuple[AnyIds, Values]]) -> None:
         """Sort copied rows into buckets, with few Python operations, since training threads need the GIL."""
         ids = self._positions_of(np.concatenate([rows for rows, _ in aside]))
         copied = tuple(np.concatenate(parts) for parts in zip(*(values for _, values in aside), strict=True))
@@ -258,7 +257,7 @@ class Snapshot:
             kept = ids[begin:end].copy(), self.copies.select(copied, order[begin:end])
             self._sorted[int(buckets[begin])].append(kept)
 
-    def _take_aside(self, rows: Ids, start: int, out: Values) -> None:
+    def _take_aside(self, rows: AnyIds, start: int, out: Values) -> None:
         """Write what was copied aside of rows to the outputs, since the table may have newer values."""
         first, last = int(rows[0]), int(rows[-1]) + 1
         for bucket in range(first // self._bucket, (last - 1) // self._bucket + 1):
@@ -278,7 +277,7 @@ class Snapshot:
         """Write the places of the snapshot's rows at [first, last) on disk to `out`; called like `read`."""
         self._read(first, last, None, (out,), last - first)
 
-    def rows_between(self, first: int, last: int) -> Ids:
+    def rows_between(self, first: int, last: int) -> AnyIds:
         """Return the snapshot's rows in [first, last), int64, ascending."""
         out = np.empty(last - first, np.int64)
         return out[: rows_between(first, last, self.wanted, out)].copy()

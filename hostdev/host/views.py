@@ -8,10 +8,8 @@ import numpy.typing as npt
 
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.host.storage import Storage
+from hostdev.kernels.arrays import Rows
 from hostdev.kernels.eight_bits import Codes, decode_rows
-
-Rows = npt.NDArray[np.float32]
-
 
 _READ_ONLY = (
     "this is a read-only view of a table, which does not see writes to it; change the table's values within "

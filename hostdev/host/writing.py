@@ -7,11 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.checks import require_finite
-from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, format_bytes
+from hostdev.core.memory import require_memory
 from hostdev.core.writing import ColumnCopies
-
-Rows = npt.NDArray[np.float32]
+from hostdev.kernels.arrays import Rows
 
 _PART_BYTES = 1 << 24  # bytes compared or written at a time
 
@@ -33,13 +31,8 @@ class Writing(ColumnCopies):
 
     def _copied(self, name: str) -> Rows:
         column = self._columns[name]
-        needed, free = 4 * self._rows * column.shape[1], available_bytes()
-        if needed > free:
-            raise UserError(
-                f"table {self.table!r}: a copy of {name} for writing needs {format_bytes(needed)}, "
-                f"but {format_bytes(free)} of host "
-                "memory is free; write fewer rows at a time, with writing(ids)"
-            )
+        what = f"table {self.table!r}: a copy of {name} for writing"
+        require_memory(4 * self._rows * column.shape[1], what, "write fewer rows at a time, with writing(ids)")
         return np.array(column[:] if self._ids is None else column[self._ids], np.float32)
 
     def changed(self) -> npt.NDArray[np.int64]:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.adagrad import adagrad, momentum, row_wise_adagrad, sgd
-from hostdev.kernels.arrays import Strided
+from hostdev.kernels.arrays import Rows, Strided
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.clip import clip_rows
 from hostdev.kernels.clock import Clock
@@ -33,8 +33,6 @@ from hostdev.kernels.rounding import SplitRows
 from hostdev.kernels.segment import row_ranges, sort_uses, streams, sum_sorted
 from hostdev.kernels.stream import apply_stream
 from hostdev.kernels.unique import unique_into
-
-Rows = npt.NDArray[np.float32]
 
 _CLIPPED_BYTES = 1 << 18  # bytes of the rows that a thread clips and updates at a time
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.arrays import Strided
+from hostdev.kernels.arrays import Positions, Rows, Strided
 from hostdev.kernels.bfloat16 import as_stored, to_float32
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
@@ -30,9 +30,6 @@ from hostdev.kernels.segment import (
     sum_scaled_part,
     sum_sorted,
 )
-
-Rows = npt.NDArray[np.float32]
-Positions = npt.NDArray[np.int32]
 
 _ROWS_AHEAD, _SUMS_AHEAD = 16, 12  # prefetch distances in occurrences
 

@@ -36,16 +36,13 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from hostdev.kernels.arrays import Positions, Rows
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.clock import LEAST, MOST_TERMS, Clock
 from hostdev.kernels.jit import bare, inline, kernel, prefetch_update
 from hostdev.kernels.pool import Task, get_grain, tasks_over
 from hostdev.kernels.rounding import SplitRows, bare_rows, load_slot, load_weights, make_scratch, prefetch_row
-
-Rows = npt.NDArray[np.float32]
-Positions = npt.NDArray[np.int32]
 
 
 @kernel

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Positions
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
-
-Positions = npt.NDArray[np.int32]
 
 MOST_UNFINISHED = 100  # batches; also the interval at which older tags are cleared
 _TAGS = 255

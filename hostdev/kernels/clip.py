@@ -1,14 +1,12 @@
 """Clipping of each row's gradient by its norm; `core.optimizers` has the formula and its source."""
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.kernels.adagrad import LANES, mean_square
+from hostdev.kernels.arrays import Rows
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import get_grain, parallel_for
-
-Rows = npt.NDArray[np.float32]
 
 
 @kernel

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Rows
+
 FEW_TERMS, MOST_TERMS = 4, 10  # terms of Adam's series
 LEAST = 2.0**-200  # the least product; if it becomes smaller, `History` scales the product and the inverses
-
-Rows = npt.NDArray[np.float32]
 
 
 class Clock(NamedTuple):

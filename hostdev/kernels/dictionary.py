@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Keys
 from hostdev.kernels.jit import kernel, prefetch_to_read
 from hostdev.kernels.unique import find_slot
-
-Keys = npt.NDArray[np.int64]
 
 BYTES_A_VALUE = 31  # at most: 20 for a key and its count, if a fifth is unused, and 11 for slots, if 3/8 are used
 _EMPTY = -1

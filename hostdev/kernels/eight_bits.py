@@ -32,10 +32,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32, int32, uint8, uint32
 
+from hostdev.kernels.arrays import Rows
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read
 from hostdev.kernels.pool import get_grain, parallel_for
 
-Rows = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.uint8]  # for each slot, whether it is never negative
 

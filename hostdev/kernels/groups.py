@@ -15,15 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
+from hostdev.kernels.arrays import AnyIds, Positions, Values
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import address_of, array_at, kernel
 from hostdev.kernels.lookup import first_outside
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import Dedupe, add_direct, find_slot, id_range, unique
-
-Ids = npt.NDArray[Any]
-Positions = npt.NDArray[np.int32]
-Weights = npt.NDArray[np.float32]
 
 _LARGE = 1 << 16  # ids; larger groups are deduplicated in parts
 _GRAIN = 1 << 14  # ids; fewer are not worth a task
@@ -42,7 +39,7 @@ class _Features(NamedTuple):
     ends: npt.NDArray[np.int64]  # [F + 1], where each feature's ids begin among all ids
 
 
-def _describe_features(features: Sequence[Ids]) -> _Features:
+def _describe_features(features: Sequence[AnyIds]) -> _Features:
     for ids in features:
         if ids.dtype not in _WIDTHS:
             raise TypeError(f"ids must be int32 or int64, not {ids.dtype}")
@@ -75,7 +72,7 @@ def _check(start, stop, addresses, widths, ends, limits, grain, wrong):
     wrong[start // grain] = outside
 
 
-def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int, int] | None:
+def check_groups(groups: Sequence[tuple[Sequence[AnyIds], int]]) -> tuple[int, int, int] | None:
     """Return (group, feature, position) of the first id that is outside its table, or None if there is none.
 
     Args:
@@ -170,7 +167,7 @@ def _run_small(start: int, stop: int, which: npt.NDArray[np.int64], most: int, *
     _unique_small(start, stop, which, *arguments, _own.places, slots)
 
 
-def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]]:
+def unique_groups(groups: Sequence[Sequence[AnyIds]]) -> list[tuple[AnyIds, Positions]]:
     """Deduplicate the ids of each group as `unique` does, for all groups at once.
 
     Args:
@@ -283,8 +280,8 @@ def _copy_kept(start, stop, values, weights, offsets, padding, begins, kept_valu
 
 
 def drop_padding(
-    values: Ids, lengths: Positions, padding: int, weights: Weights | None
-) -> tuple[Ids, Positions, Weights | None]:
+    values: AnyIds, lengths: Positions, padding: int, weights: Values | None
+) -> tuple[AnyIds, Positions, Values | None]:
     """Return values, lengths and weights without the padding id; if it does not occur, return the same arrays.
 
     Args:

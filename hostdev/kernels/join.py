@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Positions
 from hostdev.kernels.jit import inline, kernel
-
-Positions = npt.NDArray[np.int32]
 
 _LEAST_BITS = 4
 _FILTER_BITS = 3  # the filter has 2^3 times as many places as the hash table

@@ -6,6 +6,7 @@ An entry's value is the number of the last step that used the key, and the key's
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Keys
 from hostdev.kernels.jit import array_at, kernel
 from hostdev.kernels.key_directory import (
     AHEAD,
@@ -15,7 +16,6 @@ from hostdev.kernels.key_directory import (
     PARTS,
     SLOTS,
     KeyDirectory,
-    Keys,
     find_begin,
     find_entry,
     first_entry,

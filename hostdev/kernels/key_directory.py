@@ -17,12 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.arena import Arena, Block, as_entries
+from hostdev.kernels.arrays import Keys, RowNumbers
 from hostdev.kernels.counter import hashed
 from hostdev.kernels.jit import address_of, array_at, ask_to_read, inline, kernel
 from hostdev.kernels.pool import Task, parallel_for, run_tasks, tasks_over
-
-Keys = npt.NDArray[np.int64]
-Rows = npt.NDArray[np.int32]
 
 PARTS = 256
 MOST_ROWS = 2**31 - 1
@@ -203,7 +201,7 @@ class KeyDirectory:
         """Size of the entries in bytes."""
         return self._arena.nbytes
 
-    def find(self, keys: Keys) -> Rows:
+    def find(self, keys: Keys) -> RowNumbers:
         """Return the rows of keys [N], int32 [N]; EMPTY for a key that is not in the directory."""
         rows = np.empty(len(keys), np.int32)
         run_tasks(self.find_tasks(keys, rows))
@@ -242,7 +240,7 @@ class KeyDirectory:
         part = int(parts_of(np.array([key]))[0])
         self._grow_part(part, int(self.parts[part, _SIZE]), 2 * self._spare(part))
 
-    def erase(self, keys: Keys) -> Rows:
+    def erase(self, keys: Keys) -> RowNumbers:
         """Erase keys [N]; return their rows, int32 [N], or EMPTY for a key that was not in the directory."""
         rows = np.empty(len(keys), np.int32)
         _erase(keys, self.parts, rows)

@@ -3,13 +3,11 @@
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Keys, RowNumbers
 from hostdev.kernels.bits import Bits, count_bits
 from hostdev.kernels.buffers import reserved
 from hostdev.kernels.counter import hashed, mix64
 from hostdev.kernels.jit import kernel
-
-Keys = npt.NDArray[np.int64]
-Rows = npt.NDArray[np.int32]
 
 _NO_ROWS = np.zeros(0, np.int32)
 _PART_BITS = 8  # a part's hashes and their order, which need 16 bytes a row, are in memory one part at a time
@@ -40,7 +38,7 @@ def _place(keys, bits, nexts, order):
             row += one
 
 
-def sorted_rows(keys: Keys, bits: Bits, first: Rows = _NO_ROWS) -> Rows:
+def sorted_rows(keys: Keys, bits: Bits, first: RowNumbers = _NO_ROWS) -> RowNumbers:
     """Return the rows of a set in the order of the hashes of their keys, after other rows.
 
     Args:
@@ -51,7 +49,7 @@ def sorted_rows(keys: Keys, bits: Bits, first: Rows = _NO_ROWS) -> Rows:
     Returns:
         int32 [F + K].
     """
-    found: Rows = reserved((len(first) + count_bits(bits),), np.int32)
+    found: RowNumbers = reserved((len(first) + count_bits(bits),), np.int32)
     found[: len(first)] = first
     order = found[len(first) :]
     if not len(order):

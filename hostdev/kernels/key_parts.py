@@ -7,9 +7,8 @@ the keys of all ranks, one rank after the other, are in the order of the hashes.
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Keys
 from hostdev.kernels.key_directory import PARTS, parts_of
-
-Keys = npt.NDArray[np.int64]
 
 
 def first_part(rank: int, ranks: int) -> int:

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import RowNumbers
 from hostdev.kernels.jit import kernel
-
-Rows = npt.NDArray[np.int32]
 
 
 @kernel
@@ -46,8 +45,8 @@ def _number(rows, inverse, ends, firsts, unknown, slots, numbers, found):
 
 
 def number_rows(
-    rows: Rows, inverse: Rows, features: Sequence[npt.NDArray[Any]], unknown: Sequence[Sequence[int]]
-) -> Rows:
+    rows: RowNumbers, inverse: RowNumbers, features: Sequence[npt.NDArray[Any]], unknown: Sequence[Sequence[int]]
+) -> RowNumbers:
     """Return the distinct rows of a batch in order of first occurrence; renumber `inverse` accordingly, in place.
 
     Args:

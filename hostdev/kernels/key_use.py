@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import RowNumbers
 from hostdev.kernels.jit import array_at, inline, kernel, prefetch_to_read
 from hostdev.kernels.key_directory import AHEAD, KeyDirectory, find_entry, look_ahead
 from hostdev.kernels.pool import parallel_for
 
-Rows = npt.NDArray[np.int32]
 Packed = npt.NDArray[np.uint64]
 
 _AHEAD = 16  # rows
@@ -74,7 +74,7 @@ def _restore(start, stop, rows, packed, before):
             packed[np.uint64(rows[i])] = before[i]
 
 
-def use(rows: Rows, uses: Rows, step: int, packed: Packed) -> Packed:
+def use(rows: RowNumbers, uses: RowNumbers, step: int, packed: Packed) -> Packed:
     """Set the last step of distinct rows, and add to their uses, at most 2^32 - 1.
 
     Args:
@@ -92,8 +92,8 @@ def use(rows: Rows, uses: Rows, step: int, packed: Packed) -> Packed:
 
 
 def find_and_use(
-    directory: KeyDirectory, keys: npt.NDArray[np.int64], uses: Rows, step: int, packed: Packed
-) -> tuple[Rows, Packed]:
+    directory: KeyDirectory, keys: npt.NDArray[np.int64], uses: RowNumbers, step: int, packed: Packed
+) -> tuple[RowNumbers, Packed]:
     """Return `directory.find(keys)`, and the result of `use` with these rows; the keys must be distinct."""
     rows, before = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint64)
     arguments = keys, directory.parts, uses, np.uint64(step), packed, rows, before
@@ -101,7 +101,7 @@ def find_and_use(
     return rows, before
 
 
-def restore(rows: Rows, packed: Packed, before: Packed) -> None:
+def restore(rows: RowNumbers, packed: Packed, before: Packed) -> None:
     """Undo a call of `use`."""
     parallel_for(_restore, len(rows), rows, packed, before, grain=_GRAIN)
 

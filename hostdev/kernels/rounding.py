@@ -13,6 +13,7 @@ import numpy.typing as npt
 from numba import types
 from numba.extending import overload
 
+from hostdev.kernels.arrays import AnyIds, Rows
 from hostdev.kernels.bfloat16 import as_exact, to_float32
 from hostdev.kernels.counter import hashed
 from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode_plane, store_plane
@@ -21,8 +22,6 @@ from hostdev.kernels.pool import Task, get_grain, tasks_over
 from hostdev.kernels.shards import id_at
 from hostdev.kernels.stochastic_rounding import draw, rounded_bits, steps_of
 
-Ids = npt.NDArray[Any]
-Rows = npt.NDArray[np.float32]
 Bfloat16 = npt.NDArray[np.uint16]
 Stored = Rows | Bfloat16
 StoredSlots = Stored | Codes
@@ -318,7 +317,7 @@ def read_tasks(
     weights: Stored,
     slots: StoredSlots,
     unsigned: Flags,
-    ids: Ids,
+    ids: AnyIds,
     out: Rows,
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
@@ -333,7 +332,7 @@ def read_tasks(
     return tasks_over(_read, len(ids), ids, positions, weights, slots, unsigned, out, grain=get_grain(out.strides[0]))
 
 
-def read_here(weights: Stored, slots: StoredSlots, unsigned: Flags, ids: Ids, out: Rows) -> None:
+def read_here(weights: Stored, slots: StoredSlots, unsigned: Flags, ids: AnyIds, out: Rows) -> None:
     """Copy rows as the tasks of `read_tasks` do, using only this thread."""
     _read(0, len(ids), ids, None, weights, slots, unsigned, out)
 
@@ -342,7 +341,7 @@ def write_tasks(
     weights: Stored,
     slots: StoredSlots,
     unsigned: Flags,
-    ids: Ids,
+    ids: AnyIds,
     values: Rows,
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:

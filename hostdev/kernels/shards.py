@@ -7,14 +7,13 @@ theorem; Sos, 1958). Positions do not depend on W, the number of ranks. Rank r's
 
 import functools
 import math
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.jit import inline, kernel
 
-Ids = npt.NDArray[Any]
 Places = npt.NDArray[np.int32]
 
 _MOST_PRODUCT = (1 << 63) - 1
@@ -84,7 +83,7 @@ def _positions(ids, multiplier, rows, out):
         out[i] = np.uint64(ids[i]) * np.uint64(multiplier) % np.uint64(rows)
 
 
-def get_positions(ids: Ids, rows: int) -> npt.NDArray[np.int64]:
+def get_positions(ids: AnyIds, rows: int) -> npt.NDArray[np.int64]:
     """Return the positions, int64 [N], of ids [N] of a table of V rows."""
     out = np.empty(len(ids), np.int64)
     _positions(ids, get_multiplier(rows), rows, out)
@@ -120,14 +119,14 @@ def get_inverse(rows: int) -> int:
     return pow(get_multiplier(rows), -1, rows) if rows > 1 else 0
 
 
-def ids_of(positions: Ids, rows: int) -> npt.NDArray[np.int64]:
+def ids_of(positions: AnyIds, rows: int) -> npt.NDArray[np.int64]:
     """Return the ids, int64 [N], at positions [N] of a table of V rows."""
     out = np.empty(len(positions), np.int64)
     _write_ids(positions, get_inverse(rows), rows, out)
     return out
 
 
-def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray[np.int64]]:
+def partition(ids: AnyIds, rows: int, ranks: int) -> tuple[AnyIds, Places, npt.NDArray[np.int64]]:
     """Sort unique ids by the rank that holds their rows.
 
     Args:
@@ -147,7 +146,7 @@ def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray
     return (*_sorted(owners, local, counts), counts)
 
 
-def partition_by_owner(owners: Places, local: Ids, ranks: int) -> tuple[Ids, Places, npt.NDArray[np.int64]]:
+def partition_by_owner(owners: Places, local: AnyIds, ranks: int) -> tuple[AnyIds, Places, npt.NDArray[np.int64]]:
     """Sort row numbers within ranks by the rank, and return what `partition` returns.
 
     Args:
@@ -159,7 +158,7 @@ def partition_by_owner(owners: Places, local: Ids, ranks: int) -> tuple[Ids, Pla
     return (*_sorted(owners, local, counts), counts)
 
 
-def _sorted(owners: Places, local: Ids, counts: npt.NDArray[np.int64]) -> tuple[Ids, Places]:
+def _sorted(owners: Places, local: AnyIds, counts: npt.NDArray[np.int64]) -> tuple[AnyIds, Places]:
     places, out = np.empty(len(local), np.int32), np.empty_like(local)
     _sort(owners, local, np.cumsum(counts) - counts, places, out)
     return out, places

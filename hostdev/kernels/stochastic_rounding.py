@@ -14,20 +14,18 @@ its slot s.
 """
 
 import functools
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numba import uint16, uint32, uint64
 
+from hostdev.kernels.arrays import AnyIds, Rows
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.eight_bits import round_plane, to_nearest
 from hostdev.kernels.jit import bare, inline, kernel
 from hostdev.kernels.plane_formats import BFLOAT16, EIGHT_BITS, FLOAT32, UNSIGNED_8
 from hostdev.kernels.pool import get_grain, parallel_for
 
-Ids = npt.NDArray[Any]
-Rows = npt.NDArray[np.float32]
 Bfloat16 = npt.NDArray[np.uint16]
 
 WEYL = 0x9E3779B9  # difference between the counters of adjacent pairs of columns
@@ -94,7 +92,7 @@ def _round_into(start, stop, first_row, ids, key, steps, values, out):
             to[j] = rounded_bits(weights[j], random[j])
 
 
-def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int, formats: tuple[int, ...]) -> None:
+def round_rows(block: Rows, ids: AnyIds, row_ids: AnyIds, key: int, formats: tuple[int, ...]) -> None:
     """Round planes of rows, in place, to values that the planes' formats can represent; the array remains float32.
 
     Args:
@@ -109,7 +107,7 @@ def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int, formats: tuple[int
     parallel_for(_round_rows, len(ids), *args, grain=get_grain(block.strides[0]))
 
 
-def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids: Ids | None = None) -> None:
+def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids: AnyIds | None = None) -> None:
     """Round weights, float32 [N, 1, D], to bfloat16, and write them to out, bfloat16 [N, D].
 
     The ids of the rows are `ids`, int64 [N], or first_row, first_row + 1, ... if `ids` is None.

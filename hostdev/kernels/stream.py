@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.arrays import Strided
+from hostdev.kernels.arrays import Rows, Strided
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import Kernel, Task, parallel_for, run_tasks
 from hostdev.kernels.segment import sum_part, sum_scalar_part
 from hostdev.kernels.unique import id_map
-
-Rows = npt.NDArray[np.float32]
 
 _PART = 32768  # occurrences
 _PIECES = 2  # tasks for the rows that one part completes
@@ -30,7 +28,7 @@ _ORDER_FROM_COLUMNS = 16  # with fewer columns, ordering the rows costs more tha
 _GRAIN = 256
 
 
-class Progress:
+class FinishedParts:
     """The number of parts that a task has finished; other tasks can wait until it reaches a given number."""
 
     def __init__(self) -> None:
@@ -52,7 +50,7 @@ class Progress:
             self._changed.notify_all()
 
 
-def _follow(start: int, stop: int, progress: Progress, work: Callable[[int], None]) -> None:
+def _follow(start: int, stop: int, progress: FinishedParts, work: Callable[[int], None]) -> None:
     """Call `work(start)`, ..., `work(stop - 1)`, and report each call's end to `progress`."""
     for part in range(start, stop):
         try:
@@ -81,7 +79,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
     ends = scratch("ends", (parts + 2,), np.int64)
     add_part = sum_scalar_part if D == 1 else sum_part
     in_order = D >= _ORDER_FROM_COLUMNS
-    seen, found, added = id_map(ids), Progress(), Progress()
+    seen, found, added = id_map(ids), FinishedParts(), FinishedParts()
     rows_marked = rows_added = 0
 
     def find(part: int) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import Positions
 from hostdev.kernels.jit import ask_to_read, inline, kernel
-
-Positions = npt.NDArray[np.int32]
 
 _EMPTY = -1
 _AHEAD = 8  # texts between a prefetch and its use

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hostdev.cache.plan import Plan
 from hostdev.distributed.exchange import Asked
-from hostdev.pipeline.row_ids import Ids, Positions
+from hostdev.kernels.arrays import AnyIds, Positions
 
 Inverse = npt.NDArray[np.int32]
 
@@ -22,7 +22,7 @@ class Request(NamedTuple):
 
     batch: Any  # the caller's batch
     rows: int  # number of samples, for the timeline
-    ids: Sequence[Sequence[Ids]]  # by group, by feature: int32 or int64 [N], C-contiguous, all in the table
+    ids: Sequence[Sequence[AnyIds]]  # by group, by feature: int32 or int64 [N], C-contiguous, all in the table
     tensors: Sequence[Tensor] = ()  # other tensors that the step needs on the device
     note: Any = None  # the caller's own data
     check: Callable[[], None] | None = None  # called before ids are used; raises an error for ids outside the table
@@ -38,7 +38,7 @@ class ReadBatch(NamedTuple):
 class UniqueGroup(NamedTuple):
     """A group's unique ids; with other ranks, the ids of this rank's rows that any rank requests."""
 
-    ids: Ids  # unique [U]
+    ids: AnyIds  # unique [U]
     inverse: Inverse  # [N], for each id in the batch, the index of its row among the unique rows
     asked: Asked | None = None  # with other ranks: the rows that this rank requests, and those requested from it
     plans_keys: bool = False  # whether the batch is a planned step of a table by key; `ids` are row numbers
@@ -57,7 +57,7 @@ class UniqueBatch(NamedTuple):
 class PlannedGroup(NamedTuple):
     """A group's ids and the cache's plan."""
 
-    ids: Ids  # unique [U]
+    ids: AnyIds  # unique [U]
     asked: Asked | None
     plan: Plan | None  # None without a cache, or in a pass that updates nothing
     places: Positions | None  # for each id, the position of its row on the device, int32 [U]; None for the ids' order
@@ -65,11 +65,11 @@ class PlannedGroup(NamedTuple):
     guests: Any = None  # as in `UniqueGroup`
 
     @property
-    def reads(self) -> Ids:
-        """Ids of rows that are read on the host: rows that bypass the cache, then rows that it admits."""
+    def reads(self) -> AnyIds:
+        """AnyIds of rows that are read on the host: rows that bypass the cache, then rows that it admits."""
         return self.ids if self.plan is None else self.plan.reads
 
     @property
-    def writes(self) -> Ids:
-        """Ids of rows that the update writes on the host: rows that bypass the cache, then rows that it evicts."""
+    def writes(self) -> AnyIds:
+        """AnyIds of rows that the update writes on the host: rows that bypass the cache, then rows that it evicts."""
         return self.ids if self.plan is None else self.plan.writes

@@ -49,12 +49,12 @@ class Context:
         self.groups, self.staging, self.timeline = groups, staging, timeline
         self.exchanges, self.last_writers, self.hooks = exchanges, last_writers, hooks
         host = Staging(torch.device("cpu")) if exchanges else staging  # rows for other ranks stay in host memory
-        self.row_stagings = [host if group.cache is None else staging for group in groups]
+        self.cached = [number for number, group in enumerate(groups) if group.is_cached]
+        self.row_stagings = [staging if number in self.cached else host for number in range(len(groups))]
         self.offsets = offsets
         self.unique = Primitive("Unique", unique_groups, log=log).add_prim_attr("primitive_target", "CPU")
         self.before_stage = hooks.before_stage or (lambda stage, number: None)
         self.on_host = any(group.on_host for group in groups)
-        self.cached = [number for number, group in enumerate(groups) if group.cache is not None]
         self.keyed = {number: group.keys for number, group in enumerate(groups) if group.keys is not None}
         self.tiers = find_tiers(groups)
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)

@@ -23,10 +23,11 @@ from hostdev.core.memory import row_bytes
 from hostdev.device.forwarding import ForwardedPlaces, RowState, StepGradients
 from hostdev.device.pinned import PinnedBuffer
 from hostdev.device.staging import Staging
+from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.join import join
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.pipeline.groups import Group
-from hostdev.pipeline.row_ids import ConcatenatedIds, Ids, Positions, RowOffsets, RowSubset
+from hostdev.pipeline.row_ids import ConcatenatedIds, RowOffsets, RowSubset
 
 _POSITION_BYTES = 24  # bytes of a forwarded row's positions and id
 
@@ -53,10 +54,11 @@ def find_forwarded(written: ConcatenatedIds, conflicting: RowSubset, earlier: Fo
     source, chosen = join(written.ids, conflicting.ids)
     assert conflicting.positions is not None
     place = np.full(len(written.ids), -1, np.int32)
+    starts = np.searchsorted(source, written.starts).tolist()
+    held_starts = [0] * len(starts)
     if earlier is not None:
         place[earlier.target] = np.arange(len(earlier.target), dtype=np.int32)
-    starts = np.searchsorted(source, written.starts).tolist()
-    held_starts = [0] * len(starts) if earlier is None else earlier.starts
+        held_starts = earlier.starts
     return Forwarded(source, conflicting.positions[chosen], place[source], starts, written.starts, held_starts)
 
 
@@ -77,7 +79,7 @@ class ForwardedRows:
     def __init__(
         self,
         group: Group,
-        ids: Ids,
+        ids: AnyIds,
         source: Positions,
         target: Positions,
         held: Positions,
@@ -121,7 +123,7 @@ class ForwardedRows:
         self._sent, mark = self._staging.send([*self._places, *self._host], self._memory)
         self._marks.append(mark)
 
-    def reload(self, ids: Ids | None) -> None:
+    def reload(self, ids: AnyIds | None) -> None:
         """Read the new rows again after a write to the tables, and send them again if they were sent before.
 
         Args:
@@ -199,7 +201,7 @@ class Forwarding:
         # forwarded to the last step, as they were before it.
         self._taken: dict[tuple[int, int], StepGradients] = {}
         self._states: dict[tuple[int, int], RowState] = {}
-        self._ids: dict[int, Ids] = {}  # by group, the ids of the rows in `_states`
+        self._ids: dict[int, AnyIds] = {}  # by group, the ids of the rows in `_states`
         self._written: set[int] = set()  # groups whose tables the caller wrote after the last step had ended
 
     def begin(self, forwarded: Sequence[ForwardedRows | None], values: Sequence[Sequence[Tensor]]) -> None:
@@ -244,7 +246,7 @@ class Forwarding:
                     self._read_again(table, self._ids[number], ids, self._states[number, place])
 
     @staticmethod
-    def _read_again(table: Any, rows: Ids, written: npt.NDArray[Any] | None, state: RowState) -> None:
+    def _read_again(table: Any, rows: AnyIds, written: npt.NDArray[Any] | None, state: RowState) -> None:
         at = np.arange(len(rows)) if written is None else np.flatnonzero(np.isin(rows, written))
         if len(at):
             places = torch.from_numpy(at).to(state.block.device)
@@ -252,7 +254,7 @@ class Forwarding:
                 held.index_copy_(0, places, value)
 
 
-def _read(table: Any, ids: Ids, like: RowState) -> RowState:
+def _read(table: Any, ids: AnyIds, like: RowState) -> RowState:
     """Read rows from a host table; return them on the device of `like`, in its layout."""
     values = [torch.empty((len(ids), *held.shape[1:])) for held in like]
     run_tasks(table.read_rows_tasks(ids, *(value.numpy() for value in values)))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy.typing as npt
 from torch import Tensor
 
-from hostdev.cache.cache import EmbeddingCache
+from hostdev.cache.cache import NO_CACHE, EmbeddingCache
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.core.table_dtypes import FP32
 from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup, ForwardRead
@@ -76,13 +76,13 @@ class Group:
         keys: KeyedRows | None = None,
     ) -> None:
         self.embeddings = [Embedding(table, log) for table in tables]
-        self.cache, self.keys = cache, keys
+        self.cache, self.keys = cache or NO_CACHE, keys
+        self.is_cached = bool(self.cache.slots)
         self.rows = tables[0].row_space
         self.on_host = self.embeddings[0].target == "CPU"
         self.late = any(table.capabilities.late for table in tables)  # rows miss steps
-        if cache is not None:
-            for embedding, slots in zip(self.embeddings, cache.slots, strict=True):
-                embedding.use_cache(slots, log)
+        for embedding, slots in zip(self.embeddings, self.cache.slots, strict=False):
+            embedding.use_cache(slots, log)
 
     @property
     def row_bytes(self) -> int:
@@ -108,5 +108,4 @@ class Group:
     @property
     def window(self) -> int:
         """Number of batches that the plans of the cache and of tables on disk look ahead; 0 without both."""
-        cached = 0 if self.cache is None else self.cache.window
-        return max(cached, *(one.table.window for one in self.embeddings))
+        return max(self.cache.window, *(one.table.window for one in self.embeddings))

@@ -9,8 +9,8 @@ import numpy as np
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
-from hostdev.distributed.exchange import Exchange
-from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.exchange import Exchange, make_exchanges
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims
 from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.context import Context
@@ -43,7 +43,7 @@ class Pipeline:
             other depths must equal those of depth 0.
         timeline: Records the stages' durations.
         log: Records the ops' durations.
-        ranks: The processes that have the other parts of the tables; None for a single process.
+        world: The processes that have the other parts of the tables.
         hooks: Hooks for tests.
     """
 
@@ -55,7 +55,7 @@ class Pipeline:
         depth: int,
         timeline: Timeline | None = None,
         log: OpLog | None = None,
-        ranks: Ranks | None = None,
+        world: World = ALONE_WORLD,
         hooks: PipelineHooks | None = None,
     ) -> None:
         require_depth(depth)
@@ -63,16 +63,14 @@ class Pipeline:
         self.timeline = timeline or Timeline()
         offsets = RowOffsets(groups)
         claims = Claims(offsets.rows, offsets.get_used) if depth else Claims(0)
-        self.ranks = ranks
-        exchanges = {}
-        if ranks is not None:
-            tables = [[one.table for one in group.embeddings] for group in groups]
-            shapes = (
-                [each[0].total_rows for each in tables],
-                [[table.fetched_width for table in each] for each in tables],
-            )
-            by_key = [one[0].capabilities.by_key for one in tables]
-            exchanges = {update: Exchange(ranks, *shapes, by_key) for update in (True, False)}
+        self._world = world
+        tables = [[one.table for one in group.embeddings] for group in groups]
+        exchanges = make_exchanges(
+            world,
+            [each[0].total_rows for each in tables],
+            [[table.fetched_width for table in each] for each in tables],
+            [each[0].capabilities.by_key for each in tables],
+        )
         self._context = Context(
             groups, offsets, staging, claims, self.timeline, log, exchanges, hooks or PipelineHooks(), depth
         )
@@ -94,13 +92,10 @@ class Pipeline:
     def steps(self, steps: int) -> None:
         self._context.steps = steps
 
-    def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes that training has sent to other ranks: ids, rows and gradients.
-
-        "rows" counts all these bytes, "least" is a lower bound on "rows", and "network" counts bytes to other hosts.
-        """
-        exchange = self._context.exchanges[True]
-        return {"rows": exchange.sent_bytes, "least": exchange.least_bytes, "network": exchange.network_bytes}
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """The exchange of training with other ranks; empty without other ranks."""
+        return [exchange for update, exchange in self._context.exchanges.items() if update]
 
     @contextmanager
     def train(
@@ -129,8 +124,7 @@ class Pipeline:
         for keys in self._context.keyed.values():
             keys.begin_pass()
         for group in self.groups:
-            if group.cache is not None:
-                group.cache.refresh()
+            group.cache.refresh()
         try:
             opened = self._open(
                 batches, window, update=True, background=background, read_ahead=read_ahead, position=position
@@ -144,8 +138,7 @@ class Pipeline:
                 for embedding in group.embeddings:
                     embedding.uncount_unfinished()
             for group in self.groups:
-                if group.cache is not None:
-                    group.cache.write_back()
+                group.cache.write_back()
             for keys in self._context.keyed.values():
                 keys.end_pass()
 
@@ -167,8 +160,7 @@ class Pipeline:
         if self.training is not None:
             self.training.drain()
         for group in self.groups:
-            if group.cache is not None:
-                group.cache.write_back_rows()
+            group.cache.write_back_rows()
 
     def reload(self, table: Any, ids: Ids | None) -> None:
         """After `write_back` and a write to a table, read again its rows that were looked up ahead or are cached.
@@ -178,7 +170,7 @@ class Pipeline:
             ids: int32 or int64 [N], local row numbers on this rank; None for all rows.
         """
         for group in self.groups:
-            if group.cache is not None and any(one.table is table for one in group.embeddings):
+            if any(one.table is table for one in group.embeddings):
                 group.cache.refresh(table, ids)
         for one in self._open_passes:
             one.reload(table, ids)
@@ -202,7 +194,7 @@ class Pipeline:
             one: SerialPass | OverlappedPass
             options = PassOptions(self.depth, window, self._number, position, update, background, ahead)
             if self.depth:
-                one = OverlappedPass(self._context, batches, options, self._are_ranks_gone)
+                one = OverlappedPass(self._context, batches, options, lambda: self._world.is_stuck)
             else:
                 one = SerialPass(self._context, batches, options)
             failed = False
@@ -221,10 +213,3 @@ class Pipeline:
                 finally:
                     if self.training is None or update:
                         self._number = max(self._number, one.number)
-
-    def _are_ranks_gone(self) -> bool:
-        """Return whether this rank and another were found to be making different calls.
-
-        If so, the other ranks will not answer.
-        """
-        return self.ranks is not None and self.ranks.calls.wrong is not None

@@ -164,8 +164,8 @@ def send_gradients(context: Context, batch: StepBatch, gradients: Gradients) -> 
     context.staging.await_event(received)
     summed = exchange_gradients(context, batch, outgoing)
     on_device = [
-        [None if one is None else one.to(context.staging.device if group.cache is not None else "cpu") for one in mine]
-        for group, mine in zip(context.groups, summed, strict=True)
+        [None if one is None else one.to(staging.device) for one in mine]
+        for staging, mine in zip(context.row_stagings, summed, strict=True)
     ]
     return Leaving(gradients._replace(grads=on_device), None, received)
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from hostdev.core.timeline import Span
 from hostdev.device.pinned import PinnedBuffer
 from hostdev.distributed.exchange import Incoming
-from hostdev.distributed.gradients import Parts, Rows, SelectedRows
+from hostdev.distributed.gradients import Parts, SelectedRows
+from hostdev.kernels.arrays import AnyIds, Positions, Rows
 from hostdev.pipeline.batch_ids import Inverse, PlannedGroup, Request
-from hostdev.pipeline.row_ids import ConcatenatedIds, Ids, Positions
+from hostdev.pipeline.row_ids import ConcatenatedIds
 from hostdev.pipeline.rows import BatchRows, FetchedRows
 from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight, SharedRows
 
@@ -92,7 +93,7 @@ class StepGroup(NamedTuple):
     values: list[Tensor]  # each table's rows, float32 [U, D]; the consumer empties the list
 
     @property
-    def ids(self) -> Ids:
+    def ids(self) -> AnyIds:
         """Unique ids [U]."""
         return self.planned.ids
 

@@ -1,25 +1,22 @@
 """Subsets of a batch's rows, and the concatenated ids of all groups, for the search for hazards."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.pipeline.groups import Group
-
-Ids = npt.NDArray[Any]
-Positions = npt.NDArray[np.int32]
 
 
 class RowSubset(NamedTuple):
     """A subset of a batch's ids, with their positions in the batch."""
 
-    ids: Ids  # int32 or int64 [any], unique
+    ids: AnyIds  # int32 or int64 [any], unique
     positions: Positions | None  # [any], ascending, among the batch's ids; None for all ids
 
     @classmethod
-    def select(cls, ids: Ids, positions: Positions | None) -> "RowSubset":
+    def select(cls, ids: AnyIds, positions: Positions | None) -> "RowSubset":
         """Return the subset at these positions of `ids`; None selects all."""
         return cls(ids if positions is None else ids[positions], positions)
 
@@ -38,7 +35,7 @@ class RowSubset(NamedTuple):
 class ConcatenatedIds(NamedTuple):
     """The ids of all groups in one array; the number of rows of all preceding groups is added to each id."""
 
-    ids: Ids  # int32 or int64 [any]
+    ids: AnyIds  # int32 or int64 [any]
     starts: list[int]  # [G + 1], where each group's ids begin
 
 
@@ -58,7 +55,7 @@ class RowOffsets:
         pairs = zip(self._groups, self._offsets, strict=False)
         return [(offset, offset + group.used_rows) for group, offset in pairs if group.on_host]
 
-    def concatenate(self, ids: Sequence[Ids]) -> ConcatenatedIds:
+    def concatenate(self, ids: Sequence[AnyIds]) -> ConcatenatedIds:
         """Return the ids of all groups in one array, after adding each group's offset to its ids."""
         if self._alone:
             return ConcatenatedIds(ids[0], [0, len(ids[0])])

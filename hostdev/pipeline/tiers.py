@@ -174,7 +174,7 @@ def find_tiers(groups: Sequence[Group]) -> list[TableTier]:
     """Return the tables of the groups that are on disk."""
     pairs: list[tuple[int, Any]] = [(n, one.table) for n, group in enumerate(groups) for one in group.embeddings]
     return [
-        TableTier(number, table.storage.tier, groups[number].cache is not None, table.window)
+        TableTier(number, table.storage.tier, groups[number].is_cached, table.window)
         for number, table in pairs
         if table.capabilities.on_disk
     ]

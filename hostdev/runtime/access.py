@@ -45,11 +45,8 @@ class Access:
         self.before_read(table)
         runtime = self._runtime()
         loop = None if runtime is None else runtime.loops.training
-        if runtime is not None and runtime.ranks is not None and runtime.pipeline.depth and loop is not None:
-            raise ValueError(
-                f"table {table.name!r}: other ranks already have its rows for the next batches; write to the table "
-                "between loops, or create the Runtime with depth=0"
-            )
+        if runtime is not None and runtime.pipeline.depth and loop is not None:
+            runtime.world.require_own_rows(table.name)
 
     def before_rekey(self, table: Any) -> None:
         """See `core.tables.Owner`."""

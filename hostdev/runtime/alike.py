@@ -21,7 +21,7 @@ def get_settings(
     device: str,
     depth: int,
     dense_exchange: str,
-    windows: Sequence[int | None],
+    caches: Sequence[str],
 ) -> Mapping[str, Any]:
     """Return the settings of a runtime that must be equal on all ranks, by name: its tables, features and options.
 
@@ -32,8 +32,8 @@ def get_settings(
         device: The type of the device, such as "cuda".
         depth: Number of batches that are read ahead.
         dense_exchange: How the dense gradients are summed, one of `EXCHANGES`.
-        windows: For each group, the number of batches that its cache looks ahead; None without a cache. The sizes
-            of caches may differ between ranks, and policies may differ, too, if none of them is "lookahead".
+        caches: For each group, `EmbeddingCache.describe`. The sizes of caches may differ between ranks, and policies
+            may differ, too, if none of them is "lookahead".
     """
     tables = [table for group in groups for table in group.tables]
     names = ", ".join(table.name for table in tables)
@@ -47,9 +47,8 @@ def get_settings(
     found["the kind of device"] = device
     found["depth"] = depth  # ranks exchange the ids of the batches that each has read ahead
     found["dense_exchange"] = dense_exchange
-    for group, window in zip(groups, windows, strict=True):
-        text = "no cache" if window is None else f"a cache that looks {window} batches ahead"
-        found[f"the cache of table {group.tables[0].name!r}"] = shown(window, text)
+    for group, cache in zip(groups, caches, strict=True):
+        found[f"the cache of table {group.tables[0].name!r}"] = cache
     furthest = max((table.window for table in tables if table.capabilities.on_disk), default=None)
     text = "no table on disk" if furthest is None else f"tables on disk that look {furthest} batches ahead"
     found["the storage of tables"] = shown(furthest, text)

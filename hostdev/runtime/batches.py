@@ -158,12 +158,12 @@ class Loop(Generic[Item]):
     def close(self) -> None:
         """End the loop early, after applying all finished steps to the tables; raise the error of a failed update."""
         self._ended = True
-        ranks = self._runtime.ranks
-        if ranks is not None and self._pass is not None:
-            if ranks.have_parted:  # other ranks no longer take part in exchanges
+        world = self._runtime.world
+        if self._pass is not None:
+            if world.have_parted:  # other ranks no longer take part in exchanges
                 self._fail(PeerLostError("the ranks have diverged"))
                 return
-            ranks.calls.leave(f"runtime.{self.name}(), left after {self._what} {self._number}")
+            world.leave_loop(f"runtime.{self.name}(), left after {self._what} {self._number}")
         with torch.inference_mode(False):  # as in `__next__`
             try:
                 self._end_batch(closing=True)
@@ -202,7 +202,7 @@ class Loop(Generic[Item]):
             reading.kept.may_read_ahead = self._may_read
         if not self._how["background"]:
             ahead = together > 1 or (reads_ahead(runtime.pipeline) and self._how["read_ahead"] != 0)
-            streams = make_streams(runtime.device, runtime.ranks, self._find_place(reading), together)
+            streams = make_streams(runtime.device, runtime.world, self._find_place(reading), together)
             reading.watch(streams, ahead=ahead)
         return self._reader.requests(reading)
 
@@ -279,7 +279,7 @@ class Loop(Generic[Item]):
         batch = self._batch
         assert batch.flight is not None
         sizes = [micro.samples for micro in batch.micros]
-        return Step(batch.flight.number, sizes, self._next_batch, batch.reduction)
+        return Step(batch.flight.number, sizes, self._next_batch, batch.reduction)  # type: ignore[arg-type]  # by ranks
 
     def _next_batch(self) -> Any:
         assert self._reading is not None
@@ -289,13 +289,11 @@ class Loop(Generic[Item]):
     def _begin_next(self) -> None:
         """Count a request for the next batch, or step. With several ranks, all ranks must make the same request."""
         self._number += 1
-        if (ranks := self._runtime.ranks) is None:
-            return
-        text = f"runtime.{self.name}()"
+        text, world = f"runtime.{self.name}()", self._runtime.world
         if self._pass is None:
-            ranks.agree(self.name, text, self._get_settings())
+            world.agree(self.name, text, self._get_settings())
         else:
-            ranks.calls.begin(self.name, f"{self._what} {self._number} of {text}")
+            world.begin(self.name, f"{self._what} {self._number} of {text}")
 
     def _get_settings(self) -> dict[str, Any]:
         """Return the settings of this loop that must be equal on all ranks."""

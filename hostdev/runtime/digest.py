@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hostdev.core.capabilities import Capabilities
@@ -19,11 +20,13 @@ from hostdev.core.digest import (
     ranges_of,
     rows_per_range,
 )
-from hostdev.distributed.gather import gather_by_rank, gather_in_order
-from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.world import ALONE_WORLD
-from hostdev.ext.parallel.state import DenseState
+from hostdev.distributed.channel import Channel
+from hostdev.distributed.dense_state import DenseState
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import host_threads
+from hostdev.kernels.shards import partition, range_of
+
+_CHUNK_BYTES = 1 << 24  # of rows that a rank sends at once
 
 
 class _Table(Protocol):
@@ -37,7 +40,7 @@ class _Table(Protocol):
     def columns(self) -> Mapping[str, Any]: ...
 
 
-def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | None = None) -> str:
+def state_sha256(tables: Iterable[_Table], dense: DenseState, world: World = ALONE_WORLD) -> str:
     """Return the SHA-256, in hexadecimal, of the tables and the dense state; all ranks must call this function.
 
     The order is: tables by name, each with its number of steps, its weights, then its optimizer state by name; the
@@ -48,55 +51,41 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
     Args:
         tables: The tables.
         dense: The dense parameters, their optimizer state and the buffers; only rank 0's are used.
-        ranks: The ranks; None for a single process.
+        world: The ranks.
     """
     digest = StateDigest(host_threads())
     for table in sorted(tables, key=lambda table: table.name):
-        add_table(digest, table, ranks)
+        add_table(digest, table, world)
     for name, values, _ in dense_arrays(dense):
         rows = values if values.ndim else values.reshape(1)
         dtype = str(values.dtype).removeprefix("torch.")
         digest.array(name, dtype, values.shape, pieces_of(rows, fetched))
-    return str((ranks or ALONE_WORLD).control.share(digest.hexdigest())[0])
+    return str(world.control.share(digest.hexdigest())[0])
 
 
-def add_table(digest: StateDigest, table: _Table, ranks: Ranks | None = None) -> None:
-    """Add a table's weights and optimizer state to a digest; with ranks, all rows are gathered on rank 0."""
+def add_table(digest: StateDigest, table: _Table, world: World = ALONE_WORLD) -> None:
+    """Add a table's weights and optimizer state to a digest; all rows of several ranks are gathered on rank 0."""
+    known = keys = None
     if table.capabilities.by_key:
-        _add_keyed(digest, table, ranks)
-        return
-    found, total = table.columns(), table.total_rows
-    length = rows_per_range(found["weights"].shape[1])
-    if ranks is None:
-        changes = getattr(table, "changes", None)
-        known = None if changes is None else changes.known_digests()
-        columns = [DigestColumn(name, tuple(rows.shape), _ranges(rows, length)) for name, rows in found.items()]
-        digest.table(table.name, table.step, columns, known)
+        # the keys of all ranks, one rank after the other, are in the order of their hashes
+        by_key: Any = table
+        keys, stored = by_key.key_arrays().map(world.control.gather_first), by_key.stored_columns()
+        length, total = rows_per_range(by_key.dim), sum(world.control.share(len(stored["weights"])))
+        gather = _gather_by_rank
+    else:
+        stored, total = table.columns(), table.total_rows
+        length, gather = rows_per_range(stored["weights"].shape[1]), partial(_gather_in_order, total=total)
+        if (changes := getattr(table, "changes", None)) is not None:
+            known = changes.known_digests()
+    if world.size == 1:
+        columns = [DigestColumn(name, tuple(rows.shape), _ranges(rows, length)) for name, rows in stored.items()]
+        digest.table(table.name, table.step, columns, known, keys=keys)
         return
     columns = []
-    for name, rows in found.items():
-        pieces = partial(gather_in_order, ranks.control, rows, total)
+    for name, rows in stored.items():
+        pieces = partial(gather, world.control, rows)
         columns.append(DigestColumn(name, (total, rows.shape[1]), partial(ranges_in_order, pieces, length)))
-    if ranks.control.rank == 0:
-        digest.table(table.name, table.step, columns)
-        return
-    _take_part(columns)
-
-
-def _add_keyed(digest: StateDigest, table: Any, ranks: Ranks | None) -> None:
-    """Add a table by key; the keys of all ranks, one rank after the other, are in the order of their hashes."""
-    keys, stored, length = table.key_arrays(), table.stored_columns(), rows_per_range(table.dim)
-    if ranks is None:
-        columns = [DigestColumn(name, rows.shape, _ranges(rows, length)) for name, rows in stored.items()]
-        digest.table(table.name, table.step, columns, keys=keys)
-        return
-    keys = keys.map(ranks.control.gather_first)
-    rows = sum(ranks.control.share(len(stored["weights"])))
-    columns = []
-    for name, each in stored.items():
-        pieces = partial(gather_by_rank, ranks.control, each)
-        columns.append(DigestColumn(name, (rows, each.shape[1]), partial(ranges_in_order, pieces, length)))
-    if ranks.control.rank == 0:
+    if world.rank == 0:
         digest.table(table.name, table.step, columns, keys=keys)
         return
     _take_part(columns)
@@ -144,3 +133,51 @@ def fetched(rows: Any) -> Any:
 def names_in_checkpoint(dense: DenseState) -> list[tuple[str, str]]:
     """Return the name and the path of each array that `dense_arrays` yields."""
     return [(name, place) for name, _, place in dense_arrays(dense)]
+
+
+def _gather_in_order(channel: Channel, rows: npt.NDArray[Any], total: int) -> Iterator[npt.NDArray[Any]]:
+    """Yield all rows of a table on rank 0 in the order of their ids, in chunks.
+
+    The other ranks must also iterate; each of them gets chunks of its own rows only.
+
+    Args:
+        channel: Connects all ranks.
+        rows: This rank's rows, float32 [any, D].
+        total: V, the number of rows on all ranks.
+    """
+    width, W = rows.shape[1], channel.ranks
+    step = max(1, _CHUNK_BYTES // (4 * width))
+    start, stop = range_of(total, channel.rank, W)
+    assert len(rows) == stop - start
+    for first in range(0, total, step):
+        local, places, counts = partition(np.arange(first, min(first + step, total)), total, W)
+        begin = int(counts[: channel.rank].sum())
+        mine = np.ascontiguousarray(rows[local[begin : begin + counts[channel.rank]]])
+        give = [len(mine) if rank == 0 else 0 for rank in range(W)]
+        take = counts.tolist() if channel.rank == 0 else [0] * W
+        received = channel.all_to_all(torch.from_numpy(mine).view(-1), give, take, row=width).numpy().reshape(-1, width)
+        yield received[places] if channel.rank == 0 else mine
+
+
+def _gather_by_rank(channel: Channel, rows: Any) -> Iterator[npt.NDArray[Any]]:
+    """Yield the rows of all ranks on rank 0, one rank after the other, in chunks; the other ranks must also iterate.
+
+    Args:
+        channel: Connects all ranks.
+        rows: This rank's rows [any, D]; slices of it are float32.
+    """
+    width = rows.shape[1]
+    step = max(1, _CHUNK_BYTES // (4 * width))
+    for rank, count in enumerate(channel.share(len(rows))):
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            mine = np.ascontiguousarray(rows[first:last] if rank == channel.rank else rows[:0])
+            if rank == 0:
+                if channel.rank == 0:
+                    yield mine
+                continue
+            give = [len(mine) if other == 0 else 0 for other in range(channel.ranks)]
+            take = [last - first if channel.rank == 0 and other == rank else 0 for other in range(channel.ranks)]
+            received = channel.all_to_all(torch.from_numpy(mine).view(-1), give, take, row=width)
+            if channel.rank == 0:
+                yield received.numpy().reshape(-1, width)

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.core.errors import UserError
 from hostdev.core.ids import checked_ids
-from hostdev.core.memory import available_bytes, format_bytes
+from hostdev.core.memory import require_memory
 from hostdev.core.table_dtypes import BF16
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
@@ -62,12 +61,7 @@ class EMA:
                 f"{table.optimizer!r} changes all rows; use an optimizer without weight_decay, or LazyAdam in place "
                 "of Adam"
             )
-        needed, free = table.rows * (8 * table.dim + 8), available_bytes()
-        if needed > free:
-            raise UserError(
-                f"table {table.name!r}: the average of its rows needs {format_bytes(needed)} of host memory, but "
-                f"{format_bytes(free)} are free"
-            )
+        require_memory(table.rows * (8 * table.dim + 8), f"table {table.name!r}: the average of its rows")
         self.table, self.decay = table, float(decay)
         self.steps = 0  # number of updates
         self._rows: Rows = np.empty((table.rows, table.dim), np.float32)  # the weights at each row's last update

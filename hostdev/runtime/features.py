@@ -11,7 +11,7 @@ from torch import Tensor
 from hostdev.core.errors import UserError
 from hostdev.core.ids import BeyondInt64Error, to_int64, to_keys, wrap_padding
 from hostdev.device.table import DeviceTable
-from hostdev.distributed.world import ALONE_WORLD, World
+from hostdev.distributed.world import World
 from hostdev.host.table import HostTable
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of
 from hostdev.runtime.spec import Bag, Feature, FeatureInput
@@ -98,15 +98,14 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
     return bindings, list(groups.values())
 
 
-def require_seeds(groups: Sequence[GroupSpec], ranks: World | None) -> None:
+def require_seeds(groups: Sequence[GroupSpec], world: World) -> None:
     """Raise UserError, on all ranks, if the ranks' parts of a table have different seeds."""
-    ranks = ranks or ALONE_WORLD
     seeds = {table.name: table.seed for group in groups for table in group.tables}
-    for rank, others in enumerate(ranks.control.share(seeds)):
+    for rank, others in enumerate(world.control.share(seeds)):
         for name, seed in others.items():
             if seeds.get(name, seed) != seed:
                 raise UserError(
-                    f"table {name!r} has the seed {seed} on rank {rank}, but {seeds[name]} on rank {ranks.rank}; "
+                    f"table {name!r} has the seed {seed} on rank {rank}, but {seeds[name]} on rank {world.rank}; "
                     "pass the same seed= on all ranks, since the default depends on each rank's torch.manual_seed"
                 )
 

@@ -63,9 +63,7 @@ class RuntimeFigures:
             name, about = "+".join(table.name for table in cache.tables), cache.summary(optimum=False)
             for figure in ("hit_rate", "bytes_to_device", "bytes_to_host"):
                 found[f"cache/{name}/{figure}"] = float(about[figure])
-        if runtime.ranks is not None:
-            found |= {f"exchange/{name}_bytes": float(sent) for name, sent in runtime.exchanged_bytes().items()}
-        return found
+        return found | {f"exchange/{name}_bytes": float(sent) for name, sent in runtime.exchanged_bytes().items()}
 
     def histograms(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return the norms of rows of each table by tag; the tables must have the updates of all steps."""

@@ -23,7 +23,7 @@ from hostdev.runtime.loaders import PredictLoader
 from hostdev.runtime.random_streams import Place
 from hostdev.runtime.read_ahead import require_read_ahead
 from hostdev.runtime.reading import Reading
-from hostdev.runtime.reduction import Reduction
+from hostdev.runtime.reduction import RankReduction, Reduction
 from hostdev.runtime.requests import GetCursor, GetIds, Reader, Replay
 from hostdev.runtime.row_parameter import RowParameter
 from hostdev.runtime.watcher import TrainWatcher
@@ -60,7 +60,7 @@ class TrainLoop(Loop[Item]):
         super().__init__(runtime, batches, reader, flags=self._flags, **reading)
         self._reduce_early = reduce_early
         self._micro_batches = micro_batches  # per step; 0: batches are not micro-batches
-        self.watcher = TrainWatcher(self._batch, runtime.settings, self._flags, runtime.ranks, runtime.loops.dense)
+        self.watcher = TrainWatcher(self._batch, runtime.settings, self._flags, runtime.world, runtime.loops.dense)
         self._of_pass = ExitStack()
         self._position = 0  # the position of the body's batch in the loop, from 1
         self._dense = DenseExchange(
@@ -178,17 +178,11 @@ class TrainLoop(Loop[Item]):
     def _take(self, flight: StepBatch) -> None:
         super()._take(flight)
         runtime, batch = self._runtime, self._batch
-        if self._micro_batches > 1 or runtime.ranks is not None:
-            batch.reduction = Reduction(
-                list(batch.all_leaves),
-                self._micro_batches,
-                self._flags,
-                runtime.ranks,
-                self._dense,
-                flight,
-                batch.losses,
-                runtime.step_channel,
-            )
+        if runtime.world.size > 1:
+            how = self._flags, runtime.world, self._dense, flight, batch.losses, runtime.step_channel
+            batch.reduction = RankReduction(list(batch.all_leaves), self._micro_batches, *how)
+        elif self._micro_batches > 1:
+            batch.reduction = Reduction(list(batch.all_leaves), self._micro_batches)
         self.watcher.begin_batch()
 
     def _get_settings(self) -> dict[str, Any]:
@@ -312,7 +306,7 @@ def _make_gradients(
         return Gradients(nothing)
     watcher.steps.count_step(is_last=is_last)
     assert batch.flight is not None
-    if batch.reduction is not None and batch.reduction.has_ranks:
+    if batch.reduction is not None and batch.reduction.parts:
         guarded = guarded or (flags.stop, _make_outcome(batch, batch.flight, flags, staging))
         reduction, parts = batch.reduction, iter(batch.reduction.parts)
         chunks = [[next(parts) for _ in group] for group in batch.leaves]
@@ -389,20 +383,21 @@ def make_train_loop(
         raise ValueError(f"accumulate must be a number of batches, 1 or more, not {accumulate}")
     require_read_ahead(**reading)
     tables = runtime.bindings, runtime.group_specs
-    if micro_batches is None and runtime.ranks is None:
+    by_rank = runtime.world.micro_batches
+    if micro_batches is None and by_rank is None:
         if options.reduce_early:
             raise ValueError("reduce_early requires micro_batches=N")
         return TrainLoop(runtime, batches, Reader(*tables, ids, send, accumulate, cursor=cursor), **reading)
     if micro_batches is None and accumulate != 1:
         raise ValueError(f"with other ranks, give micro_batches={accumulate} instead of accumulate={accumulate}")
-    micro_batches = 1 if micro_batches is None else micro_batches
+    micro_batches = by_rank if micro_batches is None else micro_batches
     if micro_batches < 1 or accumulate != 1:
         raise ValueError(
             f"micro_batches must be a number of batches, 1 or more, not {micro_batches}"
             if micro_batches < 1
             else "micro_batches and accumulate both set the number of batches per step; give only one of them"
         )
-    if options.by_step and runtime.ranks is None:
+    if options.by_step and by_rank is None:
         raise ValueError("by_step requires other ranks, but this process is alone")
     reader = Reader(*tables, ids, send, micro_batches, whole=True, asks=runtime.world.leads, cursor=cursor)
     how = {"reduce_early": options.reduce_early, "by_step": options.by_step}

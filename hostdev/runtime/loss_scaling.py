@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils._pytree import tree_leaves
 
+from hostdev.distributed.world import World
 from hostdev.runtime.body_batch import BodyBatch
 
 _MOST_SCALES = 64  # values kept for each scaler; only those of the current batch matter
@@ -21,11 +22,11 @@ class LossScaling:
     Args:
         batch: The batch in the body.
         device: The rows' device.
-        has_ranks: Whether training has several ranks.
+        world: The ranks of this run.
     """
 
-    def __init__(self, batch: BodyBatch, device: torch.device, *, has_ranks: bool) -> None:
-        self._batch, self._device, self._has_ranks = batch, device, has_ranks
+    def __init__(self, batch: BodyBatch, device: torch.device, world: World) -> None:
+        self._batch, self._device, self._world = batch, device, world
         self._since = _losses_scaled()
         self._origin: _Origin | None = None  # None: no loss was scaled
         self._overflow: Tensor | None = None  # float32 scalar: 0 if all divided gradients are finite, else more
@@ -116,11 +117,10 @@ class LossScaling:
         return known and self._overflow is not None and bool(self._overflow.item())
 
     def _require_alone(self) -> None:
-        if self._has_ranks:
-            raise ValueError(
-                "a loss was scaled, but training has several ranks, which cannot see overflows in each other's row "
-                "gradients; do not use GradScaler here: train in bfloat16, which needs no loss scaling"
-            )
+        self._world.require_own_gradients(
+            "a loss was scaled, but training has several ranks, which cannot see overflows in each other's row "
+            "gradients; do not use GradScaler here: train in bfloat16, which needs no loss scaling"
+        )
 
     def _scalar(self, value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float32, device=self._device)

@@ -13,8 +13,7 @@ from hostdev.core.primitive import OpLog
 from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.agreement import take_least
-from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.world import ALONE_WORLD
+from hostdev.distributed.world import World
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.keys import KeyedRows
 from hostdev.runtime import room
@@ -61,7 +60,7 @@ def cache_specs(
 
 
 def make_cache(
-    group: GroupSpec, spec: CacheSpec | None, device: torch.device, ranks: Ranks | None, log: OpLog | None
+    group: GroupSpec, spec: CacheSpec | None, device: torch.device, world: World, log: OpLog | None
 ) -> EmbeddingCache | None:
     """Return a group's cache, or None without a `CacheSpec`."""
     if spec is None:
@@ -72,27 +71,27 @@ def make_cache(
         if counts is not None:
             raise ValueError(f"table {table.name!r}: counts are by row, but this is a table by key; leave out counts")
         rows = rows_of(rows, table.capacity)
-    if counts is not None and ranks is not None:
-        counts = counts[group.tables[0].ids(0, group.tables[0].rows)]  # type: ignore[union-attr]
+    if counts is not None:
+        counts = world.take_part(counts, lambda: table.ids(0, table.rows))  # type: ignore[union-attr]
     options: dict[str, Any] = {"counts": counts, "record": spec.record, "log": log}
     return EmbeddingCache(group.tables, rows, spec.policy, device, spec.window, **options)  # type: ignore[arg-type]
 
 
 def make_groups(
-    groups: list[GroupSpec], specs: list[CacheSpec | None], device: torch.device, ranks: Ranks | None, log: OpLog | None
+    groups: list[GroupSpec], specs: list[CacheSpec | None], device: torch.device, world: World, log: OpLog | None
 ) -> list[Group]:
     """Return the groups for the pipeline, with a cache for each group that has a `CacheSpec`."""
     found = []
     for group, spec in zip(groups, specs, strict=True):
-        cache, table = make_cache(group, spec, device, ranks, log), group.tables[0]
+        cache, table = make_cache(group, spec, device, world, log), group.tables[0]
         keys = KeyedRows(table, group.unknown, cache) if table.capabilities.by_key else None  # type: ignore[arg-type]
         found.append(Group(group.tables, cache, log, keys))  # type: ignore[arg-type]
     return found
 
 
-def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
+def require_parts(groups: list[GroupSpec], world: World) -> None:
     """Raise ValueError unless every table holds this rank's part, or, without other ranks, all rows."""
-    wanted = (ranks or ALONE_WORLD).part()
+    wanted = world.part()
     for table in (table for group in groups for table in group.tables):
         part = table.part
         if part != wanted:
@@ -103,13 +102,11 @@ def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
             )
 
 
-def agree_on_capacity(groups: list[GroupSpec], ranks: Ranks | None) -> None:
+def agree_on_capacity(groups: list[GroupSpec], world: World) -> None:
     """Set the capacity of tables by key that were given none: the least that the memory of all ranks allows."""
-    if ranks is None:
-        return
     tables: list[Any] = [table for group in groups for table in group.tables]
     mine = {table.name: table.capacity for table in tables}
-    least = take_least(mine, ranks.control.share(mine))
+    least = take_least(mine, world.control.share(mine))
     for table in tables:
         if table.has_default_capacity:
             table.limit(least[table.name])

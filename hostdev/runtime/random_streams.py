@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.world import ALONE_WORLD
+from hostdev.distributed.world import World
 from hostdev.kernels.counter import key64
 from hostdev.runtime.generators import get_generators
 
@@ -119,16 +118,16 @@ class RandomStreams:
                 one.draw()
 
 
-def make_streams(device: torch.device, ranks: Ranks | None, place: Place | None, each: int) -> RandomStreams:
+def make_streams(device: torch.device, world: World, place: Place | None, each: int) -> RandomStreams:
     """Return the streams of a loop's batches.
 
     Args:
         device: The runtime's device.
-        ranks: The ranks, each of which reads its share of a step's batches; None for a single process.
+        world: The ranks, each of which reads its share of a step's batches.
         place: The position at which the batches continue; None at the beginning.
         each: Number of batches per step that this process reads.
     """
-    share, shares = (ranks or ALONE_WORLD).share()
+    share, shares = world.share()
     if shares == 1:
         return RandomStreams(device, place)
     return RandomStreams(device, place, stride=each * shares, each=each, first=each * share)

@@ -17,46 +17,22 @@ from hostdev.runtime.row_parameter import RowParameter
 
 
 class Reduction:
-    """The sums of the gradients of a step's finished micro-batches.
+    """The sums of the gradients of a step's finished micro-batches, all of which this process has.
 
     Args:
         leaves: The unique rows of each table.
-        count: Number of the step's micro-batches on each rank.
-        flags: The flags that stop a step whose gradients or loss are not finite.
-        ranks: The ranks that have the other micro-batches; None if this process has all.
-        dense: Exchanges the gradients of parameters with other ranks.
-        flight: The step's batch.
-        losses: For each loss on which `backward` was called, a float32 scalar: 0 if the loss is finite, else NaN.
-        steps: The channel to other ranks for small values of each step; None without other ranks.
+        count: Number of the step's micro-batches on this rank.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[RowParameter],
-        count: int,
-        flags: Flags,
-        ranks: Ranks | None,
-        dense: DenseExchange,
-        flight: StepBatch,
-        losses: Sequence[Tensor],
-        steps: Channel | None = None,
-    ) -> None:
-        self._flight, self._losses, self._steps = flight, losses, steps
-        self._leaves, self._flags, self._ranks, self.count, self._exchange = leaves, flags, ranks, count, dense
+    def __init__(self, leaves: Sequence[RowParameter], count: int) -> None:
+        self._leaves, self.count = leaves, count
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
         self._dense: TreeSum[Grads] = TreeSum(add_lists)
-        self._first = 0 if ranks is None else ranks.share()[0] * count
-        self._rows_come: dict[int, Grads] = {}  # the rows' gradients by micro-batch, which may finish out of order
-        self._next = self._first
+        self._next = 0  # number of the next micro-batch in the step
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
         self.in_two = False  # whether rows' gradients are sent in two parts; all ranks know which rows go first
         self.parts: list[list[Tensor] | None] = []  # with ranks, for each leaf: gradients of this rank's nodes, or None
-
-    @property
-    def has_ranks(self) -> bool:
-        """Whether other ranks have micro-batches of the step."""
-        return self._ranks is not None
 
     def has_sums(self, *, reduced: bool) -> bool:
         """Return whether the rows have the gradients of the whole step; with other ranks, always False.
@@ -64,15 +40,10 @@ class Reduction:
         Args:
             reduced: Whether the last yielded micro-batch was reduced.
         """
-        return self._ranks is None and reduced and self._next >= self.count
+        return reduced and self._next >= self.count
 
     def require_sums(self, *, reduced: bool) -> None:
         """Raise ValueError if this process does not have the step's summed gradients of the rows."""
-        if self._ranks is not None:
-            raise ValueError(
-                "each rank has only the gradients of its own rows, so no rank can compute the total norm: "
-                "with ranks, clip only model.parameters()"
-            )
         if not self.has_sums(reduced=reduced):
             raise ValueError(
                 "rows.parameters() was called before the step's gradients were summed; call it after the last reduce() "
@@ -96,8 +67,10 @@ class Reduction:
             raise ValueError(f"the values given to reduce() must be of shape [] or [n], not {list(values.shape)}")
         self._values.append(None if values is None else values.detach().float())
         self._rows.put(Node(self._next, 1, _taken([leaf.rows for leaf in self._leaves])))
-        if self._ranks is not None:
-            return self._to_ranks(self._ranks)
+        return self._add_dense(given)
+
+    def _add_dense(self, given: Sequence[Tensor]) -> Tensor | None:
+        """Add a micro-batch's gradients of the parameters; after the last one, return the values of all."""
         self._dense.put(Node(self._next, 1, _taken(given)))
         self._next += 1
         if self._next < self.count:
@@ -108,6 +81,49 @@ class Reduction:
         for parameter, total in zip(given, self._dense.total() or (), strict=False):
             parameter.grad = None if total is None else total.add_(0.0)
         return _stacked(self._values)
+
+
+class RankReduction(Reduction):
+    """The sums of the gradients of a step's micro-batches, of which each rank has some.
+
+    Args:
+        leaves: The unique rows of each table.
+        count: Number of the step's micro-batches on this rank.
+        flags: The flags that stop a step whose gradients or loss are not finite.
+        ranks: The ranks that have the other micro-batches.
+        dense: Exchanges the gradients of parameters with other ranks.
+        flight: The step's batch.
+        losses: For each loss on which `backward` was called, a float32 scalar: 0 if the loss is finite, else NaN.
+        steps: The channel to other ranks for small values of each step.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[RowParameter],
+        count: int,
+        flags: Flags,
+        ranks: Ranks,
+        dense: DenseExchange,
+        flight: StepBatch,
+        losses: Sequence[Tensor],
+        steps: Channel,
+    ) -> None:
+        super().__init__(leaves, count)
+        self._flight, self._losses, self._steps = flight, losses, steps
+        self._flags, self._ranks, self._exchange = flags, ranks, dense
+        self._next = self._first = ranks.share()[0] * count
+        self._rows_come: dict[int, Grads] = {}  # the rows' gradients by micro-batch, which may finish out of order
+
+    def has_sums(self, *, reduced: bool) -> bool:
+        """See `Reduction.has_sums`."""
+        return False
+
+    def require_sums(self, *, reduced: bool) -> None:
+        """Raise ValueError, because no rank has the step's summed gradients of the rows."""
+        raise ValueError(
+            "each rank has only the gradients of its own rows, so no rank can compute the total norm: "
+            "with ranks, clip only model.parameters()"
+        )
 
     def rows_came(self, number: int) -> None:
         """See `Step.came`."""
@@ -123,7 +139,6 @@ class Reduction:
         self, parameters: Sequence[Tensor], nodes: Sequence[Node[Grads]], values: Sequence[Tensor | None]
     ) -> Tensor | None:
         """See `Step.reduce`."""
-        assert self._ranks is not None
         if self._ranks.leads:  # a micro-batch without samples adds nothing, but is counted
             for number in range(self._next - self._first, self.count):
                 self._put_rows(self._rows_come.pop(number, [None] * len(self._leaves)))
@@ -131,15 +146,15 @@ class Reduction:
         dense = self._exchange.of(list(parameters))
         return self._exchanged(self._ranks, dense, dense.put_nodes(nodes))
 
-    def _to_ranks(self, ranks: Ranks) -> Tensor | None:
+    def _add_dense(self, given: Sequence[Tensor]) -> Tensor | None:
         """Sum the parameters' gradients over all ranks, and prepare the rows' gradients for sending."""
-        trained = [one for one in self._parameters if one.requires_grad]
+        trained = [one for one in given if one.requires_grad]
         if self._exchange.is_of_all and self._exchange.is_new(trained):
-            ranks.agree("parameters", "the first rows.reduce()", alike.get_parameters(trained))
+            self._ranks.agree("parameters", "the first rows.reduce()", alike.get_parameters(trained))
         dense = self._exchange.of(trained)
         has_dense = dense.put()
         self._next += 1
-        return None if has_dense is None else self._exchanged(ranks, dense, has_dense)
+        return None if has_dense is None else self._exchanged(self._ranks, dense, has_dense)
 
     def _exchanged(self, ranks: Ranks, dense: DenseGradients, has_dense: Sequence[bool]) -> Tensor | None:
         ranks.calls.begin("reduce", f"rows.reduce() of step {self._flight.position}")
@@ -156,7 +171,6 @@ class Reduction:
         marks = alike.make_marks([leaf.table for leaf in self._leaves], [not leaf.trained for leaf in self._leaves])
         telling = [*has_rows, *(has_dense if same else ()), size, single, not_ready, *ranks.contributed, *marks]
         telling.append(ranks.calls.last.number)
-        assert self._steps is not None
         told = _largest(self._steps, telling)
         ranks.calls.catch_up(told.pop())
         told, marks = told[: -alike.MARKS], told[-alike.MARKS :]

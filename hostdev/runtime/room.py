@@ -117,9 +117,9 @@ def free_with_counts(parts: Mapping[str, int]) -> int:
     return available_bytes() + parts.get(COUNTS, 0)
 
 
-def require(parts: Mapping[str, int], free: int) -> None:
-    """Raise UserError unless all parts fit into `free` bytes of host memory."""
-    needed = sum(parts.values())
+def require(parts: Mapping[str, int], free: int | None = None) -> None:
+    """Raise UserError unless all parts fit into `free` bytes of host memory, by default all that are available."""
+    needed, free = sum(parts.values()), available_bytes() if free is None else free
     if needed > free:
         raise UserError(
             f"not enough host memory: {in_words(parts)} need {needed} bytes ({format_bytes(needed)}), but {free} bytes "

@@ -17,7 +17,6 @@ from hostdev.core.timeline import Timeline
 from hostdev.device import backend
 from hostdev.device.openmp import limit_spinning
 from hostdev.device.staging import Staging
-from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline, require_depth
@@ -96,7 +95,7 @@ class Runtime(Logged, FrameworkLoaders):
         device: torch.device | str = "auto",
         cache: placement.CacheSize | Mapping[str, placement.CacheSize | None] | None = None,
         depth: int = 2,
-        ranks: Ranks | None = None,
+        ranks: World | None = None,
         stacks: Mapping[str, list[str]] | None = None,
         dense_exchange: str = EXCHANGES[0],
         log: OpLog | None = None,
@@ -107,14 +106,14 @@ class Runtime(Logged, FrameworkLoaders):
         self.stacks = resolve_stacks(stacks, self.bindings)
         if ranks is None:
             require_alone("a Runtime", "give each HostTable part=ranks.part() and the Runtime ranks=ranks")
-        self.ranks, self.dense_exchange = ranks, dense_exchange
         self.world: World = ranks or ALONE_WORLD
+        self.dense_exchange = dense_exchange
         require_depth(depth)
         if dense_exchange not in EXCHANGES:
             raise ValueError(f"dense_exchange must be one of {', '.join(EXCHANGES)}, not {dense_exchange!r}")
-        placement.require_parts(self.group_specs, ranks)
-        require_seeds(self.group_specs, ranks)
-        placement.agree_on_capacity(self.group_specs, ranks)
+        placement.require_parts(self.group_specs, self.world)
+        require_seeds(self.group_specs, self.world)
+        placement.agree_on_capacity(self.group_specs, self.world)
         self.device = backend.require(device)
         if self.device.type == "cpu":  # torch's operations and the host's kernels share cores and memory
             limit_spinning()
@@ -124,22 +123,19 @@ class Runtime(Logged, FrameworkLoaders):
         placement.require_room(self.group_specs, specs, depth, self.device)
         self.log = log = log or OpLog()
         self.staging = Staging(self.device, log, batches=depth + 2)
-        groups = placement.make_groups(self.group_specs, specs, self.device, ranks, log)
-        if ranks is not None:
-            windows = [None if group.cache is None else group.cache.window for group in groups]
-            settings = alike.get_settings(
-                self.bindings, self.stacks, self.group_specs, self.device.type, depth, dense_exchange, windows
-            )
-            ranks.agree("runtime", "hostdev.Runtime(...)", settings)
-        self.pipeline = Pipeline(
-            groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, hooks=hooks
+        groups = placement.make_groups(self.group_specs, specs, self.device, self.world, log)
+        caches = [group.cache.describe() for group in groups]
+        settings = alike.get_settings(
+            self.bindings, self.stacks, self.group_specs, self.device.type, depth, dense_exchange, caches
         )
-        self.dense_channel = self.other_channels = self.step_channel = None
-        if ranks is not None:
-            self.step_channel = ranks.channel()
-            same = ranks.mesh.data == ranks.size  # whether all ranks have the same parameters
-            self.dense_channel = ranks.device_channel(self.device, None if same else "data")
-            self.other_channels = None if same else (ranks.channel("data"), ranks.channel())
+        self.world.agree("runtime", "hostdev.Runtime(...)", settings)
+        self.pipeline = Pipeline(
+            groups, self.staging, depth=depth, timeline=timeline, log=log, world=self.world, hooks=hooks
+        )
+        self.step_channel = self.world.channel()
+        same = not self.world.has_parts  # whether all ranks have the same parameters
+        self.dense_channel = self.world.device_channel(self.device, None if same else "data")
+        self.other_channels = None if same else (self.world.channel("data"), self.world.channel())
         self.loaders = WeakSet()
         self.settings = TableSettings(self.tables.values())
         self.loops = Loops(self.group_specs, self.pipeline, self.settings, Access(self), self.loaders)
@@ -170,13 +166,16 @@ class Runtime(Logged, FrameworkLoaders):
     def caches(self) -> list[EmbeddingCache]:
         """The caches of the groups that have one."""
         groups = [] if self._closed else self.pipeline.groups
-        return [group.cache for group in groups if group.cache is not None]
+        return [group.cache for group in groups if group.is_cached]
 
     def exchanged_bytes(self) -> dict[str, int]:
         """Return bytes sent in training: "rows", "least" (minimum for "rows"), "dense", "network" (to other hosts)."""
-        assert self.dense_channel is not None
-        sent, dense = self.pipeline.exchanged_bytes(), self.dense_channel
-        return {**sent, "dense": dense.sent_bytes, "network": sent["network"] + dense.network_bytes}
+        dense, sent = self.dense_channel, {}
+        for exchange in self.pipeline.exchanges:
+            network = exchange.network_bytes + dense.network_bytes
+            sent = {"rows": exchange.sent_bytes, "least": exchange.least_bytes, "network": network}
+            sent["dense"] = dense.sent_bytes
+        return sent
 
     @property
     def optimizer(self) -> TableOptimizer:
@@ -351,7 +350,7 @@ class Runtime(Logged, FrameworkLoaders):
         """
         self.require_open()
         chosen = None if features is None else some_features(features, self.bindings, self.stacks)
-        if self.ranks is not None:
+        if self.world.size > 1:
             with self._make_predict_loop([ids], None, None, None, features=chosen, name="lookup") as loop:
                 return dict(next(loop)[1])
         self.loops.catch_up()

@@ -80,7 +80,7 @@ class CheckpointedState:
     """
 
     def __init__(self, runtime: Any) -> None:
-        self.tables, self.pipeline, self.ranks = runtime.tables, runtime.pipeline, runtime.ranks
+        self.tables, self.pipeline, self.world = runtime.tables, runtime.pipeline, runtime.world
         self._settings, self._loops = runtime.settings, runtime.loops
         self.learning_rates = self._settings.learning_rates
         self.go_on_at = self._loops.iterators.continue_at
@@ -153,7 +153,7 @@ class RuntimeCheckpoints:
         path, tables = checkpoint_path(path), self._runtime.tables
         if not strict:
             return self._load_shared(path, tables)
-        if self._runtime.ranks is None and all(getattr(table, "untouched", False) for table in tables.values()):
+        if self._runtime.world.size == 1 and all(getattr(table, "untouched", False) for table in tables.values()):
             found = _load_unverified(path, tables)
         else:  # tables change only if a checkpoint is valid; all ranks choose the same one
             found = find_newest_valid(path)
@@ -201,7 +201,7 @@ class RuntimeCheckpoints:
         """Return a folder's manager; the folder's path is made absolute, since the working directory may change."""
         where = path.resolve()
         if where not in self._managers:
-            self._managers[where] = CheckpointManager(where, ranks=self._runtime.ranks)
+            self._managers[where] = CheckpointManager(where, world=self._runtime.world)
         return self._managers[where]
 
     def _join(self) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hostdev.core.micro_batches import Node
 from hostdev.distributed.dense import Grads
-from hostdev.runtime.reduction import Reduction
+from hostdev.runtime.reduction import RankReduction
 from hostdev.runtime.rows import Rows
 
 MicroBatchRows = tuple[Any, Rows]  # a batch, or the result of `send`, with its rows
@@ -28,7 +28,7 @@ class Step:
         number: int,
         sizes: Sequence[int],
         following: Callable[[], MicroBatchRows],
-        reduction: Reduction | None,
+        reduction: RankReduction | None,
     ) -> None:
         self.number, self.sizes = number, list(sizes)
         self._following, self._reduction = following, reduction

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import World
 from hostdev.runtime.body_batch import BodyBatch
 from hostdev.runtime.dense_layers import DenseLayers
 from hostdev.runtime.features import Table
@@ -26,7 +26,7 @@ class TrainWatcher:
         batch: The batch in the body.
         settings: The tables' settings.
         flags: The flags that stop a step whose gradients or loss are not finite.
-        ranks: The ranks; None for a single process.
+        world: The ranks of this run.
         dense: The record of the dense layers that the tables' loops train.
 
     Attributes:
@@ -37,13 +37,13 @@ class TrainWatcher:
     """
 
     def __init__(
-        self, batch: BodyBatch, settings: TableSettings, flags: Flags, ranks: Ranks | None, dense: DenseLayers
+        self, batch: BodyBatch, settings: TableSettings, flags: Flags, world: World, dense: DenseLayers
     ) -> None:
         self.thread = threading.get_ident()
         self._batch, self._settings, self._flags, self._dense = batch, settings, flags, dense
-        self._has_ranks, self._device = ranks is not None, flags.stop.device
+        self._world, self._device = world, flags.stop.device
         self.steps = DenseSteps()
-        self.losses = LossScaling(batch, self._device, has_ranks=self._has_ranks)
+        self.losses = LossScaling(batch, self._device, world)
         self.rates: list[float] | None = None
         self.adds_rows_to_clips = self._has_added_rows = self._has_missed_clip = False
         self._grouped: list[tuple[Tensor, int]] = []
@@ -59,7 +59,7 @@ class TrainWatcher:
             for leaf in self._batch.all_leaves:
                 if leaf.trained:
                     leaf.rows.register_post_accumulate_grad_hook(partial(_note_gradients, ref(self)))  # type: ignore[no-untyped-call]
-        self.losses = LossScaling(self._batch, self._device, has_ranks=self._has_ranks)
+        self.losses = LossScaling(self._batch, self._device, self._world)
 
     def forget_gradients(self) -> None:
         """Drop the gradients of the batch's rows, unless an optimizer has stepped with them."""

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from hostdev.cache.planner import warm_up as warm_up_planner
+from hostdev.core import registry as extensions
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes
 from hostdev.core.optimizers import build_optimizer
 from hostdev.core.progress import bar
 from hostdev.core.table_dtypes import FP32
@@ -22,11 +22,8 @@ from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
-from hostdev.distributed.mesh import SCHEDULES, parse_mesh
-from hostdev.ext.parallel.layout import Layout, resolve_layout
-from hostdev.ext.parallel.pieces import cut, get_pieces
-from hostdev.ext.parallel.plan import matched
-from hostdev.ext.parallel.plan_text import parse_plan
+from hostdev.distributed.mesh import Layout, Mesh, parse_layout, parse_mesh
+from hostdev.distributed.world import World
 from hostdev.host.warm_up import (
     warm_up_batches,
     warm_up_deduplication,
@@ -46,7 +43,6 @@ from hostdev.train.config import TrainConfig
 from hostdev.train.disk_options import set_disks
 from hostdev.train.initial_vectors import set_initial_vectors
 from hostdev.train.key_options import require_kind, set_keys
-from hostdev.train.staged import inputs_like
 
 _COUNTED_ROWS = 1 << 16  # samples per batch of the counting pass
 _COUNTS = "row counts"
@@ -103,26 +99,51 @@ def _decay(model: Model, decay: float) -> None:
 
 def get_layout(settings: TrainConfig) -> Layout:
     """Return the stages and slices into which the options split the model."""
-    begins = None if settings.stage_cut is None else settings.stage_cut.split(",")
-    return Layout(settings.schedule or SCHEDULES[0], begins, parse_plan(settings.plan) if settings.plan else ())
+    return parse_layout(settings.schedule, settings.stage_cut, settings.plan)
+
+
+def get_mesh(settings: TrainConfig) -> Mesh | None:
+    """Return the mesh that the options fix, or None."""
+    return None if settings.mesh is None else parse_mesh(settings.mesh)
 
 
 def require_layout(settings: TrainConfig, data: Path) -> None:
     """Raise UserError if the layout does not fit the model's layers. Call this before processes wait for each other."""
-    mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
-    is_open = mesh is None and settings.parallel == "auto"
-    if not is_open and (mesh is None or mesh.pipe == mesh.model == 1):
+    mesh, searched = get_mesh(settings), settings.parallel == "auto"
+    if mesh.data == mesh.size if mesh is not None else not searched:
         return
-    found = manifest.read(data)
+    model, sample = _model_with_sample(settings, data, manifest.read(data))
+    extensions.find("network", "parts").require(model, get_layout(settings), mesh, sample, searched=searched)
+
+
+def choose_layout(settings: TrainConfig, data: Path, found: Manifest, world: World) -> tuple[TrainConfig, list[str]]:
+    """Measure layouts; return the settings with the fastest mesh, stages and slices, and lines about the measurements.
+
+    All ranks must call this before anything depends on the axes of the mesh. It also sets `world.mesh`.
+    """
+    seed_torch(settings.seed)
+    model, sample = _model_with_sample(settings, data, found)
+    world.mesh, layout, lines = extensions.find("network", "parts").choose(
+        model,
+        get_layout(settings),
+        get_mesh(settings),
+        sample,
+        world=world,
+        samples=settings.batch_size,
+        micro_batches=settings.micro_batches,
+        device=device_of(settings.device, tf32=settings.tf32),
+        autocast=torch.bfloat16 if settings.precision == "bf16" else None,
+    )
+    plan = ",".join(f"{name}={strategy}" for name, strategy in layout.plan)
+    cut = ",".join(layout.begins or ())
+    return replace(settings, mesh=str(world.mesh), plan=plan or None, stage_cut=cut or None), lines
+
+
+def _model_with_sample(settings: TrainConfig, data: Path, found: Manifest) -> tuple[Model, Batch]:
+    """Return the model, and a batch with the shapes of its inputs."""
     model = model_of(settings, found.schema)
     [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
-    if mesh is None:
-        matched(model, get_layout(settings).plan)
-        if settings.stage_cut is not None:
-            cut(get_pieces(model), settings.stage_cut.split(","))
-        return
-    is_searched = settings.parallel == "auto"
-    resolve_layout(model, get_layout(settings), mesh, partial(inputs_like, model, sample, None), searched=is_searched)
+    return model, sample
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:
@@ -166,7 +187,7 @@ def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader)
     groups = groups_of(model)
     if len(groups) > 1 or model.tables[groups[0][0]].rows != found.schema.rows or found.vocabulary is None:
         return None
-    require({_COUNTS: 8 * found.schema.rows}, available_bytes())
+    require({_COUNTS: 8 * found.schema.rows})
     counts = read_counts(data, found)
     dense = len(found.schema.dense)
     if not (ids_of(model, next(reader.batches(1)), groups[0][0]) < dense).any():
@@ -185,7 +206,7 @@ def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -
         return [known]
     groups = groups_of(model)
     sizes = [model.tables[tables[0]].rows for tables in groups]
-    require({_COUNTS: 8 * sum(sizes)}, available_bytes())
+    require({_COUNTS: 8 * sum(sizes)})
     made = [np.zeros(rows, np.int64) for rows in sizes]
     with bar(reader.steps(_COUNTED_ROWS), "counting", "step") as progress:
         for batch in reader.batches(_COUNTED_ROWS):
@@ -197,10 +218,10 @@ def count_uses(model: Model, data: Path, found: Manifest, reader: ShardReader) -
 
 def make_cache_specs(
     settings: TrainConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
-) -> dict[str, CacheSpec] | None:
-    """Return each group's cache for `Runtime`, by the group's first table; None if the settings have no cache."""
+) -> dict[str, CacheSpec]:
+    """Return each group's cache for `Runtime`, by the group's first table; empty if the settings have no cache."""
     if settings.cache_policy is None:
-        return None
+        return {}
     assert settings.cache_rows is not None
     groups = groups_of(model)
     counts: list[Any] = [None] * len(groups)

@@ -26,7 +26,7 @@ from hostdev.checkpoint.remote import fetch
 from hostdev.checkpoint.writer import AsyncWriter
 from hostdev.core import json_files
 from hostdev.core.addresses import checkpoint_path, shown_place
-from hostdev.core.errors import HostdevError, UserError, in_words
+from hostdev.core.errors import HostdevError, StoreError, UserError, in_words
 from hostdev.core.progress import note
 from hostdev.core.run_files import CONFIG, SUMMARY
 from hostdev.core.table_dtypes import FP32
@@ -34,8 +34,8 @@ from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
 from hostdev.data.manifest import Manifest
 from hostdev.data.manifest import read as read_data
 from hostdev.data.remote import pin
-from hostdev.distributed.process_group import SAVE, Ranks
-from hostdev.ext.stores.store import StoreError
+from hostdev.distributed.process_group import SAVE
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality
@@ -139,6 +139,7 @@ class Start(NamedTuple):
 
     chain: Chain
     more: dict[str, Any]  # as `values` returns it
+    is_verified: bool = False  # whether its rows are; otherwise they are verified while they are loaded
 
     @property
     def path(self) -> Path:
@@ -151,18 +152,29 @@ def get_folder(settings: TrainConfig, run_dir: Path) -> Path:
     return settings.checkpoint_dir or run_dir / FOLDER
 
 
-def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] = verify) -> tuple[Start | None, str]:
+def find(settings: TrainConfig, data: Manifest, world: World) -> tuple[Start | None, str]:
     """Return the checkpoint to resume from, or None for a new run, and a message about the choice.
 
-    Args:
-        settings: The run's options.
-        data: The data set.
-        check: Called with a checkpoint; raises BrokenCheckpointError if the checkpoint is damaged.
+    Rank 0 chooses for all ranks, and verifies rows, too; a single process verifies them in `begin`.
 
     Raises:
         UserError: The checkpoint is missing or damaged, it is from another model or other data, or there is no
             checkpoint and --run-dir holds a different or finished run.
     """
+    is_verified = world.size > 1
+
+    def unpack(packed: list[Any]) -> tuple[Start | None, str]:
+        chain = read_chain(Path(packed[0])) if packed[0] else None
+        return None if chain is None else Start(chain, values_of(chain)["more"], is_verified), packed[1]
+
+    return world.find_together(
+        lambda: _find(settings, data, is_verified=is_verified),
+        lambda choice: [choice[0] and str(choice[0].path.resolve()), choice[1]],
+        unpack,
+    )
+
+
+def _find(settings: TrainConfig, data: Manifest, *, is_verified: bool) -> tuple[Start | None, str]:
     path = _get_search_path(settings)
     fetch(path)
     if settings.resume:
@@ -171,8 +183,8 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
     elif not is_checkpoint(path) and not names_in(path):
         _require_unfinished(settings, data)
         return None, f"resume   there is no checkpoint in {shown_place(path)} yet: the run begins at step 0"
-    found = find_newest_valid(path, check)
-    start = _make_start(settings, data, found.chain)
+    found = find_newest_valid(path, verify if is_verified else verify_others)
+    start = _make_start(settings, data, found.chain)._replace(is_verified=is_verified)
     return start, _describe_start(found, start)
 
 
@@ -208,6 +220,9 @@ def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Call
     """
     if start is None:
         return None
+    if start.is_verified:
+        load(start)
+        return start
     begun = start
 
     def check(chain: Chain) -> None:
@@ -221,16 +236,6 @@ def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Call
     if begun.path != start.path:
         print(_describe_start(found, begun), flush=True)
     return begun
-
-
-def find_together(settings: TrainConfig, data: Manifest, ranks: Ranks) -> tuple[Start | None, str]:
-    """Call `find` on rank 0, and return its result on all ranks."""
-    start, line = find(settings, data) if ranks.rank == 0 else (None, "")
-    path, line = ranks.control.share([None if start is None else str(start.path.resolve()), line])[0]
-    if ranks.rank and path is not None:
-        chain = read_chain(Path(path))
-        start = Start(chain, values_of(chain)["more"])
-    return start, line
 
 
 def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
@@ -339,7 +344,7 @@ class CheckpointSchedule:
         path: The folder of checkpoints.
         prepare: Called before each save; writes all cached rows back to the tables. Its errors end the training.
         save: Called with the manager, the step, and the state's digest or None; starts saving.
-        ranks: The processes that save together. All of them must make the same calls.
+        world: The processes that save together. All of them must make the same calls.
     """
 
     on_saved: Callable[[int, Path, float], object] | None = None  # step, path and seconds of a complete checkpoint
@@ -350,13 +355,13 @@ class CheckpointSchedule:
         path: Path,
         prepare: Callable[[], None],
         save: Callable[[CheckpointManager, int, str | None], AsyncWriter],
-        ranks: Ranks | None = None,
+        world: World = ALONE_WORLD,
     ) -> None:
-        self._ranks = ranks
+        self._world = world
         self._every = settings.checkpoint_every
         self._seconds = settings.checkpoint_minutes and settings.checkpoint_minutes * 60
         self._prepare, self._save = prepare, save
-        self.manager = CheckpointManager(path, keep=settings.keep_checkpoints or KEEP, hold=True, ranks=ranks)
+        self.manager = CheckpointManager(path, keep=settings.keep_checkpoints or KEEP, hold=True, world=world)
         self._last_began = time.monotonic()
         self._step = 0  # the step of the last attempt
         self.saved_step: int | None = None
@@ -398,11 +403,7 @@ class CheckpointSchedule:
         late = self._seconds is not None and (
             time.monotonic() - self._last_began >= self._seconds and not self.manager.is_saving
         )
-        if self._ranks is None:
-            return due or late
-        due |= bool(self._ranks.reduced[SAVE])  # rank 0 requested it in the last step
-        self._ranks.contributed[SAVE] = int(late and not due and self._ranks.rank == 0)
-        return due
+        return self._world.request(SAVE, late and not due) or due
 
     def save(self, step: int, state_sha256: str | None = None) -> None:
         """Start saving a checkpoint of this step; failures are recorded, not raised."""
@@ -431,9 +432,7 @@ class CheckpointSchedule:
         loaded = self._loaded
         same = loaded is not None and loaded is self.manager.last and loaded.manifest.step == step
         due = loaded is None or not same or not still_exists(loaded)
-        if self._ranks is not None:  # ranks may see different files on a shared disk
-            due = self._ranks.control.share(due)[0]
-        if due:
+        if self._world.control.share(due)[0]:  # ranks may see different files on a shared disk
             self.save(step, state_sha256)
             if self.manager.must_repeat():
                 self.save(step, state_sha256)

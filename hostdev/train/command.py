@@ -13,22 +13,21 @@ import numpy as np
 import torch
 
 import hostdev
-from hostdev.checkpoint.loading import verify_others
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import DiskFullError, TableFullError, UserError
 from hostdev.core.run_files import REPORT
 from hostdev.data import lookalike, manifest
 from hostdev.data.remote import describe_place
 from hostdev.device import backend
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.advice.cache.auto import choose_cache
 from hostdev.kernels.numa import in_words
 from hostdev.train import checkpointing, report, starting
-from hostdev.train.build import require_layout
+from hostdev.train.build import choose_layout, require_layout
 from hostdev.train.callbacks import CallbackError, make_run_callbacks
 from hostdev.train.config import TrainConfig
 from hostdev.train.ending import Ending
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
-from hostdev.train.layouts import laid_out
 from hostdev.train.lean import without_compiler
 from hostdev.train.processes import ProcessSession, join_processes, resolve_batch
 from hostdev.train.run import Run
@@ -60,27 +59,29 @@ def _require(settings: TrainConfig) -> None:
 
 
 def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, Any]:
+    world: World = ALONE_WORLD
     if session is not None:
-        settings = resolve_batch(session.settings, session.ranks.mesh.data)
+        world = session.ranks
+        settings = resolve_batch(session.settings, world.mesh.data)
     else:
         require_tracking(settings)
     data = settings.data
     if data is None:
-        if session is not None and session.ranks.rank:
-            session.ranks.control.barrier()
+        if world.rank:
+            world.control.barrier()
         data, made = lookalike.ensure()
-        if session is not None and not session.ranks.rank:
-            session.ranks.control.barrier()
+        if not world.rank:
+            world.control.barrier()
         print(f"no --data: a synthetic data set of {lookalike.ROWS:,} samples, {'made in' if made else 'from'} {data}")
-        if session is not None:  # the rendezvous has compared a data set given by --data
-            session.ranks.agree("data", "the synthetic data set", {"the data set": manifest.read(data).identity})
+        # the rendezvous has compared a data set given by --data
+        world.agree("data", "the synthetic data set", {"the data set": manifest.read(data).identity})
     settings = settings.resolved()
     found = manifest.read(data)
     with _report_memory():
         if session is not None and settings.parallel == "auto":
-            settings, why = laid_out(settings, data, found, session.ranks)
+            settings, why = choose_layout(settings, data, found, world)
             print("\n".join(why), flush=True)
-        settings, why = choose_cache(settings, data, found, session.ranks if session is not None else None)
+        settings, why = choose_cache(settings, data, found, world)
     for line in why:
         print(line, flush=True)
     ending: Ending | None = None
@@ -93,18 +94,12 @@ def _train(settings: TrainConfig, session: ProcessSession | None) -> dict[str, A
     stopping = GracefulStop(on_deadline, _deadline(settings, session))
     with stopping as stop, _report_memory(), without_compiler(), ExitStack() as closing:
         if settings.resume is not None:
-            if session is None:
-                start, line = checkpointing.find(settings, found, verify_others)  # rows are verified while they load
-            else:
-                start, line = checkpointing.find_together(settings, found, session.ranks)
+            start, line = checkpointing.find(settings, found, world)
             print(line, flush=True)
-        callbacks = make_run_callbacks(settings, stop, first=session is None or session.ranks.rank == 0)
+        callbacks = make_run_callbacks(settings, stop, first=world.rank == 0)
         origin = None
         if settings.start_from is not None and start is None:
-            if session is None:
-                origin = starting.find(settings, data, found)
-            else:
-                origin = starting.find_together(settings, data, found, session.ranks)
+            origin = starting.find(settings, data, found, world)
         run = _run_class(settings)(settings, data, found, start, session, origin)
         closing.callback(run.trainer.close)
         ending = Ending(run)

@@ -18,8 +18,7 @@ from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
-from hostdev.distributed.mesh import SCHEDULES, parse_mesh
-from hostdev.ext.parallel.plan_text import parse_plan
+from hostdev.distributed.mesh import SCHEDULES, parse_mesh, parse_plan
 from hostdev.ext.report.extra import require_extra
 from hostdev.train import config_checks
 from hostdev.train.config_checks import option_name as _option

@@ -34,7 +34,7 @@ class Ending:
         with run.lock:
             if isinstance(run.clock, EventClock):
                 # A device that waits for a dead rank would never finish.
-                run.clock.drain(wait=run.ranks is None or status != "failed")
+                run.clock.drain(wait=run.world.size == 1 or status != "failed")
             content = self._write_summary(status, digest)
             self.is_complete = True
         return content
@@ -48,10 +48,9 @@ class Ending:
     def count_exchanged(self) -> None:
         """Add up the bytes that all ranks have sent, for summary.json. All ranks must call this."""
         run = self.run
-        if run.ranks is not None:
-            mine = run.trainer.exchanged_bytes()
-            each = run.ranks.control.gather(np.array(list(mine.values()), np.int64))
-            self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
+        mine = run.trainer.exchanged_bytes()
+        each = run.world.control.gather(np.array(list(mine.values()), np.int64))
+        self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
     def draw(self) -> str | None:
         """Draw the run's picture on rank 0, and return None, or the error as text; return "" on other ranks."""
@@ -204,7 +203,7 @@ class Ending:
             **({"keys": run.keys.last} if run.keys is not None and run.keys.last else {}),
             **summary.get_caches(run.trainer.caches, ops),
             **summary.get_disks(run.trainer.tables.values()),
-            **summary.get_ranks(run.ranks, run.trainer, run.settings.mesh, self._exchanged),
+            **summary.get_ranks(run.world, run.trainer, run.settings.mesh, self._exchanged),
             **({"checkpoints": run.saver.summary()} if run.saver is not None else {}),
             **summary.get_ops_log(run.files.ops),
             "ops": ops,

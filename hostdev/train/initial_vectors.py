@@ -6,7 +6,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.core.initializers import GivenRows
@@ -19,14 +18,13 @@ from hostdev.data.preprocess.files import TableFile, chunks, find_format
 from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.opening import open_file
-from hostdev.data.preprocess.reading import Reading, own_settings
+from hostdev.data.preprocess.reading import ReadSettings, own_settings
 from hostdev.data.preprocess.vectors import WrongNumberError, require_numbers
 from hostdev.data.schema import Schema
+from hostdev.kernels.arrays import LongIds, Rows
 from hostdev.models.model import Model
 from hostdev.train.config import TrainConfig
 
-Ids = npt.NDArray[np.int64]
-Vectors = npt.NDArray[np.float32]
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -50,7 +48,7 @@ def set_initial_vectors(model: Model, settings: TrainConfig, schema: Schema) -> 
             )
         if (owner := by_name[name].space) != name:
             raise UserError(f"--initial-vectors {name}: {name!r} shares the ids of {owner!r}; name {owner!r} instead")
-        if own_settings(found.options).get(name, Reading()).buckets is not None:
+        if own_settings(found.options).get(name, ReadSettings()).buckets is not None:
             raise UserError(
                 f"--initial-vectors {name}: the values of {name!r} are hashed into buckets, which have no vectors of "
                 "their own; preprocess the data without buckets"
@@ -76,7 +74,7 @@ def set_initial_vectors(model: Model, settings: TrainConfig, schema: Schema) -> 
     }
 
 
-def _read_all(settings: TrainConfig, found: Manifest, dim: int) -> tuple[Ids, Vectors]:
+def _read_all(settings: TrainConfig, found: Manifest, dim: int) -> tuple[LongIds, Rows]:
     """Return the ids and vectors of all columns; values of a frozen column without a vector get zeros."""
     assert settings.data is not None and found.vocabulary is not None
     encoding = Encoding(found, settings.data / found.vocabulary)
@@ -101,7 +99,7 @@ def _read_all(settings: TrainConfig, found: Manifest, dim: int) -> tuple[Ids, Ve
     return ids[order], np.ascontiguousarray(vectors[order])
 
 
-def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[Ids, Vectors]:
+def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[LongIds, Rows]:
     """Read the vectors of a column's values.
 
     Args:
@@ -129,8 +127,8 @@ def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[I
         raise UserError(f"{path} has no column {column!r} with the values of {name!r}; it has {listed(file.names)}")
     names, readings = _vector_columns(file, [one for one in file.names if one != column], dim)
     [out_of_vocabulary] = (space.oov for space in encoding.schema.spaces if space.name == name)
-    every_id: list[Ids] = []
-    every_vector: list[Vectors] = []
+    every_id: list[LongIds] = []
+    every_vector: list[Rows] = []
     for chunk in chunks(file, file.names):
         if len(chunk.rejected):
             raise UserError(f"{path} has malformed lines; correct them")
@@ -162,14 +160,14 @@ def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[I
     return ids, vectors
 
 
-def _vector_columns(file: TableFile, others: Sequence[str], dim: int) -> tuple[list[str], dict[str, Reading]]:
+def _vector_columns(file: TableFile, others: Sequence[str], dim: int) -> tuple[list[str], dict[str, ReadSettings]]:
     """Return names of the D numbers of a vector, and how they are read from the file's columns."""
     if len(others) == 1 and arrow.classify_type(file.get_type(others[0])) in ("list", "text") and dim > 1:
         names = [f"{others[0]}[{i}]" for i in range(dim)]
-        return names, {one: Reading(column=others[0], length=dim, element=i) for i, one in enumerate(names)}
+        return names, {one: ReadSettings(column=others[0], length=dim, element=i) for i, one in enumerate(names)}
     if len(others) != dim:
         raise UserError(
             f"{file.input.name} has {counted(len(others), 'column')} beside the values, but the tables have {dim} "
             "columns; give one column of vectors, or one column for each number, and --emb-dim"
         )
-    return list(others), {one: Reading() for one in others}
+    return list(others), {one: ReadSettings() for one in others}

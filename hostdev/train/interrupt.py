@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from hostdev.core.errors import write_stderr
+from hostdev.core.progress import ERASE_LINE
 from hostdev.core.streams import silence, terminals
 
 DEADLINE_SECONDS = 1.2
@@ -97,7 +98,7 @@ class GracefulStop:
             return
         try:
             message = self._on_deadline()
-            clear = "\r\x1b[K" if os.isatty(2) else ""  # erases the progress bar, which the main thread cannot
+            clear = ERASE_LINE if os.isatty(2) else ""  # the progress bar, which the main thread cannot erase
             write_stderr(f"{clear}{message}")
         finally:
             os._exit(128 + number[0])

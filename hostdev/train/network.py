@@ -9,20 +9,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hostdev.core.errors import UserError
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.data.batch import Batch
 from hostdev.device.table import DeviceTable
-from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.world import ALONE_WORLD
-from hostdev.ext.parallel.averages import Averages
-from hostdev.ext.parallel.parts import broadcast_parameters
-from hostdev.ext.parallel.state import DenseState, get_dense_state
+from hostdev.distributed.averages import Averages
+from hostdev.distributed.dense import broadcast_tensors
+from hostdev.distributed.dense_state import DenseState, get_dense_state
+from hostdev.distributed.mesh import Layout, Mesh
+from hostdev.distributed.world import World
 from hostdev.host.table import HostTable
 from hostdev.kernels.norm import total
 from hostdev.models.losses import TargetLoss
 from hostdev.models.model import Model
 from hostdev.models.wide_deep.loss import deep_l2
 from hostdev.pipeline.outcome import Outcome
+from hostdev.runtime.features import read_ids
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
 from hostdev.train.frozen import NOTHING_FROZEN, FrozenColumns
@@ -54,7 +56,7 @@ class Setup(NamedTuple):
     model: Model
     runtime: Runtime
     micro_batches: MicroBatches
-    ranks: Ranks | None
+    world: World
     l2: str
     precision: str
     lr: float
@@ -84,12 +86,20 @@ class Result:
 
 
 class Network:
-    """Base class of networks, with the optimizer and the end of each step.
+    """Base class of a model's dense layers on this rank, with the optimizer and the end of each step.
+
+    `WholeNetwork` has all layers on each rank. Networks that are divided over ranks are extensions: kind "network" of
+    `hostdev.core.registry`.
+
+    Attributes:
+        description: Describes the parts of a network that is divided over ranks; None for a whole network.
 
     Args:
         setup: The training run.
         parameters: Parameters of this rank's layers, on the device.
     """
+
+    description: str | None = None
 
     def __init__(self, setup: Setup, parameters: Sequence[Tensor]) -> None:
         self.setup, self.parameters = setup, list(parameters)
@@ -98,6 +108,56 @@ class Network:
         self.adam = Adam(self.parameters, lr=setup.lr, eps=DENSE_EPS, fused=True)
         self._start_adam()
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=setup.log)
+
+    @classmethod
+    def require(cls, model: Model, layout: Layout, mesh: Mesh | None, sample: Batch, *, searched: bool) -> None:
+        """Raise UserError if the layout does not fit the model's layers, before processes wait for each other.
+
+        Args:
+            mesh: The mesh; None if it is to be chosen.
+            sample: A batch with the shapes of the model's inputs.
+            searched: Whether `choose` will be called; no layer then needs a strategy yet.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def choose(
+        cls, model: Model, layout: Layout, mesh: Mesh | None, sample: Batch, *, world: World, **options: Any
+    ) -> tuple[Mesh, Layout, list[str]]:
+        """Measure layouts on all ranks; return the fastest mesh and layout, and lines about the measurements.
+
+        Args:
+            layout: The parts of the layout that are fixed.
+            mesh: A fixed mesh; None searches for a mesh.
+            sample: A batch with the shapes of the model's inputs.
+            world: The ranks.
+            options: samples and micro_batches of a step over all ranks, device, and autocast: a dtype, or None.
+        """
+        raise NotImplementedError
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes that this rank has sent in training to ranks with other parts; None for a whole network."""
+        return None
+
+    def train(self, parts: Iterable[Batch]) -> Generator[Result, None, None]:
+        """Take a step per batch; see `Trainer.train`."""
+        raise NotImplementedError
+
+    def score(self, parts: Iterable[Batch]) -> Scored:
+        """Yield the logits of each of this rank's micro-batches, and the micro-batch.
+
+        The logits are None if the micro-batch has no samples, or if another rank has the logits.
+        """
+        raise NotImplementedError
+
+    def state(self) -> DenseState:
+        """Return the state of the whole network and its optimizer; if it is divided, an empty one above rank 0."""
+        raise NotImplementedError
+
+    def load(self, model: Any, optimizer: Any) -> None:
+        """Load this rank's part of a state that `state` returned."""
+        raise NotImplementedError
 
     def _start_adam(self) -> None:
         """Create the optimizer's state by a step without updates, so that it exists even if the first step fails."""
@@ -138,17 +198,13 @@ class WholeNetwork(Network):
         reading: Arguments of `Runtime.train` and `predict` that define how to read batches.
     """
 
-    description: str | None = None  # describes the parts of a network that is split over ranks
-    sent_bytes: int | None = None  # bytes sent between these parts
-
     def __init__(self, setup: Setup, reading: dict[str, Any]) -> None:
-        world = setup.ranks or ALONE_WORLD
-        broadcast_parameters(setup.model, world)
+        broadcast_tensors([*setup.model.parameters(), *setup.model.buffers()], setup.world.control)
         super().__init__(setup, list(setup.model.to(setup.runtime.device).parameters()))
         self._reading = reading
         divided = setup.micro_batches.count > 1
         # without micro-batches, the layers update their averages themselves
-        self._averages = Averages([setup.model] if divided else [], world.channel())
+        self._averages = Averages([setup.model] if divided else [], setup.world.channel())
         self._forward = Primitive(
             "DenseForward", _objective, scope="network", log=setup.log
         )  # a bound method would be a reference cycle
@@ -236,3 +292,27 @@ class WholeNetwork(Network):
 
 def _objective(network: WholeNetwork, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return network.objective(*arguments)
+
+
+def inputs_like(model: Model, sample: Batch, autocast: torch.dtype | None, samples: int) -> tuple[Any, ...]:
+    """Return zeros with the shapes of the network's inputs for this number of samples."""
+    given, rows = model.ids(sample), {}
+    for name, feature in model.features.items():
+        ids = read_ids(name, feature, given[name])
+        if feature.pooling is None and ids.shape is not None and ids.shape[0] != ids.samples:
+            raise UserError(
+                f"feature {name!r} has no pooling and a varying number of ids, but a network that is split over "
+                'processes needs inputs of fixed sizes; set pooling="sum" or "mean"'
+            )
+        per_sample = [] if ids.shape is None else list(ids.shape[1:])
+        tables = (feature.tables,) if feature.is_single else feature.tables
+        values = tuple(
+            torch.zeros(
+                [samples, *per_sample, model.tables[table].dim],
+                requires_grad=True,
+                dtype=autocast if autocast is not None and model.tables[table].dim > 1 else torch.float32,
+            )
+            for table in tables
+        )
+        rows[name] = values[0] if feature.is_single else values
+    return torch.zeros(samples, sample.dense.shape[1]), rows

@@ -30,7 +30,6 @@ from hostdev.models import registry
 from hostdev.train.callbacks import CallbackError
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
-from hostdev.train.layouts import resolve_mesh
 from hostdev.train.rundir import RunDir
 
 OUTPUT = "output.log"
@@ -230,6 +229,36 @@ def join_processes(settings: TrainConfig, require: Callable[[TrainConfig], objec
         raise
     with leave_together(session.ranks, alike=(Interrupted, TableFullError, CallbackError)), session.printing():
         yield session
+
+
+def resolve_mesh(settings: TrainConfig, ranks: int) -> TrainConfig:
+    """Return the settings with the mesh that --parallel selects.
+
+    Raises:
+        UserError: --parallel contradicts --mesh or the number of ranks.
+    """
+    how = settings.parallel
+    mesh = None if settings.mesh is None else parse_mesh(settings.mesh)
+    if how is None:
+        return settings
+    if how == "none":
+        if ranks > 1:
+            raise UserError(
+                f"--parallel none requires one process, but {ranks} were started; start one process, or leave out "
+                "--parallel"
+            )
+        return settings
+    if ranks == 1:
+        raise UserError(
+            f"--parallel {how} has no effect in one process; leave out --parallel, or start several processes"
+        )
+    if how == "data" and mesh is not None and mesh.data != mesh.size:
+        raise UserError(
+            f"--parallel data splits samples only, unlike --mesh {mesh}; leave out --parallel, or give --parallel semi"
+        )
+    if how == "semi" and mesh is None:
+        return replace(settings, mesh=f"model={ranks}")
+    return settings
 
 
 def require_shares(settings: TrainConfig, ranks: int) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Counts = npt.NDArray[np.int64]
+from hostdev.kernels.arrays import Counts
 
 
 class Ranked(NamedTuple):

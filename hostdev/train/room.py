@@ -19,7 +19,7 @@ from hostdev.runtime import room
 from hostdev.runtime.spec import CacheSpec, TableSpec
 from hostdev.train.build import groups_of
 from hostdev.train.lean import Adam
-from hostdev.train.staged import inputs_like
+from hostdev.train.network import inputs_like
 
 
 class HostBudget(NamedTuple):

@@ -19,8 +19,7 @@ from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError, naming
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
-from hostdev.core.progress import Progress as Shown
-from hostdev.core.progress import TimeLeft, bar, note
+from hostdev.core.progress import ProgressBar, TimeLeft, bar, note
 from hostdev.core.timeline import Timeline
 from hostdev.data import manifest
 from hostdev.data.batch import Batch
@@ -74,8 +73,7 @@ class Run:
         session: ProcessSession | None = None,
         origin: starting.Origin | None = None,
     ) -> None:
-        self.ranks = session.ranks if session is not None else None
-        self.world: World = self.ranks or ALONE_WORLD
+        self.world: World = session.ranks if session is not None else ALONE_WORLD
         self._part = self.world.share()
         assert settings.epochs is not None
         assert settings.batch_size is not None
@@ -108,7 +106,7 @@ class Run:
         self.log = OpLog(clocks={"DEVICE": self.clock})
         try:
             if trace is not None:
-                self.timeline.write_to(_open_trace(trace), rank=None if self.ranks is None else self.ranks.rank)
+                self.timeline.write_to(_open_trace(trace), rank=self.world.label)
                 self.trace = trace
             sample = next(self.train_rows.batches(min(self.batch_size, _SAMPLE)))
             seed_torch(settings.seed)
@@ -120,9 +118,9 @@ class Run:
                 sample,
                 found.id_type,
                 bf16=bf16,
-                cached=cache is not None,
+                cached=bool(cache),
                 squares=squares,
-                processes=1 if self.ranks is not None else min(_COMPILING, available_cpus()),
+                processes=min(_COMPILING, available_cpus()) if self.world.size == 1 else 1,
             )
             self.trainer = Trainer(
                 model,
@@ -141,7 +139,7 @@ class Run:
                 timeline=self.timeline,
                 micro_batches=settings.micro_batches,
                 gradients=settings.gradients or "mean",
-                ranks=self.ranks,
+                world=self.world,
                 dense_exchange=settings.dense_exchange or EXCHANGES[0],
                 layout=get_layout(settings) if self.world.has_parts else None,
                 sample=sample,
@@ -150,10 +148,7 @@ class Run:
             )
             self.progress = self._make_progress(None)
             self.quality = Quality(settings.early_stop, self.watched, found.schema.labels)
-            if self.ranks is None:
-                start = checkpointing.begin(settings, found, start, self._resume)
-            elif start is not None:  # rank 0 has verified it
-                self._resume(start)
+            start = checkpointing.begin(settings, found, start, self._resume)
             if origin is not None and start is None:
                 print("\n".join(starting.load(origin, self.trainer, settings.frozen_vectors)), flush=True)
             self.loaded_from = start.path if start is not None else None
@@ -161,7 +156,7 @@ class Run:
             if settings.saves:
                 self._data_files = checkpointing.data_files(data, found)
                 path = checkpointing.get_folder(settings, session.root if session is not None else self.files.path)
-                self.saver = CheckpointSchedule(settings, path, self.trainer.runtime.write_back, self._save, self.ranks)
+                self.saver = CheckpointSchedule(settings, path, self.trainer.runtime.write_back, self._save, self.world)
                 self.saver.start(start.chain if start is not None else None, self.trainer.tables.values())
                 if settings.early_stop is not None and self.quality.best is not None:
                     self.saver.manager.best_steps.append(self.quality.best.step)
@@ -219,7 +214,7 @@ class Run:
         self.quality = Quality(self.settings.early_stop, self.watched, self.data.schema.labels)
         # if --max-steps ended the epoch early, its evaluation is dropped: the epoch continues and is evaluated again
         self.quality.restore(more["quality"], epoch if is_unfinished else np.inf)
-        self.trainer.load(start.chain, check=self.ranks is None)
+        self.trainer.load(start.chain, check=not start.is_verified)
         for line in report.form_lines(self.trainer.tables):
             print(f"resume   {line}", flush=True)
 
@@ -294,7 +289,7 @@ class Run:
             self._take_steps(itertools.islice(batches, planned - taken), epoch, taken, stop, progress)
 
     def _take_steps(
-        self, batches: Iterator[Batch], epoch: int, taken: int, stop: GracefulStop, progress: Shown
+        self, batches: Iterator[Batch], epoch: int, taken: int, stop: GracefulStop, progress: ProgressBar
     ) -> None:
         """Take a step with each batch; the epoch's first `taken` steps are done."""
         results = self.trainer.train(batches)
@@ -321,12 +316,10 @@ class Run:
 
         With several ranks, return whether all ranks learned of such a signal in the last step.
         """
-        if self.ranks is None:
-            return stop.requested is not None
-        self.ranks.contributed[STOP] = int(stop.requested or 0)
-        if self.ranks.reduced[STOP] and stop.requested is None:
-            stop.requested = signal.Signals(self.ranks.reduced[STOP])
-        return self.ranks.reduced[STOP] > 0
+        number = self.world.contribute(STOP, int(stop.requested or 0))
+        if number and stop.requested is None:
+            stop.requested = signal.Signals(number)
+        return number > 0
 
     def _is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step, which has been queued."""
@@ -335,7 +328,7 @@ class Run:
         self._due = step
         return True
 
-    def _record(self, epoch: int, step: int, result: Result, progress: Shown) -> None:
+    def _record(self, epoch: int, step: int, result: Result, progress: ProgressBar) -> None:
         """Write a step's losses and update the progress bar."""
         losses = result.value
         with self.lock, naming(self.files.path):

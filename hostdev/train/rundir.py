@@ -13,6 +13,7 @@ from typing import IO, Any
 from hostdev.checkpoint.folder import FOLDER, names_in
 from hostdev.core import locks
 from hostdev.core.errors import UserError, naming
+from hostdev.core.outputs import write_json
 from hostdev.core.rotation import RotatedFile
 from hostdev.core.run_files import (
     ASIDE_LOG,
@@ -224,10 +225,3 @@ def _new_folder(parent: Path, name: str) -> Path:
             continue
         return folder
     raise AssertionError
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(path)

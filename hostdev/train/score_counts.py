@@ -3,12 +3,10 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.run_files import SCORE_BINS, SCORE_LIMIT
 from hostdev.data.targets import Targets, columns_of
-
-Values = npt.NDArray[np.float32]
+from hostdev.kernels.arrays import Values
 
 
 class ScoreCounts:

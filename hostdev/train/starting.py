@@ -15,7 +15,7 @@ from hostdev.core.keys import FormerIds
 from hostdev.data import manifest
 from hostdev.data.manifest import FILE_NAME, Manifest
 from hostdev.data.preprocess.meaning import difference, different_columns
-from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.train.config import TrainConfig
 from hostdev.train.raw_start import begins_with_vocabulary, map_ids
 from hostdev.train.report import form_lines
@@ -42,13 +42,30 @@ class Origin(NamedTuple):
         return self.chain[-1].path
 
 
-def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
+def find(settings: TrainConfig, root: Path, data: Manifest, world: World = ALONE_WORLD) -> Origin:
     """Return the checkpoint that --start-from names; in a folder of checkpoints, this is the newest valid one.
+
+    Rank 0 chooses for all ranks.
 
     Raises:
         UserError: There is no checkpoint, it is from another model, or ids, columns or scaled numbers have different
             meanings in the checkpoint and in the data.
     """
+
+    def unpack(packed: list[Any]) -> Origin:
+        path, notes = packed
+        origin = Origin(read_chain(Path(path)), notes)
+        file = find_file(Layers(origin.chain), f"data/{FILE_NAME}")
+        return (
+            origin if file is None else origin._replace(former=_map_ids(file.parent, manifest.read(file.parent), data))
+        )
+
+    return world.find_together(
+        lambda: _find(settings, root, data), lambda origin: [str(origin.path.resolve()), origin.notes], unpack
+    )
+
+
+def _find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     assert settings.start_from is not None
     fetch(settings.start_from)
     if not settings.start_from.exists():
@@ -69,17 +86,6 @@ def find(settings: TrainConfig, root: Path, data: Manifest) -> Origin:
     there = manifest.read(file.parent)
     require_same_meaning(origin.path, file.parent, there, root, data)
     return origin._replace(former=_map_ids(file.parent, there, data))
-
-
-def find_together(settings: TrainConfig, root: Path, data: Manifest, ranks: Ranks) -> Origin:
-    """Call `find` on rank 0, and return its result on all ranks."""
-    origin = find(settings, root, data) if ranks.rank == 0 else None
-    path, notes = ranks.control.share(None if origin is None else [str(origin.path.resolve()), origin.notes])[0]
-    if origin is not None:
-        return origin
-    found = Origin(read_chain(Path(path)), notes)
-    file = find_file(Layers(found.chain), f"data/{FILE_NAME}")
-    return found if file is None else found._replace(former=_map_ids(file.parent, manifest.read(file.parent), data))
 
 
 def load(origin: Origin, trainer: Trainer, frozen: str | None = None) -> list[str]:

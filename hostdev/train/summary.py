@@ -10,8 +10,8 @@ from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.rotation import RotatedFile
 from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup
 from hostdev.data.manifest import Manifest
-from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.two_levels import TwoLevelChannel
+from hostdev.distributed.world import World
 from hostdev.train.trainer import Trainer
 
 
@@ -68,25 +68,24 @@ def _per_row(ops: Mapping[str, Mapping[str, Any]], op: Any, table: Any) -> float
     return float(1e3 * part["total_us"] / part["bytes"]) * op.row_bytes(table) if part.get("bytes") else 0.0
 
 
-def get_ranks(ranks: Ranks | None, trainer: Trainer, mesh: str | None, sent: Mapping[str, int]) -> dict[str, Any]:
+def get_ranks(world: World, trainer: Trainer, mesh: str | None, sent: Mapping[str, int]) -> dict[str, Any]:
     """Return the number of processes and the bytes they exchanged; empty for a single process.
 
     Args:
         sent: Bytes that all processes have sent.
     """
-    if ranks is None:
+    if world.size == 1:
         return {}
     runtime = trainer.runtime
-    assert runtime.dense_channel is not None
     return {
         "ranks": {
-            "size": ranks.size,
+            "size": world.size,
             "mesh": mesh,
             "parts": trainer.cut,
             "dense_exchange": runtime.dense_exchange,
             "backend": runtime.dense_channel.backend,
-            "hosts": len(ranks.control.hosts),
-            "exchange_levels": 2 if isinstance(ranks.control, TwoLevelChannel) else 1,
+            "hosts": len(world.control.hosts),
+            "exchange_levels": 2 if isinstance(world.control, TwoLevelChannel) else 1,
             "exact": runtime.dense_exchange == EXCHANGES[0],
             "sent_bytes": dict(sent),
         }

@@ -100,6 +100,9 @@ class TargetScores:
         for to, each, label in zip(self._each, columns_of(outputs), columns_of(labels), strict=True):
             to.add(each, label)
 
+    def end_batch(self, rows: int) -> None:
+        """End a batch of this many samples, which is of interest to collectors of several ranks' scores."""
+
     def add_known(self, outputs: Values, labels: Values) -> list[npt.NDArray[np.bool_]]:
         """Add, for each label, the samples with a finite output and a known label.
 

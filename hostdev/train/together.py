@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import World
 from hostdev.train.scores import Figures
 from hostdev.train.target_scores import TargetScores
 
@@ -20,7 +20,7 @@ class Together:
         labels: Number of labels.
     """
 
-    def __init__(self, ranks: Ranks, to: TargetScores, labels: int = 1) -> None:
+    def __init__(self, ranks: World, to: TargetScores, labels: int = 1) -> None:
         self._ranks, self._to, self._labels = ranks, to, labels
         self._parts: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
         self._sizes: list[int] = []  # this rank's samples in each waiting batch
@@ -59,3 +59,8 @@ class Together:
                 for rank in range(self._ranks.size):
                     self._to.add(logits[rank][batch], labels[rank][batch])
         self._parts, self._sizes, self._all = [], [], 0
+
+
+def collect_scores(world: World, to: TargetScores, labels: int = 1) -> TargetScores | Together:
+    """Return what collects the scores of all ranks in `to` of rank 0; one process adds them to `to` itself."""
+    return Together(world, to, labels) if world.size > 1 else to

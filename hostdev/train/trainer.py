@@ -14,6 +14,7 @@ from hostdev.checkpoint.loading import load_tables, require_tables, values_of
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.tree import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
+from hostdev.core import registry
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
@@ -22,11 +23,10 @@ from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
-from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.world import ALONE_WORLD
-from hostdev.ext.parallel.averages import require_own_averages
-from hostdev.ext.parallel.layout import Layout
-from hostdev.ext.parallel.state import DenseState
+from hostdev.distributed.averages import require_own_averages
+from hostdev.distributed.dense_state import DenseState
+from hostdev.distributed.mesh import Layout
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.models.losses import TargetLoss
@@ -39,11 +39,10 @@ from hostdev.train.evaluation import Evaluation, evaluation_of
 from hostdev.train.frozen import NOTHING_FROZEN, freeze_columns
 from hostdev.train.key_options import agree_on_capacity
 from hostdev.train.micro_batches import MicroBatches
-from hostdev.train.network import DEEP, Result, Setup, Table, WholeNetwork
+from hostdev.train.network import DEEP, Network, Result, Setup, Table, WholeNetwork
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
-from hostdev.train.staged_network import StagedNetwork
 from hostdev.train.target_scores import TargetScores
-from hostdev.train.together import Together
+from hostdev.train.together import collect_scores
 
 
 class Trainer:
@@ -58,7 +57,7 @@ class Trainer:
         saves: Whether checkpoints will be saved, for the memory estimate.
         micro_batches: Micro-batches per batch; the order in which gradients are summed depends only on this number.
         gradients: "mean" to weight each micro-batch's mean loss by its number of samples; "sum" to add the mean losses.
-        ranks: Processes that share the micro-batches and the tables' rows, or None for a single process.
+        world: Processes that share the micro-batches and the tables' rows.
         l2: Regularization of the table "deep": "none", "batch" or "table".
         layout: Stages and slices of the model; None if each rank has the whole model.
         sample: A batch with the shapes of the model's inputs; required with `layout`.
@@ -86,7 +85,7 @@ class Trainer:
         timeline: Timeline | None = None,
         micro_batches: int = 1,
         gradients: str = "mean",
-        ranks: Ranks | None = None,
+        world: World = ALONE_WORLD,
         layout: Layout | None = None,
         sample: Batch | None = None,
         dense_exchange: str = EXCHANGES[0],
@@ -94,11 +93,11 @@ class Trainer:
         schema: Schema | None = None,
         frozen: Sequence[str] = (),
     ) -> None:
-        _require_options(model, l2, cached=cache is not None, micro_batches=micro_batches)
+        _require_options(model, l2, cached=bool(cache), micro_batches=micro_batches)
         require_own_averages(model)
         log = log or OpLog()
-        self.ranks, self.model, self._device = ranks, model, device
-        world = ranks or ALONE_WORLD
+        self.model, self._device = model, device
+        self._world = world
         agree_on_capacity(model, world)
         share, part = world.share(), world.part()
         self._micro_batches = MicroBatches(micro_batches, gradients, seed, device, share)
@@ -109,7 +108,7 @@ class Trainer:
             kept = estimate_host_memory(model, cache, part, device, depth=depth, uses=uses, saves=saves)
             self.host_budget = make_host_budget(kept)
         if host_device_mix and is_accelerator(device):
-            require_copies(model.tables, uses, depth + 2, free, cached=cache is not None)
+            require_copies(model.tables, uses, depth + 2, free, cached=bool(cache))
         self.server = ParameterServer()
         self.tables: dict[str, Table] = {}
         for name, spec in model.tables.items():
@@ -127,7 +126,7 @@ class Trainer:
             device=device,
             cache=cache,
             depth=depth,
-            ranks=ranks,
+            ranks=world,
             log=log,
             timeline=timeline,
             dense_exchange=dense_exchange,
@@ -137,14 +136,14 @@ class Trainer:
         still = NOTHING_FROZEN if schema is None or not frozen else freeze_columns(model, schema, frozen)
         self._loss = TargetLoss() if schema is None else TargetLoss(schema.labels, schema.targets)
         setup = Setup(
-            model, self.runtime, self._micro_batches, ranks, l2, precision, rate, self.tables, log, self._loss, still
+            model, self.runtime, self._micro_batches, world, l2, precision, rate, self.tables, log, self._loss, still
         )
         reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # neither function draws random numbers
         if layout is None:
-            self._network: WholeNetwork | StagedNetwork = WholeNetwork(setup, reading)
+            self._network: Network = WholeNetwork(setup, reading)
         else:
             assert sample is not None
-            self._network = StagedNetwork(setup, reading, layout, sample)
+            self._network = registry.find("network", "parts")(setup, reading, layout, sample)
         self.adam, self.cut = self._network.adam, self._network.description
 
     @property
@@ -204,15 +203,13 @@ class Trainer:
                 TargetScores(self._loss.labels, self._loss.targets, folder, counted=counted) as scores,
                 closing(self._network.score(self._micro_batches.divide(batches))) as results,
             ):
-                together = None if self.ranks is None else Together(self.ranks, scores, len(self._loss.labels))
-                to = scores if together is None else together
+                to = collect_scores(self._world, scores, len(self._loss.labels))
                 for number, (logits, batch) in enumerate(results, 1):
                     if logits is not None:
                         to.add(logits, batch.label)
                         scored(logits, batch.label)
                     if number % self._micro_batches.here == 0:
-                        if together is not None:
-                            together.end_batch(batch.step_rows)
+                        to.end_batch(batch.step_rows)
                         progress()
                 found = to.figures()
         finally:
@@ -227,7 +224,7 @@ class Trainer:
     def state_sha256(self) -> str:
         """Return the digest of the tables and the dense state."""
         self.runtime.write_back()
-        return state_sha256(self.tables.values(), self.dense_state(), self.ranks)
+        return state_sha256(self.tables.values(), self.dense_state(), self._world)
 
     def dense_state(self) -> DenseState:
         """Return the dense state. If the network is split over ranks, rank 0 gets all of it, the others get none."""

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import folder
+from hostdev.checkpoint import finding, folder
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import Content
 from hostdev.core.addresses import checkpoint_path
-from hostdev.core.errors import UserError
+from hostdev.core.errors import StoreError, UserError
+from hostdev.core.stores import Store
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.checkpoints import deliver
-from hostdev.ext.stores.store import Store, StoreError
 from hostdev.kernels import disk_records
 
 ADDRESS = "memory://served/model"
@@ -73,7 +73,7 @@ def names(place):
 
 
 def send(source, place, keep=2):
-    chain = folder.newest(source).chain
+    chain = finding.newest(source).chain
     return deliver.deliver(chain, checkpoint_path(place), keep)
 
 
@@ -132,11 +132,11 @@ def test_readers_find_whole_checkpoints_only(tmp_path, target, monkeypatch):
     """A delivery that ends at any file, as if killed, and is repeated."""
     source = tmp_path / "run"
     before, after, _ = save_two(source, target)
-    work = deliver._copy_file, Store.put, Store.write, folder.commit
+    work = deliver._link_or_copy, Store.put, Store.write, folder.commit
     for number in range(20):
         limit = Limit(number)
         with monkeypatch.context() as patch:
-            patch.setattr(deliver, "_copy_file", limit(work[0]))
+            patch.setattr(deliver, "_link_or_copy", limit(work[0]))
             patch.setattr(Store, "put", limit(work[1]))
             patch.setattr(Store, "write", limit(work[2]))
             patch.setattr(folder, "commit", limit(work[3]))
@@ -148,7 +148,7 @@ def test_readers_find_whole_checkpoints_only(tmp_path, target, monkeypatch):
         break
     assert number > 1
     np.testing.assert_array_equal(rows_of(target), after)
-    verify(folder.newest(checkpoint_path(target)).chain)
+    verify(finding.newest(checkpoint_path(target)).chain)
     if "://" not in target:
         assert not list(checkpoint_path(target).glob(".partial*"))
 
@@ -214,7 +214,7 @@ def test_damage_in_the_target_does_not_spread(tmp_path, target, capfd):
     manager.close()
     error = capfd.readouterr().err
     assert error.count("is damaged; it is replaced from") == 1 and "vocabulary.arrow" in error
-    found = folder.candidates(checkpoint_path(target), everything=True)
+    found = finding.candidates(checkpoint_path(target), everything=True)
     assert len(found) == 3
     for each in found:
         verify(folder.read_chain(each), segments=True)

@@ -12,8 +12,8 @@ from hostdev.checkpoint import folder
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.state import state_digest
 from hostdev.core import digest
+from hostdev.distributed.dense_state import DenseState
 from hostdev.ext.checkpoints.cli import main as command
-from hostdev.ext.parallel.state import DenseState
 from hostdev.runtime.digest import state_sha256
 
 VERSION_1 = Path(__file__).parent / "version1/c"

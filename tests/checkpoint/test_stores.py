@@ -13,10 +13,9 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import uploads
+from hostdev.core import patience, stores
 from hostdev.core.addresses import checkpoint_path
-from hostdev.core.errors import UserError
-from hostdev.ext.stores import store
-from hostdev.ext.stores.store import StoreError
+from hostdev.core.errors import StoreError, UserError
 from tests.checkpoint.runs import small
 
 ADDRESS = "memory://saved/run"
@@ -25,7 +24,7 @@ ADDRESS = "memory://saved/run"
 @pytest.fixture(autouse=True)
 def place(monkeypatch, tmp_path):
     """Short pauses, a folder of the test's own, and a store that is empty at the end."""
-    monkeypatch.setattr(store, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
     yield
     with contextlib.suppress(FileNotFoundError):
@@ -85,14 +84,14 @@ def test_what_is_saved_is_loaded_elsewhere(monkeypatch, tmp_path):
 
 
 def test_saving_does_not_wait_for_the_store(monkeypatch):
-    held, real = threading.Event(), store.Store.put
+    held, real = threading.Event(), stores.Store.put
 
-    def put(self, path, name, stop=None):
+    def put(self, path, name):
         if name != ".writer":
             held.wait(60)
-        real(self, path, name, stop)
+        real(self, path, name)
 
-    monkeypatch.setattr(store.Store, "put", put)
+    monkeypatch.setattr(stores.Store, "put", put)
     with make() as runtime:
         writers = []
         for number in range(4):
@@ -108,13 +107,13 @@ def test_saving_does_not_wait_for_the_store(monkeypatch):
 
 def test_a_checkpoint_is_complete_for_readers(monkeypatch):
     """Whatever request was the last one, the newest checkpoint in the store can be loaded."""
-    order, real = [], store.Store.put
+    order, real = [], stores.Store.put
 
-    def put(self, path, name, stop=None):
+    def put(self, path, name):
         order.append(name)
-        real(self, path, name, stop)
+        real(self, path, name)
 
-    monkeypatch.setattr(store.Store, "put", put)
+    monkeypatch.setattr(stores.Store, "put", put)
     with make() as runtime:
         step(runtime, 0)
         runtime.save(ADDRESS)
@@ -122,14 +121,14 @@ def test_a_checkpoint_is_complete_for_readers(monkeypatch):
 
 
 def test_an_upload_that_fails_is_told_and_tried_again(monkeypatch, tmp_path):
-    real = store.Store.put
+    real = stores.Store.put
 
-    def put(self, path, name, stop=None):
+    def put(self, path, name):
         if name != ".writer":
             raise StoreError("the store is full")
-        real(self, path, name, stop)
+        real(self, path, name)
 
-    monkeypatch.setattr(store.Store, "put", put)
+    monkeypatch.setattr(stores.Store, "put", put)
     with make() as runtime:
         step(runtime, 0)
         with pytest.raises(StoreError, match="the store is full"):
@@ -139,7 +138,7 @@ def test_an_upload_that_fails_is_told_and_tried_again(monkeypatch, tmp_path):
         with pytest.warns(UserWarning, match="of step 2 was not uploaded: the store is full"):
             runtime._checkpoints._managers[checkpoint_path(ADDRESS).resolve()].uploads.wait()
             step(runtime, 2)
-            monkeypatch.setattr(store.Store, "put", real)
+            monkeypatch.setattr(stores.Store, "put", real)
             runtime.save(ADDRESS)
     assert names() == ["step-0000000001", "step-0000000002", "step-0000000003"]
 
@@ -238,13 +237,13 @@ def test_copies_follow_the_store(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("by_key", [False, True])
 def test_tables_on_disk_upload_each_segment_once(monkeypatch, tmp_path, by_key):
-    puts, real = [], store.Store.put
+    puts, real = [], stores.Store.put
 
-    def put(self, path, name, stop=None):
+    def put(self, path, name):
         puts.append((name, path.stat().st_size))
-        real(self, path, name, stop)
+        real(self, path, name)
 
-    monkeypatch.setattr(store.Store, "put", put)
+    monkeypatch.setattr(stores.Store, "put", put)
 
     def open_table(folder):
         storage = hostdev.Disk(tmp_path / folder, memory=8 << 20)
@@ -280,14 +279,14 @@ def test_tables_on_disk_upload_each_segment_once(monkeypatch, tmp_path, by_key):
 
 
 def test_the_summary_tells_uploads_that_failed(monkeypatch, trained, small_data):
-    real = store.Store.put
+    real = stores.Store.put
 
-    def put(self, path, name, stop=None):
+    def put(self, path, name):
         if not name.startswith((".writer", "step-0000000003")):
             raise StoreError("the store is full")
-        return real(self, path, name, stop)
+        return real(self, path, name)
 
-    monkeypatch.setattr(store.Store, "put", put)
+    monkeypatch.setattr(stores.Store, "put", put)
     options = ["--max-steps", 6, "--checkpoint-every", 3, "--checkpoint-dir", ADDRESS]
     code, out, error = trained(*small(small_data, "run", *options))
     assert code == 3 and "the store is full" in error

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -99,3 +99,22 @@ def test_files(tmp_path):
         json_files.read(tmp_path / "pipe")
     with pytest.raises(IsADirectoryError):
         json_files.read(tmp_path)
+
+
+class Pair(NamedTuple):
+    first: int
+    second: str
+
+
+def test_tuples():
+    assert json_files.parse(tuple[int, ...], [1, 2, 3]) == (1, 2, 3)
+    assert json_files.parse(tuple[int, float], [1, 2.5]) == (1, 2.5)
+    assert json_files.parse(dict[str, Pair], {"a": [1, "b"]}) == {"a": Pair(1, "b")}
+    for kind, content, message in (
+        (tuple[int, float], [1], "the content is a list, not a list of 2"),
+        (tuple[int, float], [1, "2"], r"\[1\] is \"2\", not a number"),
+        (Pair, [1, 2], r"\[1\] is 2, not text"),
+        (Pair, {"first": 1}, "the content is an object, not a list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            json_files.parse(kind, content)

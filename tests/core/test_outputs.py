@@ -132,3 +132,37 @@ def test_long_names(tmp_path):
     with outputs.new_file(out) as partial:
         partial.write_text("x")
     assert out.read_text() == "x"
+
+
+def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path):
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    out.write_text("old")
+    with pytest.raises(KeyError), outputs.replacing(out) as partial:
+        partial.write_text("half")
+        raise KeyError
+    assert out.read_text() == "old" and sorted(tmp_path.iterdir()) == [elsewhere, out]
+    with outputs.replacing(out) as first, outputs.replacing(out, elsewhere) as second:
+        assert first.parent == tmp_path and second.parent == elsewhere
+        assert outputs.is_partial(first) and outputs.is_partial(second) and not outputs.is_partial(out)
+        first.write_text("first")
+        second.write_text("second")
+        assert out.read_text() == "old"
+    assert out.read_text() == "first"  # the inner one came before
+    assert sorted(tmp_path.rglob("*")) == [elsewhere, out]
+
+
+@pytest.mark.parametrize("name", [".out.partial-0123abcd", ".out.partial", "out.partial", "out.12-34.part"])
+def test_hidden_files_of_killed_processes(tmp_path, name):
+    """The first kind, and those of earlier versions."""
+    (tmp_path / name).write_text("half")
+    outputs.write_json(tmp_path / "out", [1])
+    assert (tmp_path / name).exists()  # its process may be writing
+    os.utime(tmp_path / name, (0, 0))
+    outputs.write_json(tmp_path / "out", [2])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out").read_text() == "[\n  2\n]\n"
+    (tmp_path / "sub").mkdir()
+    for left in (name, f"sub/{name}", "sub/other.csv"):
+        (tmp_path / left).write_text("half")
+    outputs.remove_partials(tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["other.csv", "out", "sub"]

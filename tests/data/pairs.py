@@ -20,7 +20,7 @@ from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.encoding import Encoding
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.unlabelled import rows_in
 from hostdev.ext.predict.rows import as_batch, as_columns
@@ -136,7 +136,7 @@ def made(folder, columns, write=None, hash_buckets=None):
     # A column of lists for each type that CSV has no text of is not among these.
     options = TableOptions(label="y", categorical=tuple(columns), test_column=("split", "test"))
     build(
-        Table([path], options),
+        TableSource([path], options),
         folder / "data",
         Options(threshold=None if hash_buckets else 0, hash_buckets=hash_buckets, test_fraction=None),
         threads=1,

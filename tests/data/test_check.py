@@ -13,7 +13,7 @@ from hostdev.data.preprocess import counting, stored, stored_vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.check import check
 from hostdev.data.preprocess.synthetic import Synthetic
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.kernels.pool import set_host_threads
 from tests.data import twins
@@ -29,7 +29,7 @@ def bag_data(tmp_path):
     """A data set with bags, in shards of 200 rows with two record batches each."""
     path = twins.write_arrow(tmp_path / "t.arrow", bag_columns(), rows_per_batch=100)
     bags = {"bags": (("often", None), ("rare", None)), "share": (("rare", "often"),)}
-    table = Table([path], TableOptions(label="y", numeric=("x",), categorical=("c",), **bags))
+    table = TableSource([path], TableOptions(label="y", numeric=("x",), categorical=("c",), **bags))
     build(table, tmp_path / "data", Options(threshold=0, rows_per_shard=200))
     return tmp_path / "data"
 

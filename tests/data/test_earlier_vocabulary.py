@@ -20,7 +20,7 @@ from hostdev.data.preprocess.check import check
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.info import gather
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.schema import Column, Schema, Space, from_json
 from tests import forks
@@ -54,7 +54,7 @@ def rows_of(seed, n, values):
 
 def table(path, columns):
     files = twins.write_arrow(path, columns, rows_per_batch=40)
-    return Table([files], TableOptions(**HOW, test_column=("part", "test")))
+    return TableSource([files], TableOptions(**HOW, test_column=("part", "test")))
 
 
 class Dictionary:
@@ -223,7 +223,7 @@ test.make_third_day(folder, folder / "out")
 
 def make_third_day(folder, out):
     options = Options(threshold=0, test_fraction=None, rows_per_shard=100)
-    source = Table([folder / "3.arrow"], TableOptions(**HOW, test_column=("part", "test")))
+    source = TableSource([folder / "3.arrow"], TableOptions(**HOW, test_column=("part", "test")))
     return build(source, out, options, earlier=read_earlier(folder / "from"))
 
 
@@ -404,9 +404,9 @@ def test_values_that_were_in_no_space_before(tmp_path):
     first = write(tmp_path / "1.csv", "label,a,b\n" + "\n".join(f"{i % 2},{i},v{i % 3}" for i in range(40)) + "\n")
     second = write(tmp_path / "2.csv", "label,a,b\n" + "\n".join(f"{i % 2},{i % 4},w{i}" for i in range(40)) + "\n")
     how, options = TableOptions(label="label", categorical=("a", "b")), Options(threshold=2)
-    one = build(Table([first], how), tmp_path / "one", options)
+    one = build(TableSource([first], how), tmp_path / "one", options)
     assert one.schema.spaces[0].values == 0
-    two = build(Table([second], how), tmp_path / "two", options, earlier=read_earlier(tmp_path / "one"))
+    two = build(TableSource([second], how), tmp_path / "two", options, earlier=read_earlier(tmp_path / "one"))
     assert two.schema.spaces == (Space("a", 0, one.schema.rows, 4), one.schema.spaces[1])
     assert check(tmp_path / "two").wrong == []
 

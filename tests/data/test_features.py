@@ -11,7 +11,7 @@ import pytest
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.encoding import Encoding
-from hostdev.data.preprocess.reading import Reading
+from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.scaling import select
 from hostdev.data.preprocess.unlabelled import rows_in
 from hostdev.data.shards import ShardReader
@@ -104,7 +104,7 @@ LISTS = {
 def test_lists_written_as_text(tmp_path, prepared):
     """As Python, JSON and numpy print them; also with the separator inside quotes; the same in serving."""
     texts = list(LISTS)
-    reading = Reading(separator=",")
+    reading = ReadSettings(separator=",")
     codes, values, lengths = reading.bags(pa.array(texts))
     ends = np.cumsum(lengths)
     shown = [values.take(pa.array(codes[end - n : end])).to_pylist() for end, n in zip(ends, lengths, strict=True)]

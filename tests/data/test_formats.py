@@ -11,7 +11,7 @@ from pyarrow import feather
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import files
 from hostdev.data.preprocess.build import Options
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from tests.data import twins
 
@@ -204,7 +204,7 @@ def test_parts_end_where_lists_or_texts_are_long(tmp_path, monkeypatch, name):
     write_lists(tmp_path / name, pa.table({"y": [0, 1] * 150, "h": lists, "c": texts}), 110)
     monkeypatch.setattr(files, "CHUNK_VALUES", 500)
     monkeypatch.setattr(files, "CHUNK_BYTES", 400)
-    table = Table([tmp_path / name], TableOptions(label="y", categorical=("c",), bags=(("h", None),)))
+    table = TableSource([tmp_path / name], TableOptions(label="y", categorical=("c",), bags=(("h", None),)))
     blocks = list(table.blocks())
     parts = [block.content[1].content for block in blocks]
     assert pa.Table.from_batches(parts).select(["y", "h", "c"]).to_pylist() == [
@@ -232,9 +232,9 @@ def test_as_many_rows_are_decoded_together_as_have_few_values(tmp_path, monkeypa
         pq.ParquetFile, "iter_batches", lambda self, rows, **how: decoded.append(rows) or whole(self, rows, **how)
     )
     how = TableOptions(label="y", bags=(("h", None),))
-    assert len(list(Table([tmp_path / "t.parquet"], how).blocks())) == 1
+    assert len(list(TableSource([tmp_path / "t.parquet"], how).blocks())) == 1
     monkeypatch.setattr(files, "CHUNK_VALUES", 5000)
-    assert len(list(Table([tmp_path / "t.parquet"], how).blocks())) == 40
+    assert len(list(TableSource([tmp_path / "t.parquet"], how).blocks())) == 40
     assert decoded == [2**20 // 100, 25]
 
 
@@ -274,7 +274,7 @@ def test_chunks_say_how_much_of_the_files_they_are(tmp_path, monkeypatch):
         twins.write_arrow(tmp_path / "t.stream", columns, rows_per_batch=450, stream=True),
     ]
     for path in paths:
-        table = Table([path], TableOptions(label="label", categorical=("item",), bags=(("seen", "|"),)))
+        table = TableSource([path], TableOptions(label="label", categorical=("item",), bags=(("seen", "|"),)))
         blocks = list(table.blocks())
         sizes = [block.size for block in blocks]
         assert len(sizes) > 5

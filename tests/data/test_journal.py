@@ -38,9 +38,11 @@ def killed(tmp_path_factory):
 
 
 def goes_on(killed, tmp_path, journal):
-    """Go on with this journal; the data set must be the right one."""
+    """Go on with this journal; the data set must be the right one, without the files that the killed process wrote."""
     shutil.copytree(killed / ".out.partial", tmp_path / ".out.partial")
     (tmp_path / ".out.partial/journal.jsonl").write_bytes(journal)
+    for name in ("train/.part-00000.arrow.partial-0123abcd", "train/part-00009.arrow.partial"):  # the last of 0.1
+        (tmp_path / ".out.partial/result" / name).write_bytes(b"half")
     make(killed / "rows.tsv", tmp_path / "out")
     assert contents(tmp_path / "out") == contents(killed / "straight")
     shutil.rmtree(tmp_path / "out")

@@ -14,8 +14,8 @@ from hostdev.core.errors import TransientError, UserError
 from hostdev.data import manifest, shard_files
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess import files, row_groups
-from hostdev.data.preprocess.inputs import Input
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.inputs import InputFile
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.shards import ShardReader
 
@@ -38,8 +38,8 @@ def test_many_columns_are_read(tmp_path):
     names = ["y", "c", *(f"x{i}" for i in range(3000))]
     rows = [",".join([str(i % 2), "a", *["1"] * 3000]) for i in range(4)]
     (tmp_path / "wide.csv").write_text("\n".join([",".join(names), *rows]) + "\n")
-    [block] = Table([tmp_path / "wide.csv"], OPTIONS).blocks()
-    assert len(Table([tmp_path / "wide.csv"], OPTIONS).parse(block)) == 4
+    [block] = TableSource([tmp_path / "wide.csv"], OPTIONS).blocks()
+    assert len(TableSource([tmp_path / "wide.csv"], OPTIONS).parse(block)) == 4
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -52,7 +52,7 @@ def test_long_texts_of_a_dictionary_are_decoded_a_few_rows_at_a_time(tmp_path, m
         texts = pa.ListArray.from_arrays(pa.array(range(n + 1), pa.int32()), texts)
     pq.write_table(pa.table({"y": [0, 1] * (n // 2), "c": texts}), tmp_path / "t.parquet", compression="zstd")
     assert (tmp_path / "t.parquet").stat().st_size < 20_000
-    file = files.ParquetTable(Input(tmp_path / "t.parquet"))
+    file = files.ParquetTable(InputFile(tmp_path / "t.parquet"))
     most = rows = 0
     before = pa.total_allocated_bytes()
     for part in file.parts(["y", "c"], 0):
@@ -66,7 +66,7 @@ def test_usual_texts_are_decoded_as_many_at_a_time_as_ever(tmp_path):
     n = 70_000
     texts = pa.array([f"value {i % 1000}" for i in range(n)])
     pq.write_table(pa.table({"y": [0, 1] * (n // 2), "c": texts}), tmp_path / "t.parquet")
-    file = files.ParquetTable(Input(tmp_path / "t.parquet"))
+    file = files.ParquetTable(InputFile(tmp_path / "t.parquet"))
     assert [len(part.content) for part in file.parts(["y", "c"], 0)] == [files.CHUNK_ROWS, n - files.CHUNK_ROWS]
 
 
@@ -79,7 +79,7 @@ def test_too_little_memory_is_not_the_file_s_fault(tmp_path, monkeypatch, kind):
     else:
         with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as writer:
             writer.write_table(table)
-    source = Table([tmp_path / f"t.{kind}"], OPTIONS)
+    source = TableSource([tmp_path / f"t.{kind}"], OPTIONS)
 
     def fail(*_, **__):
         raise pa.ArrowMemoryError("malloc of size 4294967296 failed")
@@ -101,7 +101,7 @@ def test_a_column_s_name_in_no_encoding(tmp_path, kind):
             writer.write_table(table)
     path.write_bytes(path.read_bytes().replace(b"NAMEX", b"NAM\xff\xfe"))
     with pytest.raises(UserError, match=r"the column name 'NAM\\xff\\xfe' is not UTF-8"):
-        Table([path], OPTIONS)
+        TableSource([path], OPTIONS)
 
 
 def test_too_many_open_files_say_so(small_data, monkeypatch, tmp_path):

@@ -109,14 +109,11 @@ def test_a_schema_that_cannot_be(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda found: found.pop("rows"), "an id or a number of ids in the schema is not an integer"),
-        (lambda found: found.update(rows="19"), "an id or a number of ids in the schema is not an integer"),
-        (
-            lambda found: found["spaces"][0].update(first=3.0),
-            "an id or a number of ids in the schema is not an integer",
-        ),
-        (lambda found: found.update(label=None), "a name in the schema is not text"),
-        (lambda found: found["dense"].append(3), "a name in the schema is not text"),
+        (lambda found: found.pop("rows"), "schema.rows is missing"),
+        (lambda found: found.update(rows="19"), "schema.rows is"),
+        (lambda found: found["spaces"][0].update(first=3.0), r"schema.spaces.0..first is 3.0"),
+        (lambda found: found.update(label=None), "schema.label is null"),
+        (lambda found: found["dense"].append(3), r"schema.dense.13. is 3"),
         (lambda found: found["columns"][0].update(kind="list"), "is of kind 'list'"),
         (lambda found: found["columns"][0].pop("kind"), "kind"),
         (lambda found: found.update(more=1), "more"),
@@ -135,10 +132,10 @@ def test_a_manifest_with_a_broken_schema(own_data, change, message):
         (lambda found: found["statistics"].update(missing="none"), "missing"),
         (lambda found: found["statistics"].update(rejected="none"), "rejected"),
         (lambda found: found.update(statistics=[]), "statistics"),
-        (lambda found: found["statistics"]["missing"]["test"].update(C1="none"), "missing"),
+        (lambda found: found["statistics"]["missing"]["test"].update(C1="none"), "missing.test.C1"),
     ],
 )
 def test_a_manifest_with_a_wrong_value(own_data, change, what):
     edit_manifest(own_data, change)
-    with pytest.raises(UserError, match=f"manifest.json is broken .an invalid value of {what}.; preprocess the data"):
+    with pytest.raises(UserError, match=rf"manifest.json is broken \(.*{what} is .*\); preprocess the data"):
         manifest.read(own_data)

@@ -12,9 +12,9 @@ from hostdev.core.errors import TransientError
 from hostdev.data.preprocess import criteo, files, first_pass, shard_memory, vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.rejected import read_rejected
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.schema import Column
@@ -22,7 +22,7 @@ from hostdev.data.schema import Column
 
 def written(path, texts):
     """Write the vocabulary of two spaces with these texts; return its rows, and how many each batch has."""
-    counted = Vocabulary(0, Layout("y", ("x",), (Column("a", "id", "a"), Column("b", "id", "b"))), None)
+    counted = Vocabulary(0, SourceLayout("y", ("x",), (Column("a", "id", "a"), Column("b", "id", "b"))), None)
     for space in range(2):
         counted.count(space, pa.array(texts, pa.large_string()), np.arange(1, len(texts) + 1))
     counted.freeze()
@@ -73,13 +73,13 @@ def test_malformed_lines_are_no_objects(tmp_path, take):
 
 
 def table_of(path):
-    return Table([path], TableOptions(label="y", categorical=("c",)))
+    return TableSource([path], TableOptions(label="y", categorical=("c",)))
 
 
 def test_what_writing_a_vocabulary_needs_is_announced(monkeypatch):
-    monkeypatch.setattr(vocabulary, "available_bytes", lambda: 449 << 20)
+    monkeypatch.setattr("hostdev.core.memory.available_bytes", lambda: 449 << 20)
     vocabulary.require_memory(2**20, 100 << 20)
-    monkeypatch.setattr(vocabulary, "available_bytes", lambda: 448 << 20)
+    monkeypatch.setattr("hostdev.core.memory.available_bytes", lambda: 448 << 20)
     with pytest.raises(TransientError, match=r"1,048,576 distinct values, and a vocabulary of them needs 448.4 MiB"):
         vocabulary.require_memory(2**20, 100 << 20)
 
@@ -92,7 +92,7 @@ def test_texts_that_are_in_all_pieces_count_once_in_their_estimated_bytes(tmp_pa
     asked = []
     monkeypatch.setattr(first_pass, "require_memory", lambda *sizes: asked.append(sizes))
     how = TableOptions(label="y", categorical=("url", *(f"s{i}" for i in range(5))), test_column=("s0", "7"))
-    build(Table([tmp_path / "t.parquet"], how), tmp_path / "out", Options(test_fraction=None))
+    build(TableSource([tmp_path / "t.parquet"], how), tmp_path / "out", Options(test_fraction=None))
     assert len(asked) == 2  # after the eighth piece, and at the end
     values, text_bytes = asked[-1]
     assert values == pytest.approx(490 + 49 + 4 * 49, rel=0.05)
@@ -106,7 +106,7 @@ def test_shards_that_threads_cannot_hold_are_refused_while_the_first_pass_is_on(
     monkeypatch.setattr(shard_memory, "_OVERHEAD", 0)
     monkeypatch.setattr(first_pass, "_CHECKED_AT_ONCE", 1)
     how = {"label": "y", "numeric": ("x",), "categorical": ("c",), "bags": (("h", None),), "test_column": ("test", "1")}
-    table, out = Table([tmp_path / "t.parquet"], TableOptions(**how)), tmp_path / "out"
+    table, out = TableSource([tmp_path / "t.parquet"], TableOptions(**how)), tmp_path / "out"
     # of each row label, number, id with whether it is known, lengths of the bag, 3 ids twice; a piece's numbers
     two = 2 * (200 * (4 + 4 + 5 + 16 + 3 * 8) + 100 * 24)
     monkeypatch.setattr(shard_memory, "available_bytes", lambda: two - 1)

@@ -18,7 +18,7 @@ from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.query import source
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.source import QueryOptions, QueryRows, open_query
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from tests import forks
 from tests.conftest import environment
@@ -180,7 +180,7 @@ def test_a_value_that_cannot_be_read_is_named(query, tmp_path):
     opened = query("SELECT u::VARCHAR || 'x' AS u, (u || 'x')::INT AS v FROM 'events.parquet'")
     with pytest.raises(UserError, match="the query failed: .*Could not convert string '.*x' to INT32"):
         rows_of(opened)
-    table = Table([query("SELECT 2 AS y, 'a' AS u, 'b' AS i")], HOW)
+    table = TableSource([query("SELECT 2 AS y, 'a' AS u, 'b' AS i")], HOW)
     with pytest.raises(UserError, match="the query:1: column 'y': '2' is not 0 or 1"):
         build(table, tmp_path / "out", Options())
 
@@ -317,7 +317,7 @@ def test_rows_that_tie_are_not_written_to_disk(data, tmp_path, monkeypatch):
 def build_it(folder, threads, sql="SELECT e.*, kind FROM 'events.parquet' e JOIN 'items.parquet' USING (i)"):
     """Build a data set from a query."""
     rows = QueryRows(sql, Engine(threads, MEMORY, source.spill_folder(folder)), threads)
-    return build(Table([rows], HOW), folder, Options(), threads=threads)
+    return build(TableSource([rows], HOW), folder, Options(), threads=threads)
 
 
 def test_work_is_kept_after_an_interruption(data, tmp_path, monkeypatch, capsys):
@@ -353,7 +353,7 @@ def test_a_file_that_changes(data, tmp_path, monkeypatch):
     rows = QueryRows("FROM 't.csv'", Engine(1, MEMORY, tmp_path / "spill"), 1)
     (tmp_path / "t.csv").write_text("y,u,i\n0,a,b\n1,c,d\n1,e,f\n")
     with pytest.raises(UserError, match="a file changed while it was read"):
-        build(Table([rows], HOW), tmp_path / "out", Options(test_fraction=0))
+        build(TableSource([rows], HOW), tmp_path / "out", Options(test_fraction=0))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -25,7 +25,7 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.dense import Standard
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from tests import forks
@@ -158,7 +158,12 @@ def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, 
     from hostdev.data import manifest
     from hostdev.data.preprocess import shards
 
-    named = {"work": work.Work, "vocabulary": vocabulary.Vocabulary, "shards": shards, "manifest": manifest.Manifest}
+    named = {
+        "work": work.WorkFolder,
+        "vocabulary": vocabulary.Vocabulary,
+        "shards": shards,
+        "manifest": manifest.Manifest,
+    }
     with monkeypatch.context() as patched:
         fail_at(patched, named.get(owner, owner), name, at, OSError(errno.ENOSPC, "No space left on device"))
         with pytest.raises(OSError, match="No space left"):
@@ -189,9 +194,9 @@ class Unreadable:
 def no_memory(monkeypatch):
     """Let the memory be taken by others once some pieces are there."""
     free = itertools.chain([1 << 40] * 3, itertools.repeat(100))
-    monkeypatch.setattr(vocabulary, "available_bytes", lambda: next(free))
+    monkeypatch.setattr("hostdev.core.memory.available_bytes", lambda: next(free))
     monkeypatch.setattr(first_pass, "_CHECKED_AT_ONCE", 1)
-    return "but 100 bytes of memory are free; hash them"
+    return "but 100 bytes of host memory are free; hash them"
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe not text", b"[1, null]"])  # the last of another version
@@ -217,7 +222,7 @@ def test_who_has_finished_stays_so_while_another_clears_up(tmp_path, text, strai
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(work.Work, "_remove", remove)
+        patched.setattr(work.WorkFolder, "_remove", remove)
         make(text, tmp_path / "out")
     left = f"{tmp_path / 'out'} is complete; the leftovers in {tmp_path / '.out.partial'} can be removed\n"
     assert capsys.readouterr().err.endswith(left) != others
@@ -245,7 +250,7 @@ def test_what_may_pass_keeps_the_work(tmp_path, text, straight, monkeypatch, cap
 
 def test_a_parquet_file_on_a_medium_that_fails(tmp_path, monkeypatch):
     pq.write_table(pa.table({"y": [0, 1], "c": ["a", "b"]}), tmp_path / "t.parquet")
-    source = Table([tmp_path / "t.parquet"], TableOptions(label="y", categorical=("c",)))
+    source = TableSource([tmp_path / "t.parquet"], TableOptions(label="y", categorical=("c",)))
 
     def fail(*_, **__):
         raise OSError(errno.EIO, "Input/output error")
@@ -307,11 +312,11 @@ def test_tables_go_on_too(tmp_path, monkeypatch, owner, name, at):
     (tmp_path / "t.csv").write_text("y,x,c,g\n" + "\n".join(rows) + "\n")
     columns = TableOptions(label="y", numeric=("x",), categorical=("c",), bags=(("g", "|"),), share=(("g", "c"),))
     options = Options(threshold=1, dense="standard")
-    build(Table([tmp_path / "t.csv"], columns), tmp_path / "straight", options)
+    build(TableSource([tmp_path / "t.csv"], columns), tmp_path / "straight", options)
     fail_at(monkeypatch, owner, name, at, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        build(Table([tmp_path / "t.csv"], columns), tmp_path / "out", options, threads=1)
-    build(Table([tmp_path / "t.csv"], columns), tmp_path / "out", options, threads=3)
+        build(TableSource([tmp_path / "t.csv"], columns), tmp_path / "out", options, threads=1)
+    build(TableSource([tmp_path / "t.csv"], columns), tmp_path / "out", options, threads=3)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 

@@ -24,7 +24,7 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from tests import forks, naive
 from tests.data.test_criteo import line
@@ -128,12 +128,12 @@ def test_a_table_on_standard_input_and_in_folders(tmp_path, monkeypatch):
     (folder / "_SUCCESS").touch()
     assert [path.name for path in expand([folder])] == ["part-1.parquet", "part-2.parquet", "part-10.parquet"]
     options, columns = Options(threshold=1), TableOptions(label="y", categorical=("c",))
-    made = [build(Table([tmp_path / "one.csv"], columns), tmp_path / "a", options)]
+    made = [build(TableSource([tmp_path / "one.csv"], columns), tmp_path / "a", options)]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    source = Table([tmp_path.__class__("-")], columns)
+    source = TableSource([tmp_path.__class__("-")], columns)
     made.append(build(source, tmp_path / "b", options))
     assert made[0].identity == made[1].identity
-    parts = build(Table([folder], columns), tmp_path / "c", options)
+    parts = build(TableSource([folder], columns), tmp_path / "c", options)
     assert parts.statistics["rows"] == made[0].statistics["rows"]
 
 
@@ -196,14 +196,14 @@ def test_the_same_rows_twice_are_told_of(tmp_path, capsys):
         ([tmp_path / "in", file], f"{file} is given twice: its rows"),
         ([tmp_path / "in", tmp_path / "in"], f"{file} is given twice: its rows"),
     ):
-        assert len(Table(files, COLUMNS).describe()) == len(CriteoText(files).describe()) == 2
+        assert len(TableSource(files, COLUMNS).describe()) == len(CriteoText(files).describe()) == 2
         assert capsys.readouterr().err.count(message) == 2
     other.write_bytes(gzip.compress(CSV.encode()))
     with pytest.raises(
         UserError, match=re.escape(f"{file} and {other} have the same rows, judging by their names; remove")
     ):
-        Table([tmp_path / "in"], COLUMNS)
-    assert len(Table([file, other], COLUMNS).describe()) == 2  # who names both means both
+        TableSource([tmp_path / "in"], COLUMNS)
+    assert len(TableSource([file, other], COLUMNS).describe()) == 2  # who names both means both
 
 
 def test_what_a_folder_has_beside_tables(tmp_path, capsys):
@@ -217,21 +217,21 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
         pa.ipc.new_file(file, pa.schema([("y", "i8"), ("c", "utf8")])),
     ):
         pass
-    source = Table([tmp_path / "in"], COLUMNS)
+    source = TableSource([tmp_path / "in"], COLUMNS)
     assert names_of(source, tmp_path / "in") == ["a.csv", "x", "x.pq"]
     assert capsys.readouterr().err == (
         f"skipped in {tmp_path / 'in'}, because neither name nor content is a table's: 5 files (book.xlsx, "
         "k.dat, readme.md and 2 more); to read one, name it\n"
     )
-    assert names_of(Table([tmp_path / "in" / "k.dat"], COLUMNS), tmp_path / "in") == ["k.dat"]
+    assert names_of(TableSource([tmp_path / "in" / "k.dat"], COLUMNS), tmp_path / "in") == ["k.dat"]
     before = source.stamp()
     (tmp_path / "in" / "more.dat").write_text(CSV)
-    assert Table([tmp_path / "in"], COLUMNS).stamp() == before
+    assert TableSource([tmp_path / "in"], COLUMNS).stamp() == before
     (tmp_path / "in" / "x.pq").unlink()
     (tmp_path / "in" / "x").unlink()
     (tmp_path / "in" / "a.csv").unlink()
     with pytest.raises(UserError, match=r"no readable file; it has 6 files \(book.xlsx, k.dat, .*only if you name"):
-        Table([tmp_path / "in"], COLUMNS)
+        TableSource([tmp_path / "in"], COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_compressed_files_in_a_folder_that_are_not_read(tmp_path, name, content,
     with pytest.raises(
         UserError, match=re.escape(f"{name}: {kind} files are not supported; decompress the file, or compress it as")
     ):
-        Table([tmp_path], COLUMNS)
+        TableSource([tmp_path], COLUMNS)
 
 
 def test_empty_files_of_a_folder_are_passed_over(tmp_path, capsys):
@@ -259,13 +259,13 @@ def test_empty_files_of_a_folder_are_passed_over(tmp_path, capsys):
     (tmp_path / "in" / "part-1.csv").touch()
     (tmp_path / "in" / "part-2.csv.gz").write_bytes(gzip.compress(b""))
     (tmp_path / "in" / "part-3.csv.gz").write_bytes(gzip.compress(CSV.encode()))
-    for read in (lambda: Table([tmp_path / "in"], COLUMNS), lambda: CriteoText([tmp_path / "in"])):
+    for read in (lambda: TableSource([tmp_path / "in"], COLUMNS), lambda: CriteoText([tmp_path / "in"])):
         source = read()
         assert names_of(source, tmp_path / "in") == ["part-0.csv", "part-3.csv.gz"]
         said = f"skipped in {tmp_path / 'in'} as empty: 2 files (part-1.csv, part-2.csv.gz)\n"
         assert capsys.readouterr().err == said
     with pytest.raises(UserError, match="part-1.csv: the file is empty"):
-        Table([tmp_path / "in" / "part-1.csv"], COLUMNS)
+        TableSource([tmp_path / "in" / "part-1.csv"], COLUMNS)
 
 
 def test_names_with_the_same_numbers_are_in_order(tmp_path, monkeypatch):
@@ -279,7 +279,7 @@ def test_names_with_the_same_numbers_are_in_order(tmp_path, monkeypatch):
 
 def test_standard_input_that_is_closed(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    for read in (lambda: Table([Path("-")], COLUMNS), lambda: CriteoText([Path("-")])):
+    for read in (lambda: TableSource([Path("-")], COLUMNS), lambda: CriteoText([Path("-")])):
         with pytest.raises(UserError, match=r"^standard input is closed; redirect it, as with < FILE"):
             read()
 

@@ -9,7 +9,7 @@ import pytest
 
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from tests.data.conftest import GOOD
 
@@ -365,5 +365,5 @@ def test_a_quote_that_swallows_rows(refused, tmp_path, changed):
 def test_long_texts_in_quotes_are_values(tmp_path):
     text = "\n".join(f"line {i}, of a text" for i in range(50))
     (tmp_path / "t.csv").write_text(rows_with({10: f'1,v3,"{text}",x', 12: f'1,"{text}",t,x'}))
-    table = Table([tmp_path / "t.csv"], TableOptions(label="y", categorical=("c",)))
+    table = TableSource([tmp_path / "t.csv"], TableOptions(label="y", categorical=("c",)))
     assert sum(len(table.parse(block)) for block in table.blocks()) == 400

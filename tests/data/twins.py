@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.shards import ShardReader
 
@@ -118,7 +118,7 @@ def build_table(files, out, *, options=None, **table):
     """Build a data set; the threshold is 0 unless the options say otherwise."""
     files = [files] if isinstance(files, Path) else files
     options = options or Options(threshold=0, test_fraction=None)
-    return build(Table(files, TableOptions(**table)), out, options)
+    return build(TableSource(files, TableOptions(**table)), out, options)
 
 
 def read(folder, split):

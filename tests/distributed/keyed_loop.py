@@ -121,7 +121,7 @@ class Program:
     def digest(self):
         digest = StateDigest(2)
         for table in (self.fixed, self.keyed):
-            add_table(digest, table, self.ranks)
+            add_table(digest, table, self.runtime.world)
         return digest.hexdigest()
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from hostdev.checkpoint.folder import newest
+from hostdev.checkpoint.finding import newest
 from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.ext.checkpoints import cli as checkpoint

@@ -14,11 +14,10 @@ from hostdev.ext.streams.arrivals.cutting import BatchCutter, batches_of
 from hostdev.ext.streams.arrivals.folder import Folder, State, key_of
 from hostdev.ext.streams.arrivals.seen import MOST_DIGESTS, Seen
 from hostdev.ext.streams.arrivals.spool import Spool, SpoolError
-from hostdev.ext.streams.following import histogram
-from hostdev.ext.streams.following.histogram import Histogram
+from hostdev.ext.streams.following import progressive
 from hostdev.ext.streams.following.logs import FileLogs
 from hostdev.ext.streams.following.progress import MOST_FILES, MOST_STEPS, RecentProgress, RecentQuality
-from hostdev.ext.streams.following.progressive import Collector, Window
+from hostdev.ext.streams.following.progressive import Histogram, OutputSums, ScoreWindow
 from hostdev.ext.streams.following.state import FollowState
 from hostdev.train import metrics
 from hostdev.train.follow_options import Until, parse_until
@@ -158,12 +157,12 @@ def test_batches_continue_across_files(tmp_path, sizes):
 
 
 def test_a_cursor_belongs_to_the_rows_trained_on():
-    state = FollowState(Window(3, (False,)))
+    state = FollowState(ScoreWindow(3, (False,)))
     for number, rows in enumerate([5, 2, 9]):
         state.take(f"{number}.csv", digest(number), rows)
     state.advance(6)
     assert [(each.name, each.done) for each in state.pending] == [("1.csv", 1), ("2.csv", 0)] and state.waiting == 10
-    again = FollowState(Window(3, (False,)))
+    again = FollowState(ScoreWindow(3, (False,)))
     again.restore(state.as_values())
     again.advance(1)
     assert [(each.name, each.done) for each in again.pending] == [("2.csv", 0)]
@@ -176,16 +175,16 @@ def test_a_cursor_belongs_to_the_rows_trained_on():
 def test_a_window_has_the_quality_of_its_rows(rows, scale):
     """Exact for few rows; close for many, however narrow the outputs are."""
     rng = np.random.default_rng(rows)
-    window, kept = Window(2, (False,)), []
+    window, kept = ScoreWindow(2, (False,)), []
     for _ in range(3):
         logits = (rng.normal(-1, 1, rows) * scale).astype(np.float32)
         labels = (rng.random(rows) < 1 / (1 + np.exp(-logits / scale))).astype(np.float32)
-        collector = Collector(("label",), SINGLE_LABEL)
+        collector = OutputSums(("label",), SINGLE_LABEL)
         for start in range(0, rows, 7_000):
             collector.add(logits[start : start + 7_000], labels[start : start + 7_000])
         window.add(collector.result())
         kept.append((logits, labels))
-    again = Window(2, (False,))
+    again = ScoreWindow(2, (False,))
     again.restore(window.as_values())
     logits, labels = map(np.concatenate, zip(*kept[1:], strict=True))
     for each in (window, again):
@@ -193,12 +192,12 @@ def test_a_window_has_the_quality_of_its_rows(rows, scale):
         assert found.rows == total.rows == 2 * rows and len(each) == 2
         if 0 < labels.mean() < 1:
             exact = metrics.auc(logits, labels)
-            assert found.auc == exact if 2 * rows <= histogram.MOST_BINS else abs(found.auc - exact) < 1e-5
+            assert found.auc == exact if 2 * rows <= progressive.MOST_BINS else abs(found.auc - exact) < 1e-5
         assert found.logloss == pytest.approx(metrics.log_loss(logits, labels))
         mean = (1 / (1 + np.exp(-logits.astype(np.float64)))).mean()
         if labels.any():
             assert total.calibration()[0] == pytest.approx(mean / labels.mean())
-        assert len(total.bins[0].keys) <= histogram.MOST_BINS
+        assert len(total.bins[0].keys) <= progressive.MOST_BINS
 
 
 def test_a_histogram_does_not_depend_on_the_batches():
@@ -218,7 +217,7 @@ def test_several_labels_and_numbers():
     rng = np.random.default_rng(4)
     outputs = rng.normal(0, 1, (300, 2)).astype(np.float32)
     labels = np.stack([rng.random(300) < 0.5, rng.normal(5, 1, 300)], 1).astype(np.float32)
-    collector, window = Collector(("a", "b"), Targets(more=("b",), numeric=("b",))), Window(2, (False, True))
+    collector, window = OutputSums(("a", "b"), Targets(more=("b",), numeric=("b",))), ScoreWindow(2, (False, True))
     collector.add(outputs, labels)
     window.add(collector.result())
     found = window.evaluation()

@@ -6,8 +6,6 @@ import torch
 
 from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, Momentum, RowWiseAdagrad, UserError
 from hostdev.core import memory
-from hostdev.host import reads
-from hostdev.host.disk import storage as storage_module
 from tests.combinations import pairs_first
 
 
@@ -95,13 +93,13 @@ def test_a_small_change_of_a_bfloat16_slot_is_not_lost():
 
 
 def test_a_bfloat16_table_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr(storage_module, "available_bytes", lambda: 9_999)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 9_999)
     message = r"needs 100 rows x 10 x \(2 \+ 2 slots x 4\) = 10000 bytes"
     with pytest.raises(UserError, match=message):
         HostTable(100, 10, LazyAdam(), name="deep", dtype="bf16")
-    monkeypatch.setattr(storage_module, "available_bytes", lambda: 10_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10_000)
     table = HostTable(100, 10, LazyAdam(), name="deep", dtype="bf16")
-    monkeypatch.setattr(reads, "available_bytes", lambda: 3_999)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 3_999)
     with pytest.raises(UserError, match="table .deep.: .*float32 copy .* needs 3.9 KiB, .*look up only the rows"):
         table.weights  # noqa: B018
 

@@ -5,8 +5,6 @@ import pytest
 
 from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, RowWiseAdagrad, UserError
 from hostdev.core import memory
-from hostdev.host import reads
-from hostdev.host.disk import storage as storage_module
 from hostdev.kernels.eight_bits import to_nearest
 
 
@@ -82,11 +80,11 @@ def test_a_tiny_second_moment_makes_no_huge_step():
 
 
 def test_a_table_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr(storage_module, "available_bytes", lambda: 7_199)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 7_199)
     with pytest.raises(UserError, match=r"needs 100 rows x \(10 x 4 \+ 2 slots x 16\) = 7200 bytes"):
         HostTable(100, 10, LazyAdam(), name="deep", slots="8bit")
-    monkeypatch.setattr(storage_module, "available_bytes", lambda: 7_200)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 7_200)
     table = HostTable(100, 10, LazyAdam(), name="deep", slots="8bit")
-    monkeypatch.setattr(reads, "available_bytes", lambda: 7_999)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 7_999)
     with pytest.raises(UserError, match="table .deep.: .*float32 copy .* needs 7.8 KiB, .*look up only the rows"):
         table.slots  # noqa: B018

@@ -4,8 +4,6 @@ import pytest
 import hostdev
 from hostdev import FTRL, SGD, HostTable, LazyAdam, RowWiseAdagrad, UserError
 from hostdev.core import memory
-from hostdev.host import writing as writing_module
-from hostdev.host.disk import storage as storage_module
 from hostdev.kernels.pool import run_tasks, set_host_threads
 from hostdev.ops import ParameterServer
 
@@ -115,7 +113,7 @@ def test_a_table_has_rows_and_columns(shape):
 
 
 def test_a_table_too_large_is_refused_before_it_is_allocated(monkeypatch):
-    monkeypatch.setattr(storage_module, "available_bytes", lambda: 11_999)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 11_999)
     HostTable(100, 9, LazyAdam(), name="small")
     with pytest.raises(UserError) as error:
         HostTable(100, 10, LazyAdam(), name="deep")
@@ -346,7 +344,7 @@ def test_some_rows_are_written_as_arrays(table):
 
 def test_writing_says_what_memory_it_needs(monkeypatch):
     table = HostTable(100, 10, LazyAdam(), name="deep")
-    monkeypatch.setattr(writing_module, "available_bytes", lambda: 3_999)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 3_999)
     message = "a copy of weights for writing needs 3.9 KiB, .*writing.ids"
     with pytest.raises(UserError, match=message), table.writing() as w:
         w.weights  # noqa: B018

@@ -138,9 +138,9 @@ def test_errors(run, in_process, arguments, message):
 def test_one_column_of_numbers_and_no_memory(run, saved, in_process, monkeypatch):
     code, _, error = in_process(checkpoint, "export", saved, "--format", "faiss", "--out", "out", "--column", "c")
     assert code == 2 and "was written by Runtime.save, which records no columns" in error
-    monkeypatch.setattr(faiss_export, "available_bytes", lambda: 1000)
+    monkeypatch.setattr("hostdev.core.memory.available_bytes", lambda: 1000)
     code, _, error = in_process(checkpoint, "export", run, "--format", "faiss", "--out", "out")
-    assert code == 2 and "an index of 80 rows takes 1.2 KiB of memory, but only 1000 bytes are free" in error
+    assert code == 2 and "an index of 80 rows needs 1.2 KiB, but 1000 bytes of host memory are free" in error
     monkeypatch.setitem(sys.modules, "faiss", None)
     code, _, error = in_process(checkpoint, "export", run, "--format", "faiss", "--out", "out")
     assert code == 2
@@ -180,14 +180,14 @@ def test_in_a_store(run, in_process, tmp_path, monkeypatch):
 
 
 def test_rows_that_are_not_finite(saved, in_process, monkeypatch):
-    whole = rows.Rows.lookup
+    whole = rows.NamedRows.lookup
 
     def lookup(self, ids):
         found = whole(self, ids)
         found[np.asarray(ids) == 7] = np.nan
         return found
 
-    monkeypatch.setattr(rows.Rows, "lookup", lookup)
+    monkeypatch.setattr(rows.NamedRows, "lookup", lookup)
     code, _, _ = in_process(checkpoint, "export", saved, "--format", "faiss", "--out", "out", "--table", "t")
     assert code == 0
     [entry] = json.loads(Path("out/indexes.json").read_text())

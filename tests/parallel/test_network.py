@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from hostdev.core.errors import UserError
-from hostdev.distributed.mesh import Mesh
-from hostdev.ext.parallel.averages import Averages
-from hostdev.ext.parallel.layout import Layout, like, resolve_layout
+from hostdev.distributed.averages import Averages
+from hostdev.distributed.mesh import Layout, Mesh, parse_plan
+from hostdev.ext.parallel.layout import like, resolve_layout
 from hostdev.ext.parallel.local_parameters import LocalParameters
 from hostdev.ext.parallel.network import Network
 from hostdev.ext.parallel.plan import sliced
-from hostdev.ext.parallel.plan_text import parse_plan
 from hostdev.ext.parallel.state import State
 from tests.conftest import ROOT
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from hostdev.core.errors import UserError
-from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.mesh import Layout, Mesh
 from hostdev.ext.parallel.auto import LayoutChoice, _order_measured, _pick_finalists, reason
 from hostdev.ext.parallel.costs import LayerCost, Machine, PieceCost, Profile, measure_profile
-from hostdev.ext.parallel.layout import Layout, like
+from hostdev.ext.parallel.layout import like
 from hostdev.ext.parallel.pieces import best_cut, get_pieces
 from hostdev.ext.parallel.search import Layers, SearchOptions, candidates, meshes
 

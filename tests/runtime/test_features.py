@@ -10,6 +10,7 @@ from torch import nn
 
 import hostdev
 from hostdev import Bag, DeviceTable, Feature, HostTable, Runtime
+from hostdev.distributed.world import ALONE_WORLD
 from hostdev.runtime.features import require_seeds, resolve
 from tests.runtime.cases import CPU, sgd, weights_of
 
@@ -258,6 +259,6 @@ def test_the_parts_of_a_table_have_one_seed():
         _, groups = resolve({"x": HostTable(5, 2, hostdev.SGD(), name="t", seed=seed, part=(0, 2))})
         if seed == 7:
             require_seeds(groups, Ranks)
-            require_seeds(groups, None)
+            require_seeds(groups, ALONE_WORLD)
     with pytest.raises(hostdev.UserError, match="table 't' has the seed 7 on rank 1, but 1 on rank 0; pass the same"):
         require_seeds(groups, Ranks)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 import hostdev
-from hostdev.ext.serving.server import Ending, Serving, listen
+from hostdev.ext.serving.server import ServerEnd, Serving, listen
 from hostdev.ext.serving.settings import Settings
 
 FILMS = {
@@ -34,7 +34,7 @@ class Served:
         self.serving = Serving(self.settings, **self._limits)
         self.app, self.name = self.serving.app, self.serving.name
         self.predictor = hostdev.Predictor(self.settings.checkpoint)
-        self.ending, started = Ending(), threading.Event()
+        self.ending, started = ServerEnd(), threading.Event()
         if self._listens:
             self.listener = listener = listen("127.0.0.1", 0)
             self.port = listener.getsockname()[1]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hostdev.ext.serving.columns import Input, from_tensors
+from hostdev.ext.serving.columns import RawColumn, from_tensors
 from hostdev.ext.serving.tensors import Tensor
 from tests.serving.helpers import FILMS, Served, as_rows, bits, film_tensors, repeated, tensor
 
@@ -132,7 +132,7 @@ def test_single_precision_reaches_the_encoder():
     """As an id, 0.1 in FP32 is the text 0.1 in any number of rows; a number may be a float of Python."""
     values = np.full(70, 0.1, np.float32)
     tensors = [Tensor("id", "FP32", (70,), values), Tensor("number", "FP32", (70,), values)]
-    inputs = {name: Input(name, name, "FP64", (-1,)) for name in ("id", "number")}
+    inputs = {name: RawColumn(name, name, "FP64", (-1,)) for name in ("id", "number")}
     found = from_tensors(tensors, inputs)
     assert found["id"] is values and found["number"] == values.tolist()
 

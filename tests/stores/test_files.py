@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hostdev.core import patience, stores
 from hostdev.core.addresses import source_path
-from hostdev.core.errors import UserError
+from hostdev.core.errors import StoreError, UserError
 from hostdev.data.preprocess import places
-from hostdev.ext.stores import files, store
-from hostdev.ext.stores.store import StoreError
+from hostdev.ext.stores import files
 
 SIZE = 20_000
 
@@ -23,7 +23,7 @@ SIZE = 20_000
 def small(monkeypatch, tmp_path):
     monkeypatch.setattr(files, "_FIRST", 16)
     monkeypatch.setattr(files, "_MOST", 1024)
-    monkeypatch.setattr(store, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
 
 
@@ -41,8 +41,8 @@ PATH = "memory://raw/file"
 
 def test_reads_in_order(content, monkeypatch):
     requests = []
-    real = store.Store.read_range
-    monkeypatch.setattr(store.Store, "read_range", lambda self, *args: requests.append(args[1:3]) or real(self, *args))
+    real = stores.Store.read_range
+    monkeypatch.setattr(stores.Store, "read_range", lambda self, *args: requests.append(args[1:3]) or real(self, *args))
     with files.StoreFile(source_path(PATH), SIZE) as file:
         found = b"".join(iter(lambda: file.read(700), b""))
     assert found == content
@@ -80,14 +80,14 @@ def test_a_parquet_file(content):
 
 
 def test_a_failure_is_raised_where_it_is_read(content, monkeypatch):
-    real = store.Store.read_range
+    real = stores.Store.read_range
 
     def read(self, name, start, stop, stopped=None):
         if start > 5000:
             raise StoreError("the store is gone")
         return real(self, name, start, stop, stopped)
 
-    monkeypatch.setattr(store.Store, "read_range", read)
+    monkeypatch.setattr(stores.Store, "read_range", read)
     with files.StoreFile(source_path(PATH), SIZE) as file:
         got = b""
         with pytest.raises(StoreError, match="the store is gone"):

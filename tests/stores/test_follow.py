@@ -7,9 +7,9 @@ import fsspec
 import numpy as np
 import pytest
 
+from hostdev.core import patience, stores
 from hostdev.core.addresses import source_path
-from hostdev.ext.stores import store
-from hostdev.ext.stores.store import StoreError
+from hostdev.core.errors import StoreError
 from hostdev.ext.streams.arrivals.folder import open_folder
 from tests import forks
 from tests.conftest import digest_of, environment
@@ -22,7 +22,7 @@ NAMES += [".tmp/_SUCCESS", ".tmp/t.csv", "day1/deep/_SUCCESS"]
 @pytest.fixture
 def here(monkeypatch, tmp_path):
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
-    monkeypatch.setattr(store, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
 
 
 @pytest.mark.parametrize("mark", [None, "_SUCCESS"])
@@ -50,7 +50,7 @@ def test_the_names_are_those_of_a_local_folder(here, tmp_path, mark):
 
 def test_a_store_that_is_away_is_an_error_of_the_system(here, monkeypatch):
     folder = open_folder(source_path("memory://in"))
-    monkeypatch.setattr(store.Store, "list", lambda self, name="": (_ for _ in ()).throw(StoreError("away")))
+    monkeypatch.setattr(stores.Store, "list", lambda self, name="": (_ for _ in ()).throw(StoreError("away")))
     with pytest.raises(OSError, match="away"):
         folder.names()
 

@@ -7,16 +7,15 @@ import threading
 import fsspec
 import pytest
 
+from hostdev.core import patience
 from hostdev.core.addresses import data_path
-from hostdev.core.errors import UserError
+from hostdev.core.errors import StoreError, UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.remote import pin
 from hostdev.data.shards import ShardReader
-from hostdev.ext.stores import store
-from hostdev.ext.stores.store import StoreError
 from hostdev.train.checkpointing import data_files
 
 ADDRESS = "memory://sets/one"
@@ -25,7 +24,7 @@ ADDRESS = "memory://sets/one"
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
-    monkeypatch.setattr(store, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
     publish(tmp_path, 2)
     yield data_path(ADDRESS)
     fsspec.filesystem("memory").rm("/sets", recursive=True)

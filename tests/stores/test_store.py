@@ -10,11 +10,11 @@ from hashlib import md5, sha256
 import fsspec
 import pytest
 
+from hostdev.core import kept_files, patience, stores
 from hostdev.core.addresses import address_of, data_path, is_remote, without_secrets
-from hostdev.core.errors import UserError
-from hostdev.ext.stores import kept_files, store
-from hostdev.ext.stores.kept_files import KeptFiles
-from hostdev.ext.stores.store import StoppedError, Store, StoreError
+from hostdev.core.errors import ChangedError, StoppedError, StoreError, UserError
+from hostdev.core.kept_files import KeptFiles
+from hostdev.core.stores import Store
 
 SIZES = [0, 1, 7, 8, 9, 100]
 
@@ -22,8 +22,8 @@ SIZES = [0, 1, 7, 8, 9, 100]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
     """Small pieces, short pauses, and a folder of the test's own."""
-    monkeypatch.setattr(store, "_PIECE", 8)
-    monkeypatch.setattr(store, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(stores, "_PIECE", 8)
+    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
 
 
@@ -50,7 +50,7 @@ class AnswerError(Exception):
 @contextlib.contextmanager
 def failing(opened, errors):
     """Let reads of a store raise errors in turn in a `with` block; None stands for success."""
-    real, turns = opened._files.cat_file, iter(errors)
+    real, turns = opened.backend.files.cat_file, iter(errors)
 
     def read(*arguments, **options):
         if (error := next(turns)) is not None:
@@ -58,7 +58,7 @@ def failing(opened, errors):
         return real(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opened._files, "cat_file", read)
+        patch.setattr(opened.backend.files, "cat_file", read)
         yield
 
 
@@ -87,7 +87,7 @@ def test_what_fails_for_a_while_is_tried_again(files, tmp_path, capfd):
 def test_an_answer_that_never_comes_holds_nobody_up(files, monkeypatch):
     opened, stop, ends, expected = Store("memory://set"), threading.Event(), threading.Event(), sums(files)["9"]
     with monkeypatch.context() as patch:
-        patch.setattr(opened._files, "cat_file", lambda *a, **o: ends.wait(60))
+        patch.setattr(opened.backend.files, "cat_file", lambda *a, **o: ends.wait(60))
         threading.Timer(0.1, stop.set).start()
         with pytest.raises(StoppedError):
             KeptFiles().get(opened, "9", expected, stop)
@@ -96,9 +96,9 @@ def test_an_answer_that_never_comes_holds_nobody_up(files, monkeypatch):
 
 def test_an_answer_that_is_cut_short_is_tried_again(files, tmp_path, monkeypatch):
     opened, expected = Store("memory://set"), sums(files)["100"]
-    real, cuts = opened._files.cat_file, itertools.cycle([1, 0])
+    real, cuts = opened.backend.files.cat_file, itertools.cycle([1, 0])
     with monkeypatch.context() as patch:
-        patch.setattr(opened._files, "cat_file", lambda *a, **o: real(*a, **o)[: 8 - next(cuts)])
+        patch.setattr(opened.backend.files, "cat_file", lambda *a, **o: real(*a, **o)[: 8 - next(cuts)])
         assert opened.fetch("100", tmp_path / "a") == expected
 
 
@@ -118,14 +118,14 @@ def test_an_answer_with_a_wrong_checksum_is_tried_again(files, tmp_path, monkeyp
     opened, expected = Store("memory://set"), sums(files)["100"]
     with failing(opened, [FlexibleChecksumError("not 1234"), refused("BadDigest"), *itertools.repeat(None, 100)]):
         assert opened.fetch("100", tmp_path / "a") == expected
-    real, answers = opened._files.cat_file, itertools.count()
+    real, answers = opened.backend.files.cat_file, itertools.count()
 
     def read(*arguments, **options):
         content = real(*arguments, **options)
         return bytes([content[0] ^ next(answers) + 1]) + content[1:] if next(answers) < 150 else content
 
     with monkeypatch.context() as patch:
-        patch.setattr(opened._files, "cat_file", read)
+        patch.setattr(opened.backend.files, "cat_file", read)
         path = KeptFiles().get(opened, "100", expected)
     assert sha256(path.read_bytes()).hexdigest() == expected and next(answers) > 150
 
@@ -134,9 +134,9 @@ def test_an_answer_with_a_wrong_checksum_is_tried_again(files, tmp_path, monkeyp
 def test_what_a_store_says_of_content_saves_reading_it(files, tmp_path, monkeypatch, keeps):
     opened, path = Store("memory://set"), tmp_path / "a"
     opened.fetch("100", path)
-    real, part = opened._files.info, 1 << 20
-    monkeypatch.setattr(store, "_PART_SIZES", (1,))
-    monkeypatch.setattr(store, "_PIECE", 1 << 18)
+    real, part = opened.backend.files.info, 1 << 20
+    monkeypatch.setattr(stores, "_PART_SIZES", (1,))
+    monkeypatch.setattr(stores, "_PIECE", 1 << 18)
     content = os.urandom(part + 5)
     path.write_bytes(content)
     files.pipe_file("/set/100", content)
@@ -145,7 +145,7 @@ def test_what_a_store_says_of_content_saves_reading_it(files, tmp_path, monkeypa
         "MD5": f'"{md5(content).hexdigest()}"',
         "MD5 of parts": f'"{md5(md5(content[:part]).digest() + md5(content[part:]).digest()).hexdigest()}-2"',
     }[keeps]
-    monkeypatch.setattr(opened._files, "info", lambda name: {**real(name), "ETag": etag})
+    monkeypatch.setattr(opened.backend.files, "info", lambda name: {**real(name), "ETag": etag})
     reads = []
     monkeypatch.setattr(Store, "read_range", lambda *a, real=Store.read_range: reads.append(a) or real(*a))
     assert opened.compare("100", path).size == len(content)
@@ -187,12 +187,12 @@ def test_patience_ends(files, tmp_path, monkeypatch):
 
 
 def test_waiting_ends_when_nobody_needs_the_file(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "_PAUSES", (60.0, 60.0))
+    monkeypatch.setattr(patience, "_PAUSES", (60.0, 60.0))
     opened, stop, expected = Store("memory://set"), threading.Event(), sums(files)["9"]
     threading.Timer(0.1, stop.set).start()
     with failing(opened, itertools.repeat(ConnectionError("away"))), pytest.raises(StoppedError):
         KeptFiles().get(opened, "9", expected, stop)
-    assert list(KeptFiles().folder.glob("*.part")) == []
+    assert list(KeptFiles().folder.glob("*.part*")) == []
 
 
 def test_a_file_is_fetched_once_by_all_who_need_it(files, monkeypatch):
@@ -234,6 +234,30 @@ def test_a_wrong_file_is_refused_and_not_kept(files):
     assert [path for path in kept.folder.iterdir() if path.suffix != ".lock"] == []
 
 
+def test_a_copy_that_is_gone_or_damaged_is_fetched_again(files, monkeypatch):
+    kept, opened, expected, fetched = KeptFiles(), Store("memory://set"), sums(files)["9"], []
+    monkeypatch.setattr(Store, "fetch", lambda *a, fetch=Store.fetch: fetched.append(a[1]) or fetch(*a))
+
+    def use_after(*errors):
+        turns = iter(errors)
+
+        def use(path):
+            if (error := next(turns, None)) is None:
+                return path.read_bytes()
+            if isinstance(error, FileNotFoundError):
+                path.unlink()  # as another process that makes room
+            raise error
+
+        return kept.use(opened, "9", expected, use)
+
+    assert use_after(FileNotFoundError(), ChangedError("damaged"), FileNotFoundError()) == files.cat_file("/set/9")
+    assert fetched == ["9"] * 4
+    with pytest.raises(ChangedError, match="damaged"):
+        use_after(*[ChangedError("damaged")] * 3)
+    with pytest.raises(UserError, match="has no room for the files that are in use; set HOSTDEV_STORE_CACHE_SIZE"):
+        use_after(*itertools.repeat(FileNotFoundError(), 20))
+
+
 @pytest.mark.parametrize("sha256", ["", "../../x", "/x", "0" * 63, "G" * 64])
 def test_what_is_not_a_sum_is_no_name(files, sha256):
     kept = KeptFiles()
@@ -264,9 +288,10 @@ def test_a_full_disk_is_said(files, monkeypatch):
         KeptFiles().get(Store("memory://set"), "9", sums(files)["9"])
 
 
-def test_what_a_killed_process_left_is_removed(files, monkeypatch):
+@pytest.mark.parametrize("name", ["{}.1-2.part", ".{}.partial-0123abcd"])  # the first one: of version 0.1
+def test_what_a_killed_process_left_is_removed(files, monkeypatch, name):
     kept = KeptFiles()
-    old, new = kept.folder / "a.1-2.part", kept.folder / "b.1-2.part"
+    old, new = (kept.folder / name.format(file) for file in "ab")
     for path in old, new:
         path.write_bytes(bytes(1_000))
     os.utime(old, (0, 0))

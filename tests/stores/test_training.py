@@ -42,7 +42,7 @@ def test_the_digest_is_that_of_local_data(call, small_data, there, tmp_path):
     assert call(*TRAIN, "--data", small_data, "--run-dir", "local")[0] == 0
     code, out, error = call(*TRAIN, "--data", there, "--run-dir", "one")
     assert code == 0, error
-    assert f"data     {there} (copies in {tmp_path / 'cache/hostdev/ext/stores/files'}, at most" in out
+    assert f"data     {there} (copies in {tmp_path / 'cache/hostdev/stores/files'}, at most" in out
     code, _, error = call(*TRAIN, "--data", there, "--run-dir", "two", "--spawn", 2, HOSTDEV_STORE_CACHE_SIZE="50KB")
     assert code == 0, error
     assert digest_of(tmp_path / "one") == digest_of(tmp_path / "two") == digest_of(tmp_path / "local")

@@ -89,7 +89,7 @@ def test_every_command(call, server, files, tmp_path):
     same_files(tmp_path / "data", tmp_path / "fetched")
     again = ["hostdev.data.preprocess", "criteo", text, *how, "--out", "s3://whole/data"]
     assert "--out s3://whole/data exists already" in call(*again, code=2)
-    assert not list(tmp_path.glob("cache/hostdev/ext/stores/results/s3/whole/*"))
+    assert not list(tmp_path.glob("cache/hostdev/stores/results/s3/whole/*"))
 
     call(*TRAIN, "--data", "data", "--run-dir", "local", *SAVING)
     there = ["--data", "s3://whole/data", "--checkpoint-dir", "s3://whole/saved", *SAVING]

@@ -179,7 +179,7 @@ def test_a_server_that_is_slow(monkeypatch):
     while len(sent) < 2000 and time.monotonic() < until:
         time.sleep(0.01)
     assert [one.step for one in sent] == list(range(2000))
-    sender._thread.join()
+    sender.close(None, 30)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hostdev.core.errors import TransientError, UserError, in_words
 from hostdev.core.memory import available_bytes
 from hostdev.data.preprocess.cluster import tasks, words
 from hostdev.data.preprocess.cluster.job import Reference
-from hostdev.data.preprocess.scheduler_flag import parse_scheduler
+from hostdev.data.preprocess.flags import parse_scheduler
 
 _CONNECT_SECONDS = 20
 _FIRST_WORKER_SECONDS = 60

@@ -4,28 +4,31 @@ A block is parsed before the number of rows before it is known, which decides it
 written as they are, and a second task draws them and writes the piece.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from hostdev.core.errors import HostdevError
 from hostdev.data.preprocess.cluster import ranges
-from hostdev.data.preprocess.cluster.job import Files, Work
-from hostdev.data.preprocess.cluster.rows_file import read_rows, write_rows
-from hostdev.data.preprocess.pieces import Piece as Lists
-from hostdev.data.preprocess.pieces import Survey, merge, write_lists, write_piece
-from hostdev.data.preprocess.raw import RawRows, WrongRowError
+from hostdev.data.preprocess.cluster.job import Files, WorkerJob
+from hostdev.data.preprocess.pieces import PieceFile, Survey, merge, write_lists, write_piece
+from hostdev.data.preprocess.pieces import PieceFile as Lists
+from hostdev.data.preprocess.raw import InvalidRowError, RawRows
+from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.kernels.cardinality import Sample, estimate, total
+from hostdev.kernels.columns import narrowed
 
 Result = dict[str, Any]
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """Return an error of a task as JSON, for the client to raise."""
-    if isinstance(error, WrongRowError):
+    if isinstance(error, InvalidRowError):
         return {"kind": "row", "file": error.file, "row": error.row, "reason": error.reason}
     return {"kind": type(error).__name__, "message": str(error)}
 
@@ -45,18 +48,18 @@ def survey_name(name: str) -> str:
     return f"pieces/{name}.survey"
 
 
-def look(work: Work, number: int, start: int, stop: int) -> Result:
+def look(work: WorkerJob, number: int, start: int, stop: int) -> Result:
     """Return what divides an input into ranges."""
     work.check_input(number)
     return {"looked": [list(one) for one in ranges.look(work.source, number, start, stop)], "files": {}}
 
 
-def parse(work: Work, number: int, given: list[Any], begin: int | None) -> Result:
+def parse(work: WorkerJob, number: int, given: list[Any], begin: int | None) -> Result:
     """Parse range `number`; `begin` is the number of rows before it if that is known.
 
     Returns the facts of each block, and the error that ended the range, if any.
     """
-    one = ranges.Range(*given)
+    one = ranges.InputRange(*given)
     work.check_input(one.input)
     blocks: list[Result] = []
     files: Files = {}
@@ -81,13 +84,13 @@ def parse(work: Work, number: int, given: list[Any], begin: int | None) -> Resul
                 files |= of_piece
                 begin = None if begin is None else begin + len(rows)
             blocks.append(found)
-    except (HostdevError, WrongRowError) as raised:
+    except (HostdevError, InvalidRowError) as raised:
         error = describe_error(raised)
     work.check_input(one.input)
     return {"blocks": blocks, "error": error, "files": files}
 
 
-def piece(work: Work, name: str, begin: int, lines: int) -> Result:
+def piece(work: WorkerJob, name: str, begin: int, lines: int) -> Result:
     """Write a block's parsed rows as a piece; `begin` rows are before them, and `lines` lines in their input.
 
     Returns an entry "missing" if the parsed rows are no longer there.
@@ -102,7 +105,7 @@ def piece(work: Work, name: str, begin: int, lines: int) -> Result:
     return {"piece": found, "files": files}
 
 
-def _write_piece(work: Work, name: str, rows: RawRows, begin: int) -> tuple[Result, Files]:
+def _write_piece(work: WorkerJob, name: str, rows: RawRows, begin: int) -> tuple[Result, Files]:
     splits = work.draw.splits(rows.splits, len(rows), begin)
     made: dict[str, Any] = {}
 
@@ -117,7 +120,7 @@ def _write_piece(work: Work, name: str, rows: RawRows, begin: int) -> tuple[Resu
     return made["facts"], files
 
 
-def survey(work: Work, names: list[str], out: str) -> Result:
+def survey(work: WorkerJob, names: list[str], out: str) -> Result:
     """Merge surveys into the file `out`; return the estimates of values, and of bytes of text, by id space."""
     merged = merge([_read_survey(work.path(name)) for name in names])
     texts = None if merged.texts is None else list(map(total, merged.texts))
@@ -125,7 +128,7 @@ def survey(work: Work, names: list[str], out: str) -> Result:
     return {**found, "files": {out: _write_survey(work, out, merged)}}
 
 
-def _write_survey(work: Work, name: str, found: Survey) -> str:
+def _write_survey(work: WorkerJob, name: str, found: Survey) -> str:
     content: dict[str, npt.NDArray[Any]] = {"registers": found.registers.reshape(-1)}
     content["shape"] = np.array(found.registers.shape, np.int64)
     for i, sample in enumerate(found.texts or ()):
@@ -140,3 +143,70 @@ def _read_survey(path: Path) -> Survey:
     if "keys 0" in lists.names:
         texts = tuple(Sample(lists.array(f"keys {i}"), lists.array(f"weights {i}")) for i in range(len(registers)))
     return Survey(registers, texts)
+
+
+_INTEGERS = (np.uint8, np.uint16, np.uint32)
+
+
+def write_rows(path: Path, rows: RawRows) -> str:
+    """Write rows atomically; return the file's CRC-32."""
+    about = {
+        "shape": [list(rows.label.shape), list(rows.numbers.shape), list(rows.keys.shape)],
+        "bags": len(rows.bags),
+        "spaces": None if rows.texts is None else list(rows.texts),
+        "missing": dict(rows.missing),
+        "forms": {name: sorted(forms) for name, forms in rows.forms.items()},
+    }
+    content: dict[str, Any] = {"about": pa.array([json.dumps(about)])}
+    content["label 0"] = np.ascontiguousarray(rows.label).reshape(-1)  # its name: `PieceFile` counts by it
+    content["numbers"] = narrowed(np.ascontiguousarray(rows.numbers).reshape(-1))
+    content |= {f"keys {i}": _narrow(np.ascontiguousarray(column)) for i, column in enumerate(rows.keys.T)}
+    for i, (keys, lengths) in enumerate(rows.bags):
+        content |= {f"bag {i}": _narrow(keys), f"lengths {i}": lengths}
+    content |= {f"weights {i}": values for i, values in rows.bag_weights.items()}
+    for i, texts in enumerate((rows.texts or {}).values()):
+        content[f"texts {i}"] = texts
+    content |= {name: value for name, value in (("weight", rows.weight), ("splits", rows.splits)) if value is not None}
+    content |= rows.rejected.columns()
+    return write_lists(path, content)
+
+
+def read_rows(path: Path) -> RawRows:
+    """Read the rows that `write_rows` wrote."""
+    piece = PieceFile(path)
+    about = json.loads(piece.values("about")[0].as_py())
+    label, numbers, keys = about["shape"]
+    columns = np.empty((keys[1], keys[0]), np.int64)
+    for i, column in enumerate(columns):
+        column[:] = piece.array(f"keys {i}")
+    names = piece.names
+    return RawRows(
+        piece.array("label 0").reshape(label),
+        piece.array("numbers").reshape(numbers).astype(np.float64),
+        columns.T,
+        tuple((piece.array(f"bag {i}").astype(np.int64), piece.array(f"lengths {i}")) for i in range(about["bags"])),
+        _rejected(piece),
+        piece.array("splits") if "splits" in names else None,
+        texts=None
+        if about["spaces"] is None
+        else {space: piece.values(f"texts {i}") for i, space in enumerate(about["spaces"])},
+        missing=about["missing"],
+        forms={name: frozenset(forms) for name, forms in about["forms"].items()},
+        weight=piece.array("weight") if "weight" in names else None,
+        bag_weights={i: piece.array(f"weights {i}") for i in range(about["bags"]) if f"weights {i}" in names},
+    )
+
+
+def _rejected(piece: PieceFile) -> RejectedLines:
+    reasons, texts = piece.values("reason"), piece.values("text")
+    [file] = piece.values("file").to_pylist() or [""]
+    return RejectedLines(file, piece.array("line"), lambda i: (reasons[i].as_py(), texts[i].as_py()))
+
+
+def _narrow(values: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """Return integers in the smallest unsigned type that holds them; as they are if one is negative or large."""
+    if not len(values):
+        return values
+    low, high = int(values.min()), int(values.max())
+    dtype = next((kind for kind in _INTEGERS if low >= 0 and high <= np.iinfo(kind).max), np.int64)
+    return values.astype(dtype)

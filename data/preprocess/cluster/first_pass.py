@@ -8,8 +8,8 @@ from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.progress import bar
 from hostdev.data.preprocess.cluster import ranges
 from hostdev.data.preprocess.cluster.first import Result, rows_name
-from hostdev.data.preprocess.cluster.job import Work
-from hostdev.data.preprocess.cluster.ranges import Range
+from hostdev.data.preprocess.cluster.job import WorkerJob
+from hostdev.data.preprocess.cluster.ranges import InputRange
 from hostdev.data.preprocess.cluster.runner import Runner, Task, to_error
 from hostdev.data.preprocess.pieces import Facts
 from hostdev.data.preprocess.raw import Source
@@ -20,7 +20,7 @@ from hostdev.data.preprocess.synthetic import CHUNK_ROWS
 _FIRST = 10  # priority of tasks that free disk space
 
 
-class FirstPass:
+class ClusterFirstPass:
     """Parses a source into pieces on the workers.
 
     Attributes:
@@ -29,7 +29,7 @@ class FirstPass:
         lines_before: For each piece, what is added to the numbers of its malformed lines.
     """
 
-    def __init__(self, source: Source, job: Work, runner: Runner) -> None:
+    def __init__(self, source: Source, job: WorkerJob, runner: Runner) -> None:
         self._source, self._job, self._runner = source, job, runner
         self.names: list[str] = []
         self.facts: list[Facts] = []
@@ -47,8 +47,8 @@ class FirstPass:
         Raises the error that one machine would report: that of the first range in the source's order.
         """
         self._ranges = list(self._plan())
-        waiting = iter([number for number, one in enumerate(self._ranges) if isinstance(one, Range)])
-        end = next((n for n, one in enumerate(self._ranges) if not isinstance(one, Range)), len(self._ranges))
+        waiting = iter([number for number, one in enumerate(self._ranges) if isinstance(one, InputRange)])
+        end = next((n for n, one in enumerate(self._ranges) if not isinstance(one, InputRange)), len(self._ranges))
         number, place = next(waiting, None), 0
         with bar(self._source.total, "first pass", self._source.unit, unit_scale=True) as progress:
             while True:
@@ -72,7 +72,7 @@ class FirstPass:
         self._counts.check_rejected(self._counts.rows)
         self._finish()
 
-    def _plan(self) -> Iterator[Range | UserError]:
+    def _plan(self) -> Iterator[InputRange | UserError]:
         """Yield the ranges of all inputs; after an error, which ends the source there, nothing."""
         inputs = range(ranges.count_inputs(self._source))
         plans = [ranges.plan(self._source, number) for number in inputs]
@@ -94,7 +94,7 @@ class FirstPass:
 
     def _task(self, number: int, *, again: bool = False) -> Task:
         one = self._ranges[number]
-        assert isinstance(one, Range)
+        assert isinstance(one, InputRange)
         begin = one.place * CHUNK_ROWS if one.kind == "chunk" else None
         return Task(f"parse-{number:06d}", "parse", (number, list(one), begin), again=again)
 
@@ -132,7 +132,7 @@ class FirstPass:
         for task in self._missing.pop(number):
             self._runner.submit(task._replace(again=True))
 
-    def _count(self, of: Range | UserError, result: Result | HostdevError, progress: Any) -> None:
+    def _count(self, of: InputRange | UserError, result: Result | HostdevError, progress: Any) -> None:
         """Count the blocks of the next range, and submit the tasks that write their pieces."""
         if isinstance(result, HostdevError):
             raise result
@@ -151,7 +151,7 @@ class FirstPass:
             progress.update(block["size"])
         if (error := result["error"]) is not None:
             if error["kind"] == "row":
-                assert isinstance(of, Range)
+                assert isinstance(of, InputRange)
                 row = counts.lines_before(of.input) + error["row"]
                 raise UserError(f"{error['file']}, row {row}, {error['reason']}")
             raise to_error(error)

@@ -25,22 +25,45 @@ import hostdev
 from hostdev.core.addresses import address_of, is_remote, source_path
 from hostdev.core.checksums import Crc32, checksum
 from hostdev.core.errors import TransientError
+from hostdev.core.outputs import replacing
 from hostdev.data.preprocess import places
-from hostdev.data.preprocess.cluster.placed import placed
 from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
+from hostdev.data.preprocess.earlier_vocabulary import NO_EARLIER, Earlier, read_earlier
 from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.raw import Source
-from hostdev.data.preprocess.row_counts import Draw
+from hostdev.data.preprocess.row_counts import SplitDraw
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.preprocess.synthetic import Synthetic
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.kernels.jit import take_turns
 from hostdev.kernels.pool import set_host_threads
 
-FOLDERS = ("rows", "pieces", "spread", "words", "shards", "attempts")
+_Base: Any = type(Path())
+
+
+class PlacedPath(_Base):  # type: ignore[misc]
+    """A path whose text is the user's, perhaps relative to a folder of the client's; files are opened at `place`.
+
+    Messages and rejected lines thus name the same file on all machines.
+    """
+
+    place: str | None = None
+
+    def __fspath__(self) -> str:
+        return str(self) if self.place is None else self.place
+
+
+def placed(shown: str, place: str) -> Path:
+    """Return a path with this text that opens the file at `place`."""
+    path = PlacedPath(shown)
+    path.place = place
+    return path
+
+
+_ATTEMPTS = "attempts"  # files that are not complete yet
+FOLDERS = ("rows", "pieces", "spread", "words", "shards", _ATTEMPTS)
 
 Files = dict[str, str]  # CRC-32, or SHA-256 for shards, by name within the job's folder
 _SHA_256 = 64  # hexadecimal digits
@@ -96,7 +119,7 @@ def describe(source: Source) -> Description | None:
         return None
     if isinstance(source, CriteoText):
         return Description("criteo", [[_pair(one.path) for one in source.inputs]], source.block_bytes)
-    if not isinstance(source, Table) or any(str(file.input.path) == "-" for file in source.files):
+    if not isinstance(source, TableSource) or any(str(file.input.path) == "-" for file in source.files):
         return None
     options, groups = source.description
     return Description("table", [[_pair(path) for path in group] for group in groups], options)
@@ -120,7 +143,7 @@ def _build(how: Description) -> Source:
         if how.kind == "criteo":
             inputs = [open_input(path, lambda name: name == "train.txt") for path in groups[0]]
             return CriteoText(inputs=inputs, block_bytes=how.more)
-        return Table([], how.more, groups)
+        return TableSource([], how.more, groups)
 
 
 def stamps(source: Source) -> list[tuple[int, Any]] | None:
@@ -134,13 +157,13 @@ def stamps(source: Source) -> list[tuple[int, Any]] | None:
     return [(int(stamp[1]), stamp[2]) for stamp in found if stamp is not None]
 
 
-class Work:
+class WorkerJob:
     """A job as a worker sees it."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.folder = job, Path(job.folder)
         self.options = job.options
-        self.draw = Draw(job.options.seed, (job.options.test_fraction, job.options.validation_fraction))
+        self.draw = SplitDraw(job.options.seed, (job.options.test_fraction, job.options.validation_fraction))
         self._lock = threading.Lock()
         self._source: Source | None = None
         self._earlier: Earlier | None = None
@@ -171,10 +194,10 @@ class Work:
         return None if buckets is None else HashBuckets(buckets, self.source.layout)
 
     @property
-    def earlier(self) -> Earlier | None:
-        """The earlier data set; raises TransientError if it is not the client's."""
+    def earlier(self) -> Earlier:
+        """The earlier data set, or `NO_EARLIER`; raises TransientError if it is not the client's."""
         if self.job.earlier is None:
-            return None
+            return NO_EARLIER
         with self._lock:
             if self._earlier is None:
                 folder, frozen, identity = self.job.earlier
@@ -189,7 +212,6 @@ class Work:
     @cached_property
     def stored(self) -> StoredVocabulary:
         """The vocabulary of the earlier data set, whose checksum is compared once."""
-        assert self.earlier is not None
         return self.earlier.open()
 
     def path(self, name: str) -> Path:
@@ -199,17 +221,10 @@ class Work:
     def write(self, name: str, write: Callable[[Path], str]) -> str:
         """Let `write` make a file, which gets its name once it is complete; return what `write` returns.
 
-        Several attempts may write the same file at once: each has a file of its own until then.
+        Several workers may write the same file at once: each has a file of its own until then.
         """
-        attempt = self.folder / "attempts" / uuid4().hex
-        try:
-            found = write(attempt)
-            attempt.replace(self.path(name))
-        finally:
-            for left in (attempt, attempt.with_name(f"{attempt.name}.partial")):
-                with contextlib.suppress(OSError):
-                    left.unlink(missing_ok=True)
-        return found
+        with replacing(self.path(name), self.folder / _ATTEMPTS) as attempt:
+            return write(attempt)
 
     def are_intact(self, files: Files) -> bool:
         """Return whether files have these checksums."""
@@ -233,7 +248,7 @@ def _read_json(path: Path, crc: str) -> Any:
     return json.loads(content)
 
 
-def write_json(work: Work, name: str, content: Any) -> str:
+def write_json(work: WorkerJob, name: str, content: Any) -> str:
     """Write a file of JSON; return its CRC-32."""
     text = json.dumps(content).encode()
 
@@ -256,7 +271,7 @@ def write_job(job: Job, path: Path) -> Reference:
 _opening = threading.Lock()
 
 
-def open_job(reference: Reference) -> Work:
+def open_job(reference: Reference) -> WorkerJob:
     """Return the job that a reference names, after checking this worker.
 
     Raises TransientError, by the worker's name, if it does not see the work folder or has other versions.
@@ -266,7 +281,7 @@ def open_job(reference: Reference) -> Work:
 
 
 @lru_cache(4)
-def _open(reference: Reference) -> Work:
+def _open(reference: Reference) -> WorkerJob:
     path, checksum_there, host, versions = Path(reference[0]), *reference[1:]
     if (mine := get_versions()) != dict(versions):
         raise TransientError(wrong_versions(worker_name(), mine, dict(versions)))
@@ -285,7 +300,7 @@ def _open(reference: Reference) -> Work:
     job: Job = pickle.loads(content)[1]
     set_host_threads(1)  # Dask's own threads run tasks side by side
     take_turns(_compiling)
-    return Work(job)
+    return WorkerJob(job)
 
 
 def wrong_versions(name: str, there: dict[str, str], here: dict[str, str]) -> str:

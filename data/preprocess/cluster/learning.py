@@ -11,12 +11,12 @@ import numpy.typing as npt
 from hostdev.core.progress import bar
 from hostdev.data.preprocess.cluster import words
 from hostdev.data.preprocess.cluster.first import Result, survey_name
-from hostdev.data.preprocess.cluster.job import Work
+from hostdev.data.preprocess.cluster.job import WorkerJob
 from hostdev.data.preprocess.cluster.numbers import has_groups, make_scaling
 from hostdev.data.preprocess.cluster.runner import Runner, Task
 from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.pieces import Piece
+from hostdev.data.preprocess.pieces import PieceFile
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.vocabulary import MOST_OF_A_BAG, HashBuckets
 from hostdev.data.schema import Schema, Space
@@ -47,9 +47,10 @@ class Learning:
     """
 
     def __init__(
-        self, source: Source, job: Work, options: Options, earlier: Earlier | None, runner: Runner, memory: int
+        self, source: Source, job: WorkerJob, options: Options, earlier: Earlier, runner: Runner, memory: int
     ) -> None:
         self._source, self._job, self._options, self._earlier = source, job, options, earlier
+        self._known = earlier.known_ids(source.layout)
         self._runner, self._memory, self._layout = runner, memory, source.layout
 
     def run(self, names: Sequence[str], index: list[str], rows: int) -> Result:
@@ -91,7 +92,7 @@ class Learning:
 
     def _moments(self) -> list[Task]:
         """Return the tasks that look at the numbers of groups of pieces; none if one task looks at all of them."""
-        if self._earlier is not None or not self._layout.dense or not has_groups(make_scaling(self._job)):
+        if self._earlier.keeps or not self._layout.dense or not has_groups(make_scaling(self._job)):
             return []
         starts = range(0, len(self._names), MOMENTS)
         return [
@@ -154,7 +155,7 @@ class Learning:
             "schema": schema.as_json(),
             "scaling": results["scale"]["scaling"],
             "padded": self._fillers(by_space),
-            "known_shares": self._known_shares(by_space),
+            "known_shares": self._earlier.known_shares(map(_sum_uses, by_space)),
             "sha256": written["sha256"],
             "files": files,
         }
@@ -175,7 +176,7 @@ class Learning:
         each = BYTES_A_VALUE if found["texts"] is None else BYTES_A_TEXT
         ranges = []
         for space, (values, size) in enumerate(zip(found["values"], texts, strict=True)):
-            number = values + (0 if self._earlier is None else self._earlier.schema.spaces[space].values)
+            number = values + self._known.spaces[space].values
             length = size / max(1.0, values)
             needed = _MARGIN * number * (each + _PLACE_BYTES + 3 * length)
             ranges.append(max(1, math.ceil(needed / max(1.0, self._memory * RANGE_SHARE))))
@@ -183,19 +184,13 @@ class Learning:
 
     def _number(self, by_space: Sequence[Sequence[Result]]) -> tuple[Schema, list[list[_Group]]]:
         """Return the schema, and the groups of values that get consecutive ids, by id space."""
-        dense, first = len(self._layout.dense), len(self._layout.dense) + len(self._layout.spaces)
-        begun = [Space(name, dense + i, first, 0) for i, name in enumerate(self._layout.spaces)]
-        if self._earlier is not None:
-            begun, first = list(self._earlier.schema.spaces), self._earlier.schema.rows
-        spaces, groups = [], []
-        for number, space in enumerate(begun):
+        spaces, groups, first = [], [], self._known.first
+        for number, space in enumerate(self._known.spaces):
             firsts = self._firsts(number, len(by_space[number]))
             size = int(firsts.sum())
-            mine = list(_earlier_groups(space)) if self._earlier is not None else []
+            mine = list(_earlier_groups(space))
             mine += _new_groups(firsts, first, len(mine))
-            spaces.append(
-                Space(space.name, space.oov, first, size) if self._earlier is None else space.grown(first, size)
-            )
+            spaces.append(self._known.grow(space, first, size))
             groups.append(mine)
             first += size
         layout = self._layout
@@ -204,7 +199,7 @@ class Learning:
     def _firsts(self, space: int, ranges: int) -> npt.NDArray[np.int64]:
         """Return for each piece how many values that get new ids occur first in it, int64 [pieces]."""
         paths = (self._job.path(words.firsts_name(space, r)) for r in range(ranges))
-        total: npt.NDArray[np.int64] = np.sum([Piece(path).array("new") for path in paths], axis=0)
+        total: npt.NDArray[np.int64] = np.sum([PieceFile(path).array("new") for path in paths], axis=0)
         return total
 
     def _fillers(self, by_space: Sequence[Sequence[Result]]) -> dict[str, list[Any]]:
@@ -218,16 +213,10 @@ class Learning:
                 found |= {bag: [most[1], most[0] / uses] for bag in bags}
         return found
 
-    def _known_shares(self, by_space: Sequence[Sequence[Result]]) -> dict[str, float] | None:
-        """Return what `Vocabulary.known_shares` returns; None without an earlier data set."""
-        if self._earlier is None:
-            return None
-        found = {}
-        for space, some in zip(self._earlier.schema.spaces, by_space, strict=True):
-            uses = sum(one["uses"] for one in some)
-            if uses and space.values:
-                found[space.name] = sum(one["known_uses"] for one in some) / uses
-        return found
+
+def _sum_uses(parts: Sequence[Result]) -> tuple[int, int]:
+    """Return the occurrences of values with a known id, and of all values, in the parts of an id space."""
+    return sum(part["known_uses"] for part in parts), sum(part["uses"] for part in parts)
 
 
 def _earlier_groups(space: Space) -> Iterator[_Group]:

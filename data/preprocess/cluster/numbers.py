@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.data import ragged
-from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess.cluster.first import Result, piece_name
-from hostdev.data.preprocess.cluster.job import Work
-from hostdev.data.preprocess.dense import BLOCK, ByMaximum, Numbers, Scaling, Standard, moments
-from hostdev.data.preprocess.pieces import Piece, write_lists
+from hostdev.data.preprocess.cluster.job import WorkerJob
+from hostdev.data.preprocess.dense import BLOCK, ByMaximum, Scaling, Standard, moments
+from hostdev.data.preprocess.pieces import PieceFile, write_lists
 from hostdev.data.preprocess.scaling import ByColumn
 from hostdev.data.preprocess.second_pass import get_numbers
+from hostdev.kernels.arrays import Numbers
 
 _NAMES = ("low", "high", "count", "mean", "squares")
 
@@ -33,17 +33,17 @@ def has_groups(scaling: Scaling) -> bool:
     return not (isinstance(scaling, ByColumn) and scaling.clips)
 
 
-def make_scaling(work: Work) -> Scaling:
+def make_scaling(work: WorkerJob) -> Scaling:
     """Return the scaling before any row is seen."""
     layout = work.source.layout
-    return scalings.make(work.options.dense, layout.dense, layout.scaling, signed=work.source.signed)
+    return work.earlier.scaling(work.options.dense, layout, signed=work.source.signed)
 
 
 def _parts(scaling: Scaling, columns: int) -> Sequence[tuple[npt.NDArray[np.int64], Scaling]]:
     return scaling.parts if isinstance(scaling, ByColumn) else [(np.arange(columns), scaling)]
 
 
-def find_moments(work: Work, group: int, start: int, stop: int, index: list[str]) -> Result:
+def find_moments(work: WorkerJob, group: int, start: int, stop: int, index: list[str]) -> Result:
     """Write the maxima of the pieces [start, stop), and the moments of the blocks that begin in them."""
     content, layout = work.read_json(*index), work.source.layout
     ends = ragged.offsets_of(np.array([rows[0] for rows in content["rows"]], np.int64))
@@ -56,7 +56,7 @@ def find_moments(work: Work, group: int, start: int, stop: int, index: list[str]
         if number >= stop and not (standard and int(ends[number]) < last):
             break
         rows = int(ends[number + 1] - ends[number])
-        numbers = get_numbers(Piece(work.path(piece_name(content["names"][number]))), len(layout.dense))[:rows]
+        numbers = get_numbers(PieceFile(work.path(piece_name(content["names"][number]))), len(layout.dense))[:rows]
         if number < stop:
             for columns, scaling in parts:
                 if isinstance(scaling, ByMaximum):
@@ -99,17 +99,17 @@ def _add(rows: Numbers, parts: Any, standard: list[int], found: Any, dense: Any)
         found[i].append(moments(_columns(rows, parts[i][0], dense)))
 
 
-def scale(work: Work, groups: int, index: list[str]) -> Result:
+def scale(work: WorkerJob, groups: int, index: list[str]) -> Result:
     """Return the statistics of the scaling; `groups` is the number of files of `find_moments`, 0 for none."""
     layout = work.source.layout
-    if work.earlier is not None:
-        return {"scaling": work.earlier.scaling(layout, signed=work.source.signed).statistics(), "files": {}}
     scaling = make_scaling(work)
+    if work.earlier.keeps:
+        return {"scaling": scaling.statistics(), "files": {}}
     if layout.dense and not groups:
         _observe(work, scaling, index)
     parts = _parts(scaling, len(layout.dense))
     for group in range(groups):
-        lists = Piece(work.path(moments_name(group)))
+        lists = PieceFile(work.path(moments_name(group)))
         for i, (columns, part) in enumerate(parts):
             if isinstance(part, ByMaximum):
                 part.maximum = np.maximum(part.maximum, lists.array(f"maximum {i}"))
@@ -120,13 +120,13 @@ def scale(work: Work, groups: int, index: list[str]) -> Result:
     return {"scaling": scaling.statistics(), "files": {}}
 
 
-def _observe(work: Work, scaling: Scaling, index: list[str]) -> None:
+def _observe(work: WorkerJob, scaling: Scaling, index: list[str]) -> None:
     """Learn from all training rows, in order."""
     content, columns = work.read_json(*index), len(work.source.layout.dense)
 
     def known() -> Iterator[Numbers]:
         for name, rows in zip(content["names"], content["rows"], strict=True):
-            yield get_numbers(Piece(work.path(piece_name(name))), columns)[: rows[0]]
+            yield get_numbers(PieceFile(work.path(piece_name(name))), columns)[: rows[0]]
 
     if isinstance(scaling, ByColumn):
         scaling.find_limits(known)

@@ -14,19 +14,27 @@ from hostdev.data import schema as schemas
 from hostdev.data.manifest import SPLITS, Manifest
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.cluster.connection import Connection, connect
-from hostdev.data.preprocess.cluster.first_pass import FirstPass
-from hostdev.data.preprocess.cluster.job import FOLDERS, Job, Reference, describe, stamps, write_job, write_json
-from hostdev.data.preprocess.cluster.job import Work as JobWork
+from hostdev.data.preprocess.cluster.first_pass import ClusterFirstPass
+from hostdev.data.preprocess.cluster.job import (
+    FOLDERS,
+    Job,
+    Reference,
+    WorkerJob,
+    describe,
+    stamps,
+    write_job,
+    write_json,
+)
 from hostdev.data.preprocess.cluster.learning import Learning
 from hostdev.data.preprocess.cluster.runner import Runner, Task
-from hostdev.data.preprocess.earlier_vocabulary import Earlier
+from hostdev.data.preprocess.earlier_vocabulary import NO_EARLIER, Earlier
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, Outcome
+from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, ManifestWriter
 from hostdev.data.preprocess.pieces import Facts
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.shard_memory import ShardMemory
 from hostdev.data.preprocess.shards import Shards, shard_name
-from hostdev.data.preprocess.work import Work, claim
+from hostdev.data.preprocess.work import WorkFolder, claim
 
 _FORMAT = 1  # of the job's folder and of the journal's entries
 
@@ -51,8 +59,8 @@ def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier
             "--scheduler: standard input, pipes and queries can be read only on this machine; give files that all "
             "workers see, or leave out --scheduler"
         )
-    if earlier is not None:
-        earlier.require(source, options.dense, options.hash_buckets)
+    earlier = earlier or NO_EARLIER
+    earlier.require(source, options.dense, options.hash_buckets)
     with connect(scheduler) as connection, claim(out) as work:
         manifest = _Preparation(source, work, options, earlier, connection).run()
         work.finish()
@@ -63,7 +71,7 @@ class _Preparation:
     """The state of one preparation."""
 
     def __init__(
-        self, source: Source, work: Work, options: Options, earlier: Earlier | None, connection: Connection
+        self, source: Source, work: WorkFolder, options: Options, earlier: Earlier, connection: Connection
     ) -> None:
         self._source, self._work, self._options, self._earlier = source, work, options, earlier
         self._connection = connection
@@ -72,8 +80,7 @@ class _Preparation:
 
     def run(self) -> Manifest:
         recipe = ["cluster", _FORMAT, self._source.stamp(), self._source.options(), self._options.as_json()]
-        if self._earlier is not None:
-            recipe.append(self._earlier.as_json())
+        recipe += self._earlier.recipe()
         recipe = json.loads(json.dumps(recipe))
         entries = self._work.begin(recipe)
         self._make_job(sha256(json.dumps(recipe).encode()).hexdigest()[:12])
@@ -81,10 +88,10 @@ class _Preparation:
         mark = self._reference[1][:8]
         self._runner = Runner(self._connection, self._reference, self._work, mark, entries)
         self._work.rewrite(self._runner.entries())
-        first = FirstPass(self._source, self._job, self._runner)
+        first = ClusterFirstPass(self._source, self._job, self._runner)
         first.run()
         self._source.check_unchanged()
-        outcome = Outcome(self._source, self._options, self._earlier, self._splits, first.facts)
+        outcome = ManifestWriter(self._source, self._options, self._earlier, self._splits, first.facts)
         rows = outcome.rows()
         self._check_shards(first.facts)
         content = {"names": first.names, "rows": [fact.rows for fact in first.facts]}
@@ -109,17 +116,16 @@ class _Preparation:
             (folder / "shards" / split).mkdir(exist_ok=True)
         how = describe(self._source)
         assert how is not None
-        earlier = self._earlier
         job = Job(
             str(folder),
             how,
             stamps(self._source),
             self._options,
             len(self._splits),
-            None if earlier is None else (os.path.abspath(earlier.folder), earlier.frozen, earlier.identity),  # noqa: PTH100
+            self._earlier.reference,
         )
         self._reference: Reference = write_job(job, folder / "job.pickle")
-        self._job = JobWork(job)
+        self._job = WorkerJob(job)
 
     def _check_shards(self, facts: Sequence[Facts]) -> None:
         """Raise TransientError unless a shard fits into the memory of a worker's thread."""

@@ -7,16 +7,16 @@ from hostdev.core.errors import UserError
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.files import ArrowTable, GroupsRead, ParquetTable, TableFile
-from hostdev.data.preprocess.quoted import Rows, Scan
-from hostdev.data.preprocess.raw import Block, Place, Source
+from hostdev.data.preprocess.quoted import Scan, TextRows
+from hostdev.data.preprocess.raw import RawBlock, Source, SourcePosition
 from hostdev.data.preprocess.sparse_text import SparseText
 from hostdev.data.preprocess.synthetic import CHUNK_ROWS, Synthetic
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 
 SCANNED = 16  # windows of quoted text that a task scans
 
 
-class Range(NamedTuple):
+class InputRange(NamedTuple):
     """Consecutive blocks of one input.
 
     Attributes:
@@ -36,18 +36,18 @@ def count_inputs(source: Source) -> int:
     """Return the number of inputs of a source."""
     if isinstance(source, CriteoText):
         return len(source.inputs)
-    return len(source.files) if isinstance(source, Table) else 1
+    return len(source.files) if isinstance(source, TableSource) else 1
 
 
-def plan(source: Source, number: int) -> list[Range] | None:
+def plan(source: Source, number: int) -> list[InputRange] | None:
     """Return the ranges of an input, or None if tasks must look at it first (`looks`)."""
     if isinstance(source, Synthetic):
-        return [Range(0, "chunk", chunk, CHUNK_ROWS) for chunk in range(-(-source.total // CHUNK_ROWS))]
+        return [InputRange(0, "chunk", chunk, CHUNK_ROWS) for chunk in range(-(-source.total // CHUNK_ROWS))]
     if isinstance(source, CriteoText):
         size = source.inputs[number].size
-        return _windows(number, source.windows(number), source.block_bytes) or [Range(number, "whole", None, size)]
+        return _windows(number, source.windows(number), source.block_bytes) or [InputRange(number, "whole", None, size)]
     file = _file(source, number)
-    whole = [Range(number, "whole", None, file.input.size)]
+    whole = [InputRange(number, "whole", None, file.input.size)]
     if isinstance(file, SparseText) or (isinstance(file, DelimitedFile) and not file.is_quoted):
         windows = file.windows
         return _windows(number, windows, -(-file.input.size // (windows or 1))) or whole
@@ -55,14 +55,14 @@ def plan(source: Source, number: int) -> list[Range] | None:
         batches = file.count_batches()
         if batches is None:
             return whole
-        return [Range(number, "batch", batch, file.input.size // batches) for batch in range(batches)]
+        return [InputRange(number, "batch", batch, file.input.size // batches) for batch in range(batches)]
     if isinstance(file, ParquetTable) or (isinstance(file, DelimitedFile) and file.windows is not None):
         return None
     return whole
 
 
-def _windows(number: int, windows: int | None, size: int) -> list[Range]:
-    return [Range(number, "window", window, size) for window in range(windows or 0)]
+def _windows(number: int, windows: int | None, size: int) -> list[InputRange]:
+    return [InputRange(number, "window", window, size) for window in range(windows or 0)]
 
 
 def looks(source: Source, number: int) -> list[tuple[int, int, int]]:
@@ -79,40 +79,40 @@ def look(source: Source, number: int, start: int, stop: int) -> list[Any]:
     file = _file(source, number)
     if isinstance(file, DelimitedFile):
         return file.scan(range(start, stop))
-    assert isinstance(file, ParquetTable) and isinstance(source, Table)
+    assert isinstance(file, ParquetTable) and isinstance(source, TableSource)
     return file.reads(source.used)
 
 
-def divide(source: Source, number: int, looked: Sequence[Any]) -> tuple[list[Range], UserError | None]:
+def divide(source: Source, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
     """Return the ranges of an input from the results of its tasks `look`, and the error that follows them, if any."""
     file = _file(source, number)
     if isinstance(file, DelimitedFile):
         rows, error = file.rows([[Scan(*one) for one in by_state] for by_state in looked])
-        return [Range(number, "rows", list(one), one.end - one.begin) for one in rows], error
+        return [InputRange(number, "rows", list(one), one.end - one.begin) for one in rows], error
     reads = [GroupsRead(*one) for one in looked]
     share = file.input.size // max(1, len(reads))
-    return [Range(number, "groups", list(one), share) for one in reads], None
+    return [InputRange(number, "groups", list(one), share) for one in reads], None
 
 
-def blocks(source: Source, one: Range) -> Iterator[Block]:
+def blocks(source: Source, one: InputRange) -> Iterator[RawBlock]:
     """Yield the blocks of a range."""
     if isinstance(source, Synthetic):
         n = min(CHUNK_ROWS, source.total - one.place * CHUNK_ROWS)
-        yield Block((one.place, n), "synthetic", Place(0, one.place + 1), n)
+        yield RawBlock((one.place, n), "synthetic", SourcePosition(0, one.place + 1), n)
     elif isinstance(source, CriteoText):
         yield from source.whole(one.input) if one.kind == "whole" else source.window(one.input, one.place)
     else:
-        assert isinstance(source, Table)
+        assert isinstance(source, TableSource)
         for part in _parts(source, one):
             yield source.block(one.input, part)
 
 
-def _parts(source: Table, one: Range) -> Iterator[Any]:
+def _parts(source: TableSource, one: InputRange) -> Iterator[Any]:
     file = source.files[one.input]
     if one.kind == "whole":
         yield from file.parts(source.used, 0)
     elif isinstance(file, DelimitedFile) and one.kind == "rows":
-        yield file.part_at(Rows(*one.place))
+        yield file.part_at(TextRows(*one.place))
     elif isinstance(file, DelimitedFile | SparseText):
         yield from file.parts_of(one.place)
     elif isinstance(file, ParquetTable):
@@ -123,5 +123,5 @@ def _parts(source: Table, one: Range) -> Iterator[Any]:
 
 
 def _file(source: Source, number: int) -> TableFile:
-    assert isinstance(source, Table)
+    assert isinstance(source, TableSource)
     return source.files[number]

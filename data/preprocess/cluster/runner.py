@@ -8,12 +8,13 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from hostdev.core.errors import HostdevError, TransientError, UserError
+from hostdev.core.json_files import parse
 from hostdev.core.progress import counted, note
 from hostdev.data.preprocess.cluster import tasks
 from hostdev.data.preprocess.cluster.connection import Connection
 from hostdev.data.preprocess.cluster.first import Result
 from hostdev.data.preprocess.cluster.job import Reference
-from hostdev.data.preprocess.work import Work
+from hostdev.data.preprocess.work import WorkFolder
 
 _POLLED = 1.0  # seconds between looks at the scheduler
 _THREADS_SECONDS = 5.0
@@ -51,7 +52,12 @@ class Runner:
     """
 
     def __init__(
-        self, connection: Connection, reference: Reference, work: Work, mark: str, entries: Iterable[dict[str, Any]]
+        self,
+        connection: Connection,
+        reference: Reference,
+        work: WorkFolder,
+        mark: str,
+        entries: Iterable[dict[str, Any]],
     ) -> None:
         self._connection, self._reference, self._work, self._mark = connection, reference, work, mark
         self._known = {entry["task"]: entry for entry in entries if _is_sound(entry)}
@@ -251,12 +257,9 @@ def _checksum(task: Task) -> int:
 
 
 def _is_sound(entry: dict[str, Any]) -> bool:
-    if entry.keys() != {"task", "arguments", "result"}:
+    try:
+        parse(str, entry["task"])
+        parse(dict[str, str], parse(dict[str, Any], entry["result"])["files"])
+    except (ValueError, KeyError):
         return False
-    result = entry["result"]
-    files = result.get("files") if isinstance(result, dict) else None
-    return (
-        isinstance(entry["task"], str)
-        and isinstance(files, dict)
-        and all(isinstance(each, str) for pair in files.items() for each in pair)
-    )
+    return entry.keys() == {"task", "arguments", "result"}

@@ -20,12 +20,13 @@ from hostdev.core.checksums import Crc32, HashedFile, checksum
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.cluster.first import Result, piece_name
-from hostdev.data.preprocess.cluster.job import Work
+from hostdev.data.preprocess.cluster.job import WorkerJob
 from hostdev.data.preprocess.outcome import VOCABULARY_FILE
-from hostdev.data.preprocess.pieces import Piece, write_lists
+from hostdev.data.preprocess.pieces import PieceFile, write_lists
 from hostdev.data.preprocess.stored import DamagedError
-from hostdev.data.preprocess.values import DIGITS, FormatKeys, Ids, make_values
+from hostdev.data.preprocess.values import DIGITS, FormatKeys, make_values
 from hostdev.data.preprocess.vocabulary import WrittenValues, write_values
+from hostdev.kernels.arrays import LongIds
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.strings import hash_texts
 
@@ -76,9 +77,9 @@ def _ranges_of(keys: Any, ranges: int) -> npt.NDArray[np.int64]:
     return (((mix64(hashes) >> np.uint64(32)) * np.uint64(ranges)) >> np.uint64(32)).astype(np.int64)
 
 
-def spread(work: Work, name: str, ranges: list[int]) -> Result:
+def spread(work: WorkerJob, name: str, ranges: list[int]) -> Result:
     """Write the dictionaries of a piece, sorted by range, for all id spaces with more than one range."""
-    piece = Piece(work.path(piece_name(name)))
+    piece = PieceFile(work.path(piece_name(name)))
     content: dict[str, Any] = {}
     for space, several in enumerate(ranges):
         if several > 1:
@@ -93,15 +94,15 @@ def spread(work: Work, name: str, ranges: list[int]) -> Result:
     return {"files": {spread_name(name): work.write(spread_name(name), lambda path: write_lists(path, content))}}
 
 
-def _open(path: Path) -> Piece:
+def _open(path: Path) -> PieceFile:
     """Return a file that tasks of many ranges, or of many pieces, read in part; it stays open until `close_files`."""
     found = path.stat()
     return _open_once(path, found.st_ino, found.st_mtime_ns)  # it may have been written anew
 
 
 @lru_cache(_KEPT_OPEN)
-def _open_once(path: Path, inode: int, mtime: int) -> Piece:
-    return Piece(path)
+def _open_once(path: Path, inode: int, mtime: int) -> PieceFile:
+    return PieceFile(path)
 
 
 def close_files() -> None:
@@ -109,7 +110,7 @@ def close_files() -> None:
     _open_once.cache_clear()
 
 
-def _entries(work: Work, name: str, part: Part) -> Entry:
+def _entries(work: WorkerJob, name: str, part: Part) -> Entry:
     """Return a range's entries of a piece: values, uses (0 for none in training rows), and indices; None for all."""
     space, number, ranges = part
     if ranges == 1:
@@ -131,15 +132,15 @@ def _select(keys: Any, rows: npt.NDArray[Any]) -> Any:
     return np.ascontiguousarray(keys[rows])
 
 
-def count(work: Work, part: Part, index: list[str]) -> Result:
+def count(work: WorkerJob, part: Part, index: list[str]) -> Result:
     """Count the values of a range in the training rows of all pieces; write those that get ids.
 
     `index` has the name and the checksum of the file that lists all pieces.
     """
     space, number, _ = part
     values = make_values(work.source.format_keys)
-    pieces: list[Ids] = [np.zeros(0, np.int64)]
-    indices: list[Ids] = [np.zeros(0, np.int64)]
+    pieces: list[LongIds] = [np.zeros(0, np.int64)]
+    indices: list[LongIds] = [np.zeros(0, np.int64)]
     for keys, places in _earlier(work, part):
         before = len(values.uses)
         values.count(keys, np.zeros(len(keys), np.int64))
@@ -189,18 +190,16 @@ def count(work: Work, part: Part, index: list[str]) -> Result:
     }
 
 
-def _threshold(work: Work, space: int) -> int | None:
+def _threshold(work: WorkerJob, space: int) -> int | None:
     earlier, layout = work.earlier, work.source.layout
-    if earlier is not None and earlier.frozen:
+    if earlier.frozen:
         return None
     assert work.options.threshold is not None
     return layout.thresholds.get(layout.spaces[space], work.options.threshold)
 
 
-def _earlier(work: Work, part: Part) -> Iterator[tuple[Any, Ids]]:
+def _earlier(work: WorkerJob, part: Part) -> Iterator[tuple[Any, LongIds]]:
     """Yield a range's values of the earlier data set, with their indices in the order of its ids."""
-    if work.earlier is None:
-        return
     space, number, ranges = part
     start = 0
     for keys in work.earlier.keys(work.stored, space):
@@ -214,7 +213,7 @@ def _large(keys: Any) -> Any:
 
 
 def rank(
-    work: Work, space: int, group: int, ranges: int, place: tuple[int, int, int, int], ids: list[list[int]]
+    work: WorkerJob, space: int, group: int, ranges: int, place: tuple[int, int, int, int], ids: list[list[int]]
 ) -> Result:
     """Write the values whose first occurrence is in a range of places, in the order of their ids.
 
@@ -225,7 +224,7 @@ def rank(
     start, stop, low, high = place
     parts = []
     for number in range(ranges):
-        found = Piece(work.path(counted_name(space, number)))
+        found = PieceFile(work.path(counted_name(space, number)))
         pieces = found.array("piece")
         a, b = np.searchsorted(pieces, [start, stop]).tolist()
         if start == 0:
@@ -245,16 +244,16 @@ def rank(
     }
 
 
-def number(work: Work, part: Part, groups: int, index: list[str], oov: int, id_type: str) -> Result:
+def number(work: WorkerJob, part: Part, groups: int, index: list[str], oov: int, id_type: str) -> Result:
     """Write the ids of a range's entries in all dictionaries, piece by piece.
 
     `index` has the name and the checksum of the file that lists all pieces.
     """
     space, number, _ = part
-    counted = Piece(work.path(counted_name(space, number)))
+    counted = PieceFile(work.path(counted_name(space, number)))
     values = make_values(work.source.format_keys)
     values.count(counted.keys_of("keys"), np.zeros(len(counted.array("uses")), np.int64))
-    parts = [Piece(work.path(ranked_name(space, group))).array(f"ids {number}") for group in range(groups)]
+    parts = [PieceFile(work.path(ranked_name(space, group))).array(f"ids {number}") for group in range(groups)]
     ids = np.concatenate([*parts, [oov]]).astype(id_type)  # `find` returns -1 for an unknown value
     assert len(ids) == len(values.uses) + 1
     lengths: list[int] = []
@@ -277,28 +276,28 @@ def number(work: Work, part: Part, groups: int, index: list[str], oov: int, id_t
     return {"files": files}
 
 
-def encode(work: Work, name: str, place: int, ranges: list[int], id_type: str) -> Result:
+def encode(work: WorkerJob, name: str, place: int, ranges: list[int], id_type: str) -> Result:
     """Write the ids of the dictionaries of piece number `place`, as `second_pass.number` does."""
-    piece, content = Piece(work.path(piece_name(name))), {}
+    piece, content = PieceFile(work.path(piece_name(name))), {}
     for space, several in enumerate(ranges):
         parts = [_read_ids(work, space, number, place, id_type) for number in range(several)]
         if several == 1:
             content[f"ids {space}"] = parts[0]
             continue
         ids = np.empty(len(piece.keys(space)), id_type)
-        ids[Piece(work.path(spread_name(name))).array(f"index {space}")] = np.concatenate(parts)
+        ids[PieceFile(work.path(spread_name(name))).array(f"index {space}")] = np.concatenate(parts)
         content[f"ids {space}"] = ids
     return {"files": {ids_name(name): work.write(ids_name(name), lambda at: write_lists(at, content))}}
 
 
-def _read_ids(work: Work, space: int, number: int, place: int, id_type: str) -> npt.NDArray[Any]:
+def _read_ids(work: WorkerJob, space: int, number: int, place: int, id_type: str) -> npt.NDArray[Any]:
     ends = _open(work.path(ends_name(space, number))).array("ends")
     start, stop = ends[place : place + 2].tolist()
     path, size = work.path(numbers_name(space, number)), np.dtype(id_type).itemsize
     return np.fromfile(path, id_type, stop - start, offset=start * size)  # not mapped: it is large, and read in part
 
 
-def vocabulary(work: Work, groups: list[tuple[int, int, int]], fixed: list[int]) -> Result:
+def vocabulary(work: WorkerJob, groups: list[tuple[int, int, int]], fixed: list[int]) -> Result:
     """Write the vocabulary's file from the ranked groups, each with its id space and out-of-vocabulary id."""
     name = f"words/{VOCABULARY_FILE}"
     found: list[str] = []
@@ -312,9 +311,9 @@ def vocabulary(work: Work, groups: list[tuple[int, int, int]], fixed: list[int])
     return {"sha256": found[0], "files": {name: crc}}
 
 
-def _written(work: Work, groups: Sequence[tuple[int, int, int]]) -> Iterator[WrittenValues]:
+def _written(work: WorkerJob, groups: Sequence[tuple[int, int, int]]) -> Iterator[WrittenValues]:
     for space, group, oov in groups:
-        ranked = Piece(work.path(ranked_name(space, group)))
+        ranked = PieceFile(work.path(ranked_name(space, group)))
         keys = ranked.keys_of("keys")
         if isinstance(keys, pa.Array):
             lengths = np.diff(arrow.get_buffers(keys)[0]).astype(np.int64)

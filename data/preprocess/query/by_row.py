@@ -42,13 +42,17 @@ def strip(tree: Node, aggregates: Set[str]) -> tuple[Node, dict[str, str]]:
     return _strip(select, {}, aggregates), removed
 
 
-def _strip(select: Node, named: Mapping[str, Node], aggregates: Set[str]) -> Node:
-    """Remove WHERE and ORDER BY from a SELECT and from those below it; return the FROM element that is their table."""
+def _require_all_rows(select: Node) -> None:
     if select.get("type") != "SELECT_NODE":
         raise NotByRowError("combines several SELECTs")
-    for one in select["modifiers"]:
-        if one["type"] != "ORDER_MODIFIER":
-            raise NotByRowError("has DISTINCT" if "DISTINCT" in one["type"] else "has LIMIT")
+    for modifier in select["modifiers"]:
+        if modifier["type"] != "ORDER_MODIFIER":
+            raise NotByRowError("has DISTINCT" if "DISTINCT" in modifier["type"] else "has LIMIT")
+
+
+def _strip(select: Node, named: Mapping[str, Node], aggregates: Set[str]) -> Node:
+    """Remove WHERE and ORDER BY from a SELECT and from those below it; return the FROM element that is their table."""
+    _require_all_rows(select)
     if select["qualify"] is not None:
         raise NotByRowError("has QUALIFY")
     is_grouped = select["group_expressions"] or select["having"] is not None
@@ -104,11 +108,7 @@ def tables_in(select: Node, name: str) -> Iterator[Node]:
 
 def require_joined(select: Node, aggregates: Set[str]) -> None:
     """Raise NotByRowError if a SELECT that joins other tables computes a value from several of its rows."""
-    if select.get("type") != "SELECT_NODE":
-        raise NotByRowError("combines several SELECTs")
-    for one in select["modifiers"]:
-        if one["type"] != "ORDER_MODIFIER":
-            raise NotByRowError("has DISTINCT" if "DISTINCT" in one["type"] else "has LIMIT")
+    _require_all_rows(select)
     for node in own(select):
         name = str(node.get("function_name", "")).lower()
         if node.get("class") == "WINDOW" or name in WINDOWS:

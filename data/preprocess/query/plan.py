@@ -76,7 +76,7 @@ def float_sums(tree: Node, engine: Engine) -> list[str]:
         UserError: The query is invalid; for example, it names a column that does not exist. Or it has a name, such as
             `localtime`, that is no column but a function whose value changes.
     """
-    planner = Planner(tree, engine)
+    planner = QueryPlanner(tree, engine)
     with in_one_line():
         text = planner.rows("SELECT json_serialize_plan(?)", planner.sql)[0][0]
     try:
@@ -156,7 +156,7 @@ def _reads(operator: Node, file: str) -> bool:
     return (bool(file) and matches) or any(_reads(one, file) for one in operator.get("children") or ())
 
 
-class Planner:
+class QueryPlanner:
     """A query with empty tables, in a database of their own, in place of the tables that it reads.
 
     Attributes:
@@ -252,7 +252,7 @@ def kept_columns(tree: Node, engine: Engine, texts: Mapping[int, Text]) -> dict[
     found: dict[int, Kept] = {}
     if not by_type:
         return found
-    planner = Planner(tree, engine)
+    planner = QueryPlanner(tree, engine)
     before = planner.types({}) or []
     for kind, columns in by_type.items():
         tag = TAGS[kind]

@@ -11,7 +11,7 @@ from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes
 from hostdev.data.preprocess.encoding import WrongRowError
-from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, Part
+from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, UnparsedRows
 from hostdev.data.preprocess.inputs import AnyInput, open_input
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.from_clause import (
@@ -146,15 +146,15 @@ class RawFile:
         found = self._plan.complete(columns, lambda name, values: values, as_arrays=True)
         return pa.RecordBatch.from_arrays(list(found.values()), names=list(found))
 
-    def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Iterate over the rows; `offset` is 0."""
         row = 0
         shown = ", ".join(map(identifier, self._plan.columns()))
         for batch in self._engine.stream(f"SELECT {shown} FROM ({self._sql})"):
             row += len(batch)
-            yield Part(batch, row, batch.nbytes)
+            yield UnparsedRows(batch, row, batch.nbytes)
 
-    def parse(self, part: Part, used: Sequence[str]) -> Chunk:
+    def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Return a part's rows."""
         first = part.offset - len(part.content)
         try:

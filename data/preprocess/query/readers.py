@@ -30,7 +30,7 @@ from hostdev.data.preprocess.query.from_clause import (
 )
 from hostdev.data.preprocess.query.parquet_files import Mixed, complete_parquet
 from hostdev.data.preprocess.query.settle import implicit_name
-from hostdev.data.preprocess.query.spelling import Column, choose, identifier, quoted, usual
+from hostdev.data.preprocess.query.spelling import SpelledColumn, choose, identifier, quoted, usual
 from hostdev.data.preprocess.query.statement import Node, parse, table_name, walk
 
 _SUFFIXES = {
@@ -70,7 +70,7 @@ class Text(NamedTuple):
     """
 
     node: Node
-    columns: Mapping[str, Column]
+    columns: Mapping[str, SpelledColumn]
     remedy: str
 
 
@@ -236,7 +236,7 @@ def _about_quotes(given: Mapping[str, Node], node: Node) -> Iterator[None]:
 _OF_ONE = frozenset(("delim", "skip"))  # of one file; with several files, DuckDB guesses those of each
 
 
-def _has(chosen: Mapping[str, Column | None], kind: str) -> bool:
+def _has(chosen: Mapping[str, SpelledColumn | None], kind: str) -> bool:
     return any(column is not None and column.type == kind for column in chosen.values())
 
 

@@ -1,7 +1,6 @@
 """Rows selected by a query, as a table without a file."""
 
 import copy
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ import pyarrow.compute as pc
 from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar, note
-from hostdev.data.preprocess.files import Chunk, Part, split_batch
+from hostdev.core.workers import Worker
+from hostdev.data.preprocess.files import Chunk, UnparsedRows, split_batch
 from hostdev.data.preprocess.query import NAME, allowed, plan, readers, settle
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.raw_files import describe_tables
@@ -94,7 +94,7 @@ class QueryRows:
         self._noted = False
         before = copy.deepcopy(statement.tree)
         texts, mixed = readers.complete(statement.tree, engine)
-        planner = plan.Planner(statement.tree, engine) if mixed else None
+        planner = plan.QueryPlanner(statement.tree, engine) if mixed else None
         for one in mixed:
             if planner is not None and planner.uses(one.location, one.name):
                 raise UserError(f"{NAME}, column {one.name!r}: {one.reason}")
@@ -155,7 +155,7 @@ class QueryRows:
         """Return a column's type."""
         return self._schema.field(name).type
 
-    def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Iterate over the rows from index `offset` on; the query always runs from its beginning."""
         fields, row = [self.names.index(name) for name in used], 0
         batches = self._engine.stream(self._sql)
@@ -179,7 +179,7 @@ class QueryRows:
                 "to keep one row each, group that side by its key first"
             )
 
-    def parse(self, part: Part, used: Sequence[str]) -> Chunk:
+    def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Return a part's rows."""
         return Chunk(part.content, size=part.taken)
 
@@ -201,23 +201,20 @@ def _with_one_zero(batch: pa.RecordBatch) -> pa.RecordBatch:
 @contextmanager
 def _shown(engine: Engine) -> Iterator[None]:
     """Show a query's progress until its first row."""
-    done = threading.Event()
+    shown = 0
 
-    def look() -> None:
-        shown = 0
-        while not done.wait(_POLLED):
-            found = int(engine.progress())
-            progress.update(max(0, found - shown))
-            shown = max(shown, found)
+    def show() -> None:
+        nonlocal shown
+        percent = int(engine.progress())
+        progress.update(max(0, percent - shown))
+        shown = max(shown, percent)
 
     with bar(100, "query", "%") as progress:
-        looking = threading.Thread(target=look, daemon=True)
-        looking.start()
+        worker = Worker("hostdev-progress", show, seconds=_POLLED).start()
         try:
             yield
         finally:
-            done.set()
-            looking.join()
+            worker.stop()
 
 
 @dataclass(frozen=True)
@@ -238,7 +235,7 @@ class QueryOptions:
 
 
 def open_query(sql: str, options: QueryOptions) -> QueryRows:
-    """Open a query for `Table`; print a note about its row order, threads and memory."""
+    """Open a query for `TableSource`; print a note about its row order, threads and memory."""
     found = QueryRows(sql, Engine(options.threads, options.memory, options.spill, options.tables), options.threads)
     lines = [f"query: rows in the order {found.order}; {format_bytes(options.memory)} of memory"]
     if found.doubts and options.threads > 1:

@@ -82,7 +82,7 @@ _TRIED = {
 }  # by the type that DuckDB guessed
 
 
-class Column(NamedTuple):
+class SpelledColumn(NamedTuple):
     """A column of text that a query sees with another type.
 
     Attributes:
@@ -98,7 +98,7 @@ class Column(NamedTuple):
 
 def choose(
     engine: Engine, relation: str, guesses: Mapping[str, str], formats: Mapping[str, str]
-) -> dict[str, Column | None]:
+) -> dict[str, SpelledColumn | None]:
     """Return a type for each column of text that fits all its values, or None for text.
 
     Args:
@@ -116,7 +116,7 @@ def choose(
         return dict.fromkeys(guesses)
     likely = _true(engine, f"SELECT * FROM ({relation}) LIMIT {_SAMPLE}", tests, if_missing=True)
     true = _true(engine, relation, likely, if_missing=False)
-    found: dict[str, Column | None] = {}
+    found: dict[str, SpelledColumn | None] = {}
     for name in guesses:
         found[name] = None
         for kind in tried.get(name, ()):
@@ -127,12 +127,12 @@ def choose(
             right = next((spelling for test, spelling in tests_of.items() if test in true[name, kind]), None)
             if right is None and kind in ("BIGINT", "HUGEINT"):
                 continue
-            found[name] = Column(kind, right, _parsed(name, kind, formats))
+            found[name] = SpelledColumn(kind, right, _parsed(name, kind, formats))
             break
     return found
 
 
-def usual(column: Column) -> str:
+def usual(column: SpelledColumn) -> str:
     """Return the expression for the text that a value gets if its column has no spelling."""
     return SPELLINGS[column.type][0].replace(X, column.parsed)
 

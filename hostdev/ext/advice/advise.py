@@ -1,11 +1,13 @@
 """python -m hostdev.advise: recommend a cache size for the user's data by simulating every policy."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hostdev.cache.options import POLICIES
@@ -22,26 +24,28 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.bus import Bus, measure
 from hostdev.distributed.rank_environment import find_rank_environment
+from hostdev.distributed.session import join
+from hostdev.distributed.start import start_processes, wait_for
 from hostdev.ext.advice.admission import advise_admission
-from hostdev.ext.advice.cache.curves import Curves, Group, Point, flags, gains, recommend, simulate
+from hostdev.ext.advice.cache.curves import CachePoint, Curves, TableGroup, flags, gains, recommend, simulate
 from hostdev.ext.advice.disk import advise_disk
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import config
-from hostdev.train.build import groups_of, ids_of, model_of
+from hostdev.train.build import choose_layout, groups_of, ids_of, model_of, require_layout
 from hostdev.train.config import TrainConfig
 from hostdev.train.report import kind
 
 
-def format_tables(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> list[str]:
+def format_tables(curves: Curves, memory: int, chosen: tuple[str, CachePoint] | None) -> list[str]:
     """Return three text tables as lines: bytes, host time and hit rate, for each cache size and each policy.
 
     Each table also has a column for the offline optimum.
     """
     first = curves[POLICIES[0]][0]
-    blocks: list[tuple[str, str, Callable[[Point], str]]] = [
+    blocks: list[tuple[str, str, Callable[[CachePoint], str]]] = [
         (
             f"MiB per step, both directions; without a cache {first.without / 2**20:.2f}",
             "least",
@@ -72,7 +76,7 @@ def format_tables(curves: Curves, memory: int, chosen: tuple[str, Point] | None)
     return lines
 
 
-def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Path) -> None:
+def draw(curves: Curves, memory: int, chosen: tuple[str, CachePoint] | None, path: Path) -> None:
     """Plot bytes, host time and misses against the cache size, and save the picture; raise UserError if that fails."""
     figure = pictures.figure(15, 5.4)
     crossing, hosting, missing = figure.subplots(1, 3)
@@ -124,7 +128,7 @@ def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=decimals))
 
 
-def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) -> tuple[str, Point] | None:
+def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) -> tuple[str, CachePoint] | None:
     """Simulate one pass over the training samples, print and plot the results, and return the cache to use, if any.
 
     For data with raw ids, print what each --admit-count keeps instead.
@@ -207,7 +211,7 @@ def advise_tables_on_disk(settings: TrainConfig, folder: Path, step: float | Non
 def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
     """Estimate a step's bytes on the device, without the cache: rows, gradients and, if `dense`, the dense layers."""
     needed = inputs = 0
-    for group in (Group.of(model, names) for names in groups_of(model)):
+    for group in (TableGroup.of(model, names) for names in groups_of(model)):
         ids = ids_of(model, batch, group.names[0])
         needed += 2 * group.passing * len(unique(ids)[0])
         inputs += len(ids) // len(batch) * get_max_dim(group)
@@ -219,15 +223,28 @@ def advise_mesh(settings: TrainConfig, processes: int) -> None:
 
     Start the processes, unless a launcher has started this process as one of several.
     """
-    from hostdev.train.layouts import advise_alone, advise_together
-
-    settings = replace(settings, data=settings.data or lookalike.ensure()[0])
+    data = settings.data or lookalike.ensure()[0]
+    settings = replace(settings, data=data)
     if find_rank_environment().alone:
-        raise SystemExit(advise_alone(settings, processes))
-    advise_together(settings)
+        require_layout(settings, data)
+        command = [sys.executable, "-m", "hostdev.advise", *sys.argv[1:]]
+        raise SystemExit(wait_for(start_processes(processes, command)))
+    with join() as ranks:
+        assert ranks is not None
+        torch.set_num_threads(settings.torch_threads or 1)
+        found = manifest.read(data)
+        settings = replace(settings, batch_size=settings.resolved().batch_size)
+        assert settings.batch_size is not None
+        ShardReader(data, found, "train").require(settings.batch_size)
+        _, lines = choose_layout(settings, data, found, ranks)
+        device = backend.select(settings.device)
+        if ranks.rank == 0:
+            parts = f"batches of {settings.batch_size:,} in {settings.micro_batches} micro-batches"
+            where = f"{ranks.size} processes of one thread on {backend.describe(device)}"
+            print(f"model    {settings.model}: {parts}, {where}", *lines, sep="\n")
 
 
-def get_max_dim(group: Group) -> int:
+def get_max_dim(group: TableGroup) -> int:
     """Return the largest dimension of a group's tables."""
     return max(table.dim for table in group.tables)
 
@@ -243,7 +260,7 @@ def describe_tables(tables: Mapping[str, TableSpec]) -> str:
     return ", ".join(f"{name} {spec.rows:,} x {spec.dim} ({kind(spec)})" for name, spec in sorted(tables.items()))
 
 
-def _rates(groups: Sequence[Group], bus: Bus, has_bus: bool) -> str:
+def _rates(groups: Sequence[TableGroup], bus: Bus, has_bus: bool) -> str:
     """Format the measured host time per row for each group of tables, and the measured copy speeds."""
     by_group = [
         f"{group.host.passed:.0f} ns of host time per bypassing row"
@@ -257,7 +274,7 @@ def _rates(groups: Sequence[Group], bus: Bus, has_bus: bool) -> str:
     return "; ".join([*by_group, over])
 
 
-def _advice(chosen: tuple[str, Point] | None) -> str:
+def _advice(chosen: tuple[str, CachePoint] | None) -> str:
     if chosen is None:
         return "advice   no cache: no size that fits makes a step shorter"
     return f"advice   {flags(chosen)}: {gains(chosen[1])}; {format_bytes(chosen[1].nbytes)} of device memory"

@@ -15,7 +15,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar
 from hostdev.data.shards import ShardReader
-from hostdev.ext.advice.cache.curves import Group, measure_groups
+from hostdev.ext.advice.cache.curves import TableGroup, measure_groups
 from hostdev.host.disk.folder import TableFolder
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.segments import SEGMENT_BYTES
@@ -108,7 +108,7 @@ def measure_disk(folder: Path) -> DiskRates:
         own.remove()
 
 
-def choose_groups(model: Model, groups: Sequence[Group]) -> list[Group]:
+def choose_groups(model: Model, groups: Sequence[TableGroup]) -> list[TableGroup]:
     """Return the groups of tables that --table-dir puts on disk, without their other tables.
 
     Raises:
@@ -119,7 +119,7 @@ def choose_groups(model: Model, groups: Sequence[Group]) -> list[Group]:
         kept = [name for name in names if model.tables[name].shape.nbytes(1) >= LEAST_ROW]
         if kept:
             shapes = tuple(shape for name, shape in zip(names, group.tables, strict=True) if name in kept)
-            found.append(Group(tuple(kept), group.rows, shapes, group.host, group.unique))
+            found.append(TableGroup(tuple(kept), group.rows, shapes, group.host, group.unique))
     if not found:
         raise UserError(
             f"no table has rows of {LEAST_ROW} bytes or more, and smaller rows stay in memory; leave out --disk"
@@ -128,7 +128,7 @@ def choose_groups(model: Model, groups: Sequence[Group]) -> list[Group]:
 
 
 def simulate(
-    model: Model, groups: Sequence[Group], reader: ShardReader, size: int, seed: int, window: int
+    model: Model, groups: Sequence[TableGroup], reader: ShardReader, size: int, seed: int, window: int
 ) -> list[Need]:
     """Return what a step needs with each share of the rows in memory, over one pass in batches of `size` samples.
 
@@ -151,18 +151,18 @@ def simulate(
     return [_need(share, groups, [one[n].statistics for one in ended]) for n, share in enumerate(shares)]
 
 
-def _count(group: Group, share: float) -> int:
+def _count(group: TableGroup, share: float) -> int:
     """Return how many rows of a group fit in the memory of this share of its rows, but for one in eight."""
     size = MemorySize(group.rows, *_formats(group)[0])
     return count_most(size.count_frames(int(share * group.rows * size.frame_bytes)), group.rows)
 
 
-def _formats(group: Group) -> list[tuple[int, Format]]:
+def _formats(group: TableGroup) -> list[tuple[int, Format]]:
     """Return the bytes of a row, and the format of records, of each table."""
     return [(shape.nbytes(1), Format.of(shape.nbytes(1), SEGMENT_BYTES)) for shape in group.tables]
 
 
-def _need(share: float, groups: Sequence[Group], parts: Sequence[Statistics]) -> Need:
+def _need(share: float, groups: Sequence[TableGroup], parts: Sequence[Statistics]) -> Need:
     nbytes, rows, read, written = 0, 0.0, 0.0, 0.0
     for group, part in zip(groups, parts, strict=True):
         steps = max(1, part.batches)

@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from hostdev.checkpoint import folder
+from hostdev.checkpoint import finding, folder
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import damaged, find_newest_valid, verify
 from hostdev.checkpoint.manifest import FILE_NAME, VERSION, BrokenCheckpointError
@@ -15,13 +15,13 @@ from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
+from hostdev.core.sync import sending
 from hostdev.core.table_dtypes import FP32
 from hostdev.ext.checkpoints import compact, deliver, diff
-from hostdev.ext.stores.results import remove_copy, require_new, send
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    found = list(reversed(folder.candidates(arguments.path, everything=True)))
+    found = list(reversed(finding.candidates(arguments.path, everything=True)))
     print(f"{'checkpoint':<24}{'step':>10}  {'holds':<36}{'bytes':>10}  created")
     code = 0
     chain: folder.Chain | None = None
@@ -65,7 +65,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    found = list(reversed(folder.candidates(arguments.path, everything=True)))
+    found = list(reversed(finding.candidates(arguments.path, everything=True)))
     chains: dict[Path, folder.Chain] = {}
     wrong: dict[Path, str] = {}
     for path in found:
@@ -128,7 +128,7 @@ def _digests(chain: folder.Chain) -> list[str]:
 
 def _newest(path: Path, prog: str) -> folder.Chain:
     """Return the newest valid checkpoint, with its parents; report newer, damaged checkpoints on standard error."""
-    found = folder.newest(path)
+    found = finding.newest(path)
     for line in found.notes():
         note(f"{prog}: {line}")
     return found.chain
@@ -167,10 +167,8 @@ def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
     found = find_newest_valid(arguments.path, partial(verify, segments=True))
     for line in found.notes():
         note(f"{arguments.prog}: {line}")
-    require_new(arguments.out)
-    remove_copy(arguments.out)
-    line = compact.rewrite(found.chain, arguments.out, ranks)
-    send(arguments.out, FILE_NAME)
+    with sending(arguments.out, FILE_NAME):
+        line = compact.rewrite(found.chain, arguments.out, ranks)
     print(line)
     return 0
 

@@ -166,6 +166,7 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
         OSError: The checkpoint cannot be written.
     """
     _require_none(out)
+    is_spread = ranks is not None
     layers = Layers(chain)
     out.mkdir(parents=True, exist_ok=True)
     items = []
@@ -173,14 +174,14 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
         if table.keys is not None:
             items.append(merged_item(layers, table))
             continue
-        about = replace(table, files=[], segments=None, whole=False, order="ids" if ranks is None else SPREAD)
+        about = replace(table, files=[], segments=None, whole=False, order=SPREAD if is_spread else "ids")
         cuts = [range_of(table.rows, rank, ranks)[0] for rank in range(ranks)] if ranks else []
-        rows = _Rows(layers, table, spread=ranks is not None)
+        rows = _Rows(layers, table, spread=is_spread)
         items.append(Item(about, rows, True, lambda: None, lambda saved: None, cuts=cuts))
     with folder.locked(out):
         _require_none(out)  # again, now that the folder is locked
         made = write_anew(layers, items, out)
-    return f"{made}: {chain[-1].path} rewritten for {'one process' if ranks is None else f'{ranks} processes'}"
+    return f"{made}: {chain[-1].path} rewritten for {f'{ranks} processes' if is_spread else 'one process'}"
 
 
 def _require_none(out: Path) -> None:

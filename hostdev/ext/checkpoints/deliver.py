@@ -11,7 +11,6 @@ import secrets
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,19 +20,18 @@ from hostdev.checkpoint.folder import Chain, Checkpoint
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest, SegmentEntry, SegmentState
 from hostdev.checkpoint.remote import WRITER, fetch_file, remove_stored
+from hostdev.checkpoint.uploads import Key, send_checkpoint
 from hostdev.core.addresses import address_of, shown_place
+from hostdev.core.checksums import hash_stream
 from hostdev.core.disk import sync_folder
-from hostdev.core.errors import HostdevError, UserError
+from hostdev.core.errors import HostdevError, StoreError, UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.names import inside
 from hostdev.core.progress import bar, note
+from hostdev.core.stores import About, Store
 from hostdev.core.workers import call_all
-from hostdev.ext.stores.store import Store, StoreError
 
 _THREADS = 4
-_PIECE = 1 << 22  # bytes
-
-Key = tuple[int, str]  # a file's size and SHA-256
 
 
 class Delivered(NamedTuple):
@@ -71,38 +69,38 @@ def deliver(chain: Chain, path: Path, keep: int) -> Delivered:
 
 
 def _deliver_to_folder(chain: Chain, path: Path, keep: int) -> Delivered:
-    there: dict[str, Manifest] = {}
+    manifests: dict[str, Manifest] = {}
     lost: set[str] = set()  # without a manifest that can be read
     for name in folder.names_in(path):
         try:
-            there[name] = manifest.read(path / name)
+            manifests[name] = manifest.read(path / name)
         except BrokenCheckpointError as error:
-            if name not in (each.name for each in chain):
+            if name not in (checkpoint.name for checkpoint in chain):
                 note(f"{error}; {name} is removed there")
                 lost.add(name)
-    new = _choose_new(chain, there, str(path))
+    new = _choose_new(chain, manifests, str(path))
     compared: dict[tuple[int, int], bool] = {}  # by device and inode, which checkpoints share
 
     def is_intact(name: str, file: File, find_source: Callable[[], Path | None]) -> bool:
         try:
-            found = inside(path / name, file.file).stat()
+            state = inside(path / name, file.file).stat()
         except (OSError, ValueError):
             return False
-        key = found.st_dev, found.st_ino
+        key = state.st_dev, state.st_ino
         if key not in compared:
-            compared[key] = _is_right(path / name, file, there[name])
+            compared[key] = _is_right(path / name, file, manifests[name])
         return compared[key]
 
-    held = _compare(chain, there, str(path), is_intact)
-    known = {key: path / name for key, name in held.known.items()}
-    total = sum(each.manifest.nbytes for each in new)
+    compared_files = _compare(chain, manifests, str(path), is_intact)
+    known = {key: path / name for key, name in compared_files.known.items()}
+    total = sum(checkpoint.manifest.nbytes for checkpoint in new)
     with bar(total, "delivering", "B", unit_scale=True) as progress:
-        copied = _replace_in_folder(held.damaged, path, known)
-        copied += sum(_copy_checkpoint(each, path, known, progress.update) for each in new)
-    for name in held.lost | lost:
+        copied = _replace_in_folder(compared_files.damaged, path, known)
+        copied += sum(_copy_checkpoint(checkpoint, path, known, progress.update) for checkpoint in new)
+    for name in compared_files.lost | lost:
         folder.remove(path / name)
     folder.prune(path, keep)
-    return _count(chain, new, held, copied)
+    return _count(chain, new, compared_files, copied)
 
 
 def _replace_in_folder(damaged: "list[_Damaged]", path: Path, known: dict[Key, Path]) -> int:
@@ -112,14 +110,12 @@ def _replace_in_folder(damaged: "list[_Damaged]", path: Path, known: dict[Key, P
     copied = 0
     partial_ = folder.begin(path, "replaced")
     for name, file, source, state in damaged:
-        made, target, key = partial_ / "file", path / name / file.file, (file.bytes, file.sha256)
-        if (same := known.get(key)) is None or not _link(same, made):
-            _copy_file(source, made, file, state)
-            copied += file.bytes
+        replacement, target = partial_ / "file", path / name / file.file
+        copied += _link_or_copy(source, replacement, file, state, known)
         target.parent.mkdir(parents=True, exist_ok=True)
-        made.replace(target)
+        replacement.replace(target)
         sync_folder(target.parent)
-        known[key] = target
+        known[file.bytes, file.sha256] = target
     partial_.rmdir()
     return copied
 
@@ -130,11 +126,9 @@ def _copy_checkpoint(checkpoint: Checkpoint, to: Path, known: dict[Key, Path], d
     states = checkpoint.manifest.segment_states
     copied = 0
     for file in checkpoint.manifest.files:
-        target, same = partial_ / file.file, known.get((file.bytes, file.sha256))
+        target = partial_ / file.file
         target.parent.mkdir(parents=True, exist_ok=True)
-        if same is None or not _link(same, target):
-            _copy_file(checkpoint.path / file.file, target, file, states.get(file.file))
-            copied += file.bytes
+        copied += _link_or_copy(checkpoint.path / file.file, target, file, states.get(file.file), known)
         known[file.bytes, file.sha256] = to / checkpoint.name / file.file
         done(file.bytes)
     if (to / checkpoint.name).exists():  # one with a damaged manifest
@@ -143,128 +137,108 @@ def _copy_checkpoint(checkpoint: Checkpoint, to: Path, known: dict[Key, Path], d
     return copied
 
 
-def _copy_file(source: Path, target: Path, file: File, state: SegmentState | None) -> None:
-    """Copy a file and sync it; raise BrokenCheckpointError if its content is not the manifest's."""
-    digest = sha256()
+def _link_or_copy(source: Path, target: Path, file: File, state: SegmentState | None, known: Mapping[Key, Path]) -> int:
+    """Link a file of the target with the same content, or copy the source and sync it; return the bytes copied.
+
+    Raises:
+        BrokenCheckpointError: The source does not have the manifest's content.
+    """
+    with contextlib.suppress(OSError, KeyError):
+        os.link(known[file.bytes, file.sha256], target)
+        return 0
     try:
-        stream = source.open("rb")
+        stream = source.open("rb", buffering=0)
     except OSError as error:
         raise BrokenCheckpointError(f"{source} cannot be read ({error.strerror})") from None
     with stream, target.open("xb") as out:
-        while piece := stream.read(_PIECE):
-            digest.update(piece)
-            out.write(piece)
+        digest = hash_stream(stream, out=out)
         out.flush()
         os.fsync(out.fileno())
     if state is not None and isinstance(file, SegmentEntry):
         check_segment(target, file, state)
-    elif digest.hexdigest() != file.sha256:
+    elif digest != file.sha256:
         raise BrokenCheckpointError(f"{source} is broken (its checksum is wrong)")
-
-
-def _link(source: Path, target: Path) -> bool:
-    """Give a file a second name; return whether the file system can."""
-    try:
-        os.link(source, target)
-    except OSError:
-        return False
-    return True
+    return file.bytes
 
 
 def _deliver_to_store(chain: Chain, store: Store, keep: int) -> Delivered:
     names = {name.partition("/")[0] for name in store.list() if "/" in name}
-    there = {name: found for name in names if folder.is_name(name) and (found := _read_stored(store, name)) is not None}
-    new = _choose_new(chain, there, store.shown)
+    stored = {name: _read_stored(store, name) for name in names if folder.is_name(name)}
+    manifests = {name: content for name, content in stored.items() if content is not None}
+    new = _choose_new(chain, manifests, store.shown)
     token = secrets.token_hex(16).encode()
     store.write(WRITER, token)  # a run that writes there notices
 
     def is_intact(name: str, file: File, find_source: Callable[[], Path | None]) -> bool:
         if (source := find_source()) is not None:
             return store.compare(f"{name}/{file.file}", source) is not None
-        return _is_intact_stored(store, name, file, there[name])
+        return _is_intact_stored(store, name, file, manifests[name])
 
-    held = _compare(chain, there, store.shown, is_intact)
-    known, copied = held.known, 0
-    with bar(sum(each.manifest.nbytes for each in new), "delivering", "B", unit_scale=True) as progress:
-        for name, file, source, _ in held.damaged:
+    compared_files = _compare(chain, manifests, store.shown, is_intact)
+    known, copied = compared_files.known, 0
+    with bar(sum(checkpoint.manifest.nbytes for checkpoint in new), "delivering", "B", unit_scale=True) as progress:
+        for name, file, source, _ in compared_files.damaged:
             store.put(source, f"{name}/{file.file}")
             known[file.bytes, file.sha256] = f"{name}/{file.file}"
             copied += file.bytes
-        for each in new:
-            copied += _put_checkpoint(each, store, known, progress.update)
+
+        def require_alone() -> None:
             if store.read_if_there(WRITER) != token:
                 raise StoreError(f"{store.shown} is in use: another process has begun to write checkpoints there")
-            store.put(each.path / FILE_NAME, f"{each.name}/{FILE_NAME}")
-            there[each.name] = each.manifest
-    complete = _choose_kept({name: found for name, found in there.items() if name not in held.lost}, keep)
-    for name in names:
-        if folder.is_name(name) and name not in complete:
-            remove_stored(store, name)
-    return _count(chain, new, held, copied)
+
+        def note_sent(file: File | None, about: About, size: int) -> None:
+            nonlocal copied
+            copied += size
+            progress.update(0 if file is None else file.bytes)
+
+        for checkpoint in new:
+            check = partial(check_entry, checkpoint.path, states=checkpoint.manifest.segment_states)
+            send_checkpoint(checkpoint, store, known, check, require_alone, note_sent)
+            known |= {(file.bytes, file.sha256): f"{checkpoint.name}/{file.file}" for file in checkpoint.manifest.files}
+            manifests[checkpoint.name] = checkpoint.manifest
+    kept = _choose_kept({name: manifests[name] for name in manifests.keys() - compared_files.lost}, keep)
+    for name in stored.keys() - kept:
+        remove_stored(store, name)
+    return _count(chain, new, compared_files, copied)
 
 
 def _is_intact_stored(store: Store, name: str, file: File, content: Manifest) -> bool:
     """Read a file of a checkpoint in a store; return whether it is intact."""
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as folder_path:
         try:
-            return fetch_file(store, name, Path(made), file, content)
+            return fetch_file(store, name, Path(folder_path), file, content)
         except StoreError as error:
-            if error.may_pass:
+            if error.is_transient:
                 raise
             return False  # it is missing
 
 
-def _put_checkpoint(checkpoint: Checkpoint, store: Store, known: dict[Key, str], done: Callable[[int], object]) -> int:
-    """Copy a checkpoint's files to a store, all but the manifest; return the bytes that were sent."""
-
-    def put(file: File) -> int:
-        source, target = checkpoint.path / file.file, f"{checkpoint.name}/{file.file}"
-        same = known.get((file.bytes, file.sha256))
-        if same is not None:
-            store.copy(same, target)
-            if store.compare(target, source) is not None:
-                return 0
-        check_entry(checkpoint.path, file, checkpoint.manifest.segment_states)
-        store.put(source, target)
-        return file.bytes
-
-    store.remove(f"{checkpoint.name}/{FILE_NAME}")  # of a damaged one
-    sent = 0
-    every = checkpoint.manifest.files
-    calls = (partial(put, file) for file in every)
-    for file, size in zip(every, call_all(_THREADS, "hostdev-deliver", calls), strict=True):
-        sent += size
-        done(file.bytes)
-    known.update({(file.bytes, file.sha256): f"{checkpoint.name}/{file.file}" for file in every})
-    return sent
-
-
-def _choose_new(chain: Chain, there: Mapping[str, Manifest], where: str) -> Chain:
+def _choose_new(chain: Chain, manifests: Mapping[str, Manifest], where: str) -> Chain:
     """Return the checkpoints of a chain that are not there; raise UserError if those there are of another run."""
-    mine = {each.name: each.manifest for each in chain}
-    for name, found in there.items():
-        if name in mine and found.checksum != mine[name].checksum:
+    own_manifests = {checkpoint.name: checkpoint.manifest for checkpoint in chain}
+    for name, content in manifests.items():
+        if name in own_manifests and content.checksum != own_manifests[name].checksum:
             raise UserError(f"{where} has another checkpoint {name}; deliver to a folder of its own")
-    newest = max(there, key=lambda name: there[name].serial, default=None)
-    if newest is not None and newest not in mine and there[newest].serial >= chain[-1].manifest.serial:
+    newest = max(manifests, key=lambda name: manifests[name].serial, default=None)
+    if newest is not None and newest not in own_manifests and manifests[newest].serial >= chain[-1].manifest.serial:
         raise UserError(
             f"{where} has the checkpoint {newest}, which is newer than {chain[-1].path} or of another run; deliver to "
             "a folder of its own"
         )
-    return [each for each in chain if each.name not in there]
+    return [checkpoint for checkpoint in chain if checkpoint.name not in manifests]
 
 
-def _choose_kept(there: Mapping[str, Manifest], keep: int) -> set[str]:
+def _choose_kept(manifests: Mapping[str, Manifest], keep: int) -> set[str]:
     """Return the names of the newest checkpoints and of their parents."""
     kept: set[str] = set()
-    found = 0
-    for name in sorted(there, key=lambda name: there[name].serial, reverse=True):
+    count = 0
+    for name in sorted(manifests, key=lambda name: manifests[name].serial, reverse=True):
         chain = [name]
-        while (parent := there[chain[-1]].parent) is not None and parent.name in there and parent.name not in chain:
+        while (parent := manifests[chain[-1]].parent) is not None and parent.name in manifests.keys() - chain:
             chain.append(parent.name)
-        if found < keep and there[chain[-1]].parent is None:
+        if count < keep and manifests[chain[-1]].parent is None:
             kept |= set(chain)
-            found += 1
+            count += 1
     return kept
 
 
@@ -293,7 +267,7 @@ class _Compared(NamedTuple):
 
 def _compare(
     chain: Chain,
-    there: Mapping[str, Manifest],
+    manifests: Mapping[str, Manifest],
     where: str,
     is_intact: Callable[[str, File, Callable[[], Path | None]], bool],
 ) -> _Compared:
@@ -301,53 +275,53 @@ def _compare(
 
     Args:
         chain: The checkpoint to deliver, whose files are intact.
-        there: The manifests of the target's checkpoints.
+        manifests: The manifests of the target's checkpoints.
         where: The target, for messages.
         is_intact: Called with a checkpoint's name, a file's entry, and a function that returns a file of this machine
             with the right content, or None.
     """
-    own = {(file.bytes, file.sha256): each.path / file.file for each in chain for file in each.manifest.files}
+    sources = {(file.bytes, file.sha256): each.path / file.file for each in chain for file in each.manifest.files}
     root = chain[-1].path.parent
-    beside = {name: _read(root / name) for name in there}  # older checkpoints of the source, which it may still have
-    found = _Compared({}, [], set())
+    beside = {name: _read(root / name) for name in manifests}  # the source may still have older checkpoints
+    compared = _Compared({}, [], set())
 
     def find_source(name: str, file: File) -> Path | None:
-        if (source := own.get((file.bytes, file.sha256))) is not None:
+        if (source := sources.get((file.bytes, file.sha256))) is not None:
             return source
         other = beside[name]
-        same = other is not None and other.checksum == there[name].checksum
-        return root / name / file.file if same and _is_right(root / name, file, there[name]) else None
+        same = other is not None and other.checksum == manifests[name].checksum
+        return root / name / file.file if same and _is_right(root / name, file, manifests[name]) else None
 
     def look(name: str, file: File) -> tuple[bool, Path | None]:
         find = cache(partial(find_source, name, file))
         intact = is_intact(name, file, find)
         return intact, None if intact else find()
 
-    files = [(name, file) for name, content in there.items() for file in content.files]
-    calls = (partial(look, *each) for each in files)
+    files = [(name, file) for name, content in manifests.items() for file in content.files]
+    calls = (partial(look, name, file) for name, file in files)
     with bar(sum(file.bytes for _, file in files), f"comparing {where}", "B", unit_scale=True) as progress:
         for (name, file), (intact, source) in zip(files, call_all(_THREADS, "hostdev-compare", calls), strict=True):
             progress.update(file.bytes)
             if intact:
-                found.known[file.bytes, file.sha256] = f"{name}/{file.file}"
+                compared.known[file.bytes, file.sha256] = f"{name}/{file.file}"
             elif source is not None:
                 note(f"{where}/{name}/{file.file} is damaged; it is replaced from {source}")
-                found.damaged.append(_Damaged(name, file, source, there[name].segment_states.get(file.file)))
+                compared.damaged.append(_Damaged(name, file, source, manifests[name].segment_states.get(file.file)))
             else:
                 note(f"{where}/{name}/{file.file} is damaged, and {root} does not have it; {name} is removed there")
-                found.lost.add(name)
+                compared.lost.add(name)
     while more := {
         name
-        for name, each in there.items()
-        if each.parent is not None and each.parent.name in found.lost and name not in found.lost
+        for name, content in manifests.items()
+        if content.parent is not None and content.parent.name in compared.lost and name not in compared.lost
     }:
-        found.lost.update(more)
-    return found
+        compared.lost.update(more)
+    return compared
 
 
-def _count(chain: Chain, new: Chain, held: _Compared, copied: int) -> Delivered:
-    changed = {each.name for each in new} | {each.name for each in held.damaged}
-    return Delivered(len(changed), copied, max(0, sum(each.manifest.nbytes for each in chain) - copied))
+def _count(chain: Chain, new: Chain, compared: _Compared, copied: int) -> Delivered:
+    changed = {checkpoint.name for checkpoint in new} | {checkpoint.name for checkpoint in compared.damaged}
+    return Delivered(len(changed), copied, max(0, sum(checkpoint.manifest.nbytes for checkpoint in chain) - copied))
 
 
 def _is_right(root: Path, file: File, content: Manifest) -> bool:
@@ -372,16 +346,16 @@ def _read_stored(store: Store, name: str) -> Manifest | None:
     content = store.read_manifest(f"{name}/{FILE_NAME}")
     if content is None:
         return None
-    with tempfile.TemporaryDirectory() as made, contextlib.suppress(BrokenCheckpointError):
-        (Path(made) / FILE_NAME).write_bytes(content)
-        return manifest.read(Path(made))
+    with tempfile.TemporaryDirectory() as folder_path, contextlib.suppress(BrokenCheckpointError):
+        (Path(folder_path) / FILE_NAME).write_bytes(content)
+        return manifest.read(Path(folder_path))
     return None
 
 
-def describe(chain: Chain, path: Path, found: Delivered) -> str:
+def describe(chain: Chain, path: Path, delivered: Delivered) -> str:
     """Return a line for the user."""
     step, where = f"step {chain[-1].manifest.step:,}", shown_place(path)
-    if not found.checkpoints:
-        return f"{where} has {step} already ({format_bytes(found.there)}); nothing was copied"
-    there = f"; {format_bytes(found.there)} were there" if found.there else ""
-    return f"{step} delivered to {where}: {format_bytes(found.copied)} copied{there}"
+    if not delivered.checkpoints:
+        return f"{where} has {step} already ({format_bytes(delivered.there)}); nothing was copied"
+    unchanged = f"; {format_bytes(delivered.there)} were there" if delivered.there else ""
+    return f"{step} delivered to {where}: {format_bytes(delivered.copied)} copied{unchanged}"

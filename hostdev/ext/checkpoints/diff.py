@@ -12,8 +12,7 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import read_dense_tensors
-
-Rows = npt.NDArray[np.float32]
+from hostdev.kernels.arrays import Rows
 
 _AT_ONCE = 1 << 18  # rows of a table by key
 

@@ -22,14 +22,14 @@ from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import read_values
 from hostdev.core.printable import printable
-from hostdev.core.progress import Progress, bar
+from hostdev.core.progress import ProgressBar, bar
 from hostdev.ext.checkpoints.vocabulary import read_vocabulary
 
 IDS, DENSE = "ids.parquet", "dense.pt"
 KEY, UNKNOWN = "key", "out_of_vocabulary"
 
 
-class Options(NamedTuple):
+class ExportOptions(NamedTuple):
     """The options of an export. `slots` adds optimizer state, steps, settings and `extra`."""
 
     format: str
@@ -37,7 +37,7 @@ class Options(NamedTuple):
     dtype: str
 
 
-def export(chain: Chain, out: Path, options: Options) -> list[str]:
+def export(chain: Chain, out: Path, options: ExportOptions) -> list[str]:
     """Write a checkpoint's tables and dense layers into an empty folder; return a line for each omitted part.
 
     Raises:
@@ -48,7 +48,7 @@ def export(chain: Chain, out: Path, options: Options) -> list[str]:
     return list(_describe_left_out(layers, options))
 
 
-def _write(out: Path, layers: Layers, options: Options) -> None:
+def _write(out: Path, layers: Layers, options: ExportOptions) -> None:
     total = sum(table.rows for table in layers.manifest.tables)
     with bar(total, "exporting", "row", unit_scale=True) as progress:
         for table in layers.manifest.tables:
@@ -62,7 +62,7 @@ def _write(out: Path, layers: Layers, options: Options) -> None:
         write_state(out, layers)
 
 
-def _describe_left_out(layers: Layers, options: Options) -> Iterator[str]:
+def _describe_left_out(layers: Layers, options: ExportOptions) -> Iterator[str]:
     """Yield a line for each part of the checkpoint that was not exported."""
     newest = layers.manifest
     slots = {table.name: [*table.slots, *table.row_slots] for table in newest.tables}
@@ -78,11 +78,11 @@ def _describe_left_out(layers: Layers, options: Options) -> Iterator[str]:
         yield "not exported: the low 16 bits of each value, which is rounded to bfloat16"
 
 
-def _columns(table: Table, options: Options) -> list[str]:
+def _columns(table: Table, options: ExportOptions) -> list[str]:
     return [WEIGHTS, *(table.slots if options.slots else ()), *(table.row_slots if options.slots else ())]
 
 
-def _write_table(out: Path, layers: Layers, table: Table, options: Options, progress: Progress) -> None:
+def _write_table(out: Path, layers: Layers, table: Table, options: ExportOptions, progress: ProgressBar) -> None:
     columns = _columns(table, options)
     name = quote(table.name, safe=" ")  # a name may contain a slash
     if options.format == "parquet":
@@ -106,7 +106,7 @@ class _Tensor(NamedTuple):
     is_int: bool = False
 
 
-def _tensors(layers: Layers, table: Table, columns: list[str], progress: Progress) -> list[_Tensor]:
+def _tensors(layers: Layers, table: Table, columns: list[str], progress: ProgressBar) -> list[_Tensor]:
     """Return a table's columns and, for a table by key, its keys and its out-of-vocabulary rows."""
     keys = table.keys
     unknown = 0 if keys is None else len(keys.unknown)
@@ -139,7 +139,7 @@ def _tensors(layers: Layers, table: Table, columns: list[str], progress: Progres
     return [of_keys, *found, *rest]
 
 
-def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
+def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: ProgressBar) -> None:
     """Write a table to a Parquet file with the columns `id`, `weights` and, if chosen, the optimizer state.
 
     `weights` and the optimizer state have a list of D numbers per row; `id` and per-row state have one number. If the

@@ -52,29 +52,27 @@ def export(exporter: Exporter, arguments: argparse.Namespace) -> int:
         BrokenCheckpointError: A file is damaged; this is raised before anything is written.
         OSError: A file cannot be written.
     """
-    from hostdev.checkpoint.folder import newest
+    from hostdev.checkpoint.finding import newest
     from hostdev.checkpoint.loading import verify
     from hostdev.core import outputs
     from hostdev.core.errors import naming
     from hostdev.core.memory import format_bytes
     from hostdev.core.progress import note
-    from hostdev.ext.stores.results import remove_copy, require_new, send
+    from hostdev.core.sync import sending
 
     exporter.check(arguments)
     out: Path = arguments.out
-    require_new(out)
-    remove_copy(out)
-    if os.path.lexists(out):
-        raise outputs.taken_folder(out)
-    found = newest(arguments.path)
-    for line in found.notes():
-        note(f"{arguments.prog}: {line}")
-    verify(found.chain, segments=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with outputs.new_folder(out) as partial, naming(out):
-        lines = exporter.write(found.chain, partial, arguments)
-    files = [f"{shown_place(file)}: {format_bytes(file.stat().st_size)}" for file in sorted(out.iterdir())]
-    send(out)
+    with sending(out):
+        if os.path.lexists(out):
+            raise outputs.taken_folder(out)
+        found = newest(arguments.path)
+        for line in found.notes():
+            note(f"{arguments.prog}: {line}")
+        verify(found.chain, segments=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with outputs.new_folder(out) as partial, naming(out):
+            lines = exporter.write(found.chain, partial, arguments)
+        files = [f"{shown_place(file)}: {format_bytes(file.stat().st_size)}" for file in sorted(out.iterdir())]
     print("\n".join(files + lines))
     return 0
 

@@ -28,9 +28,9 @@ class _Tables(Exporter):
 
     def write(self, chain: "Chain", out: Path, arguments: argparse.Namespace) -> list[str]:
         """See `Exporter`."""
-        from hostdev.ext.checkpoints.export import Options, export
+        from hostdev.ext.checkpoints.export import ExportOptions, export
 
-        return export(chain, out, Options(self.format, arguments.slots, arguments.dtype or "float32"))
+        return export(chain, out, ExportOptions(self.format, arguments.slots, arguments.dtype or "float32"))
 
 
 class Parquet(_Tables):

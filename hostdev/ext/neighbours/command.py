@@ -14,7 +14,7 @@ from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
 from hostdev.data.preprocess.naming import listed, short
 from hostdev.data.schema import Column
-from hostdev.ext.neighbours.rows import Rows
+from hostdev.ext.neighbours.rows import NamedRows
 from hostdev.ext.neighbours.search import find_nearest
 from hostdev.ext.neighbours.source import Source, open_source
 
@@ -59,7 +59,7 @@ def _choose_table(source: Source, arguments: argparse.Namespace) -> Table:
     return first
 
 
-def _find_row(source: Source, table: Table, arguments: argparse.Namespace) -> tuple[Rows, int]:
+def _find_row(source: Source, table: Table, arguments: argparse.Namespace) -> tuple[NamedRows, int]:
     """Return the rows to compare, and the id or key of the one that the options name."""
     column = None if arguments.column is None else source.find_column(arguments.column)
     if column is not None:
@@ -86,11 +86,11 @@ def _find_row(source: Source, table: Table, arguments: argparse.Namespace) -> tu
     return rows, number
 
 
-def _range(rows: Rows, table: Table) -> str:
+def _range(rows: NamedRows, table: Table) -> str:
     return "" if rows.is_by_key or rows.space is not None else f"; give one of 0..{table.rows - 1}"
 
 
-def _find_value(source: Source, table: Table, column: Column, value: str) -> tuple[Rows, int]:
+def _find_value(source: Source, table: Table, column: Column, value: str) -> tuple[NamedRows, int]:
     """Return the rows of a column's id space, and the id or key of a value."""
     assert source.encoding is not None
     rows = source.make_rows(table, source.spaces[column.space])
@@ -130,16 +130,16 @@ def _parse_number(source: Source, table: Table, text: str) -> int:
     return number
 
 
-def _describe(rows: Rows) -> str:
+def _describe(rows: NamedRows) -> str:
     return f"table {rows.table!r}" + (f", column {rows.space!r}" if rows.has_names else "")
 
 
-def _name(rows: Rows, number: int) -> str:
+def _name(rows: NamedRows, number: int) -> str:
     [name] = rows.names(np.array([number], np.int64)).to_pylist()
     return "" if name is None else str(name)
 
 
-def _table(rows: Rows, ids: list[int], scores: list[str]) -> list[str]:
+def _table(rows: NamedRows, ids: list[int], scores: list[str]) -> list[str]:
     """Return lines with the rank, the score, the id and, if rows have names, the name of each row."""
     columns = [["rank", *map(str, range(1, len(ids) + 1))], ["score", *scores]]
     columns.append(["key" if rows.is_by_key else "id", *map(str, ids)])

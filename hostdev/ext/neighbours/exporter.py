@@ -32,7 +32,7 @@ class Faiss(Exporter):
 
     def write(self, chain: "Chain", out: Path, arguments: argparse.Namespace) -> list[str]:
         """See `Exporter`."""
-        from hostdev.ext.neighbours.faiss_export import Options, write
+        from hostdev.ext.neighbours.faiss_export import FaissOptions, write
 
         kind, metric = arguments.index or INDEXES[0], arguments.metric or METRICS[0]
-        return write(Options(arguments.table, arguments.column, kind, metric), chain, out)
+        return write(FaissOptions(arguments.table, arguments.column, kind, metric), chain, out)

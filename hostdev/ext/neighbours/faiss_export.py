@@ -14,12 +14,13 @@ import pyarrow.parquet as pq
 
 from hostdev.checkpoint.folder import Chain
 from hostdev.core.errors import HostdevError, UserError
-from hostdev.core.memory import available_bytes, format_bytes
+from hostdev.core.memory import require_memory
 from hostdev.core.printable import printable
 from hostdev.core.progress import bar, counted
-from hostdev.ext.neighbours.rows import Rows, Weights
+from hostdev.ext.neighbours.rows import NamedRows
 from hostdev.ext.neighbours.search import find_nearest, score
 from hostdev.ext.neighbours.source import Source, open_source
+from hostdev.kernels.arrays import Values
 
 LIST = "indexes.json"
 LINKS, BUILD_WIDTH, SEARCH_WIDTH = 32, 200, 64  # of HNSW: M, efConstruction, efSearch
@@ -27,7 +28,7 @@ BOUND = 1e-5  # of the difference to exact scores, for rows of length 1
 _CHECKED, _NEAREST = 16, 10  # rows whose neighbours are compared, and how many each
 
 
-class Options(NamedTuple):
+class FaissOptions(NamedTuple):
     """The options of an export to FAISS; None for all tables of vectors, or for all columns."""
 
     table: str | None
@@ -47,7 +48,7 @@ def import_faiss() -> Any:
     return faiss
 
 
-def write(options: Options, chain: Chain, out: Path) -> list[str]:
+def write(options: FaissOptions, chain: Chain, out: Path) -> list[str]:
     """Write an index and a file of names for each choice of rows, and the list of them; return lines to print."""
     faiss = import_faiss()
     source = open_source(chain[-1].path)
@@ -72,7 +73,7 @@ def write(options: Options, chain: Chain, out: Path) -> list[str]:
     return lines
 
 
-def choose_rows(source: Source, options: Options) -> list[Rows]:
+def choose_rows(source: Source, options: FaissOptions) -> list[NamedRows]:
     """Return the rows of each index: one for each id space with names, otherwise one for the whole table.
 
     Raises:
@@ -96,14 +97,12 @@ def choose_rows(source: Source, options: Options) -> list[Rows]:
     return [rows for rows in found if len(rows)]
 
 
-def _write_index(faiss: Any, options: Options, rows: Rows, out: Path, progress: Any) -> tuple[dict[str, Any], float]:
+def _write_index(
+    faiss: Any, options: FaissOptions, rows: NamedRows, out: Path, progress: Any
+) -> tuple[dict[str, Any], float]:
     """Write the index and the names of some rows, and check the index; return its entry in the list, and its recall."""
     need = len(rows) * (4 * rows.dim + (0 if options.kind == "flat" else 8 * LINKS + 16))
-    if need > available_bytes():
-        raise UserError(
-            f"an index of {len(rows):,} rows takes {format_bytes(need)} of memory, but only "
-            f"{format_bytes(available_bytes())} are free; choose a --column, or --index flat"
-        )
+    require_memory(need, f"an index of {len(rows):,} rows", "choose a --column, or --index flat")
     name = quote(f"{rows.table}.{rows.space}" if rows.has_names else rows.table, safe=" ")
     if (out / f"{name}.faiss").exists():  # names with dots may have been joined to the same name
         name = f"{name}-{zlib.crc32(repr((rows.table, rows.space)).encode(errors='surrogatepass')):08x}"
@@ -114,7 +113,7 @@ def _write_index(faiss: Any, options: Options, rows: Rows, out: Path, progress: 
     return entry | {"kind": options.kind, "metric": options.metric, "not_finite": left_out}, recall
 
 
-def _make(faiss: Any, options: Options, rows: Rows) -> Any:
+def _make(faiss: Any, options: FaissOptions, rows: NamedRows) -> Any:
     """Return an empty index with memory for all rows: it would grow by copies of all that it has."""
     metric = faiss.METRIC_L2 if options.metric == "l2" else faiss.METRIC_INNER_PRODUCT
     if options.kind == "flat":
@@ -129,7 +128,7 @@ def _make(faiss: Any, options: Options, rows: Rows) -> Any:
     return index
 
 
-def as_vectors(weights: Weights, metric: str) -> Weights:
+def as_vectors(weights: Values, metric: str) -> Values:
     """Return rows as the index has them, float32 [n, D]: of length 1 for cosines (zeros stay zeros)."""
     if metric != "cosine":
         return np.ascontiguousarray(weights)
@@ -138,7 +137,7 @@ def as_vectors(weights: Weights, metric: str) -> Weights:
     return (wide / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
 
-def _fill(faiss: Any, options: Options, rows: Rows, path: Path, names: Path, progress: Any) -> int:
+def _fill(faiss: Any, options: FaissOptions, rows: NamedRows, path: Path, names: Path, progress: Any) -> int:
     """Write the index and the names, block by block; return how many rows were left out as they are not finite."""
     index, left_out = _make(faiss, options, rows), 0
     key = "key" if rows.is_by_key else "id"
@@ -161,7 +160,7 @@ def _fill(faiss: Any, options: Options, rows: Rows, path: Path, names: Path, pro
     return left_out
 
 
-def _check(faiss: Any, options: Options, rows: Rows, path: Path, names: Path) -> float:
+def _check(faiss: Any, options: FaissOptions, rows: NamedRows, path: Path, names: Path) -> float:
     """Compare searches in the written index with exact ones for some rows; return the share of rows that it found.
 
     Raises:
@@ -197,6 +196,6 @@ def _check(faiss: Any, options: Options, rows: Rows, path: Path, names: Path) ->
     return hits / (k * len(queries))
 
 
-def _bound(metric: str, queries: Weights) -> float:
+def _bound(metric: str, queries: Values) -> float:
     """Return the largest difference allowed: BOUND, times the squared length of the longest query if above 1."""
     return BOUND if metric == "cosine" else BOUND * max(1.0, float(np.square(queries.astype(np.float64)).sum(1).max()))

@@ -5,7 +5,6 @@ from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -13,15 +12,13 @@ from hostdev.checkpoint.current import open_table
 from hostdev.checkpoint.layers import Layers
 from hostdev.core.errors import UserError
 from hostdev.data.schema import Space
-
-Ids = npt.NDArray[np.int64]
-Weights = npt.NDArray[np.float32]
+from hostdev.kernels.arrays import LongIds, Values
 
 _BLOCK_BYTES = 4 << 20  # of weights that are read at a time
 _FEW = 20_000  # names, among which similar ones are found within a fraction of a second
 
 
-class Rows:
+class NamedRows:
     """The rows of a table in a checkpoint, without out-of-vocabulary rows and those of dense columns.
 
     Args:
@@ -45,7 +42,7 @@ class Rows:
         self.space, self._space = None if space is None else space.name, space
         self.has_names, self._values = vocabulary is not None, None if vocabulary is None else vocabulary["value"]
         self._options: dict[str, str] = {}
-        self._keys: Ids | None = None
+        self._keys: LongIds | None = None
         if about.keys is not None:
             self._options = {"unknown": next(iter(about.keys.unknown), "")}  # no key of a lookup lacks a row
             keys = layers.merged(table).columns.keys
@@ -64,7 +61,7 @@ class Rows:
             return bool((self._keys == number).any())
         return any(first <= number < first + size for first, size in self._segments)
 
-    def blocks(self) -> Iterator[tuple[Ids, Weights]]:
+    def blocks(self) -> Iterator[tuple[LongIds, Values]]:
         """Yield all rows in order: ids int64 [n], weights float32 [n, dim]. A block has 4 MiB of weights at most."""
         for first, size in self._segments:
             for begin in range(first, first + size, self._rows_per_block):
@@ -72,12 +69,12 @@ class Rows:
                 ids = np.arange(begin, end) if self._keys is None else self._keys[begin:end]
                 yield ids, self.lookup(ids)
 
-    def lookup(self, ids: Ids) -> Weights:
+    def lookup(self, ids: LongIds) -> Values:
         """Return the weights of ids or keys [N] that have a row, float32 [N, dim]."""
-        found: Weights = self._opened.lookup(ids, **self._options)
+        found: Values = self._opened.lookup(ids, **self._options)
         return found
 
-    def pick(self, count: int) -> Ids:
+    def pick(self, count: int) -> LongIds:
         """Return the ids of at most `count` rows that are spread evenly, int64 [min(count, len)]."""
         positions = np.unique(np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64))
         if self._keys is not None:
@@ -85,10 +82,10 @@ class Rows:
         firsts, sizes = np.array(self._segments, np.int64).T
         ends = np.cumsum(sizes)
         segment = np.searchsorted(ends, positions, "right")
-        found: Ids = firsts[segment] + positions - (ends - sizes)[segment]
+        found: LongIds = firsts[segment] + positions - (ends - sizes)[segment]
         return found
 
-    def names(self, ids: Ids) -> pa.Array:
+    def names(self, ids: LongIds) -> pa.Array:
         """Return the values of ids [N] as text, an array of strings [N]; raise UserError if rows have no names."""
         if self._values is None:
             raise UserError(f"the rows of table {self.table!r} have no names: the checkpoint has no vocabulary")

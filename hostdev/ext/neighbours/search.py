@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
-from hostdev.ext.neighbours.rows import Ids, Rows
+from hostdev.ext.neighbours.rows import NamedRows
+from hostdev.kernels.arrays import LongIds
 
 Scores = npt.NDArray[np.float64]
 
@@ -20,7 +21,7 @@ class Nearest(NamedTuple):
         not_finite: Number of rows that were left out because a value is NaN or infinite.
     """
 
-    ids: Ids
+    ids: LongIds
     scores: Scores
     not_finite: int
 
@@ -45,7 +46,7 @@ def score(query: Scores, weights: Scores, metric: str) -> Scores:
     return cosines
 
 
-def find_nearest(rows: Rows, queries: npt.NDArray[np.float32], k: int, metric: str, without: Ids) -> Nearest:
+def find_nearest(rows: NamedRows, queries: npt.NDArray[np.float32], k: int, metric: str, without: LongIds) -> Nearest:
     """Return the k nearest rows of each query.
 
     Args:

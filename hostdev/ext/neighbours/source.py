@@ -7,7 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from hostdev.checkpoint.folder import Chain, newest
+from hostdev.checkpoint.finding import newest
+from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
 from hostdev.core.errors import UserError
@@ -17,7 +18,7 @@ from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Column, Space
 from hostdev.ext.checkpoints.vocabulary import read_vocabulary
-from hostdev.ext.neighbours.rows import Rows
+from hostdev.ext.neighbours.rows import NamedRows
 from hostdev.ext.predict.opening import open_checkpoint, reading
 
 
@@ -124,9 +125,9 @@ class Source:
         """The first id of a value."""
         return 0 if self.data is None else self.data.schema.first_value
 
-    def make_rows(self, table: Table, space: Space | None) -> Rows:
+    def make_rows(self, table: Table, space: Space | None) -> NamedRows:
         """Return the rows of an id space, or all rows of a table."""
-        return Rows(self.layers, table.name, space, self.vocabulary if space is not None else None)
+        return NamedRows(self.layers, table.name, space, self.vocabulary if space is not None else None)
 
 
 def open_source(path: Path, which: str | None = None) -> Source:

@@ -8,27 +8,12 @@ from torch import nn
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
-from hostdev.distributed.mesh import SCHEDULES, Mesh
+from hostdev.distributed.mesh import Layout as Layout  # a public name of this package
+from hostdev.distributed.mesh import Mesh
 from hostdev.ext.parallel.pieces import balanced, count_flops, cut, get_pieces
 from hostdev.ext.parallel.plan import Strategies, get_slice_dim, resolve_strategies
-from hostdev.ext.parallel.plan_text import Plan
 
 Inputs = Callable[[int], tuple[Any, ...]]  # called with a number of samples; returns zeros as a network's inputs
-
-
-class Layout(NamedTuple):
-    """A requested layout.
-
-    Attributes:
-        schedule: Order of micro-batches through the stages, one of `mesh.SCHEDULES`.
-        begins: Names of the first pieces of the second and later stages; None cuts the network into stages of
-            similar cost.
-        plan: Pairs of a name, or a pattern of names, of layers and the strategy by which to slice them: see `plan`.
-    """
-
-    schedule: str = SCHEDULES[0]
-    begins: Sequence[str] | None = None
-    plan: Plan = ()
 
 
 class ResolvedLayout(NamedTuple):

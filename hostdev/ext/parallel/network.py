@@ -12,14 +12,13 @@ from hostdev.core.launched import require_alone
 from hostdev.core.micro_batches import EXCHANGES, TreeSum, cut
 from hostdev.device.backend import seed_generators
 from hostdev.distributed.dense import DenseExchange, Grads, add_lists
-from hostdev.distributed.mesh import SCHEDULES
+from hostdev.distributed.dense_state import DenseState
+from hostdev.distributed.mesh import SCHEDULES, parse_layout
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.parallel.auto import LayoutChoice, choose
-from hostdev.ext.parallel.layout import Layout, like
+from hostdev.ext.parallel.layout import like
 from hostdev.ext.parallel.parts import Parts, StepResult
 from hostdev.ext.parallel.plan import get_slice_dim
-from hostdev.ext.parallel.plan_text import parse_plan
-from hostdev.ext.parallel.state import DenseState
 from hostdev.kernels.counter import key64
 
 Inputs = Callable[[slice], tuple[Any, ...]]
@@ -80,11 +79,7 @@ class Network:
         seed: int = 1,
         auto: int | None = None,
     ) -> None:
-        layout = Layout(
-            schedule or SCHEDULES[0],
-            None if stage_cut is None else stage_cut.split(","),
-            parse_plan(plan) if plan else (),
-        )
+        layout = parse_layout(schedule, stage_cut, plan)
         if ranks is None:
             require_alone("a Network", "give the Network ranks=ranks")
             ranks = ALONE_WORLD
@@ -118,6 +113,7 @@ class Network:
                 mesh=ranks.mesh if ranks.mesh_is_given else None,
                 device=torch.device(device),
                 autocast=autocast,
+                build=Network,
             )
             ranks.mesh, layout = self.choice.mesh, self.choice.layout
         shares, stages = ranks.mesh.data, ranks.mesh.pipe

@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.core.timeline import Timeline
+from hostdev.distributed.averages import Averages, require_own_averages
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.dense import Grads, add_lists
+from hostdev.distributed.dense import Grads, add_lists, broadcast_tensors
+from hostdev.distributed.dense_state import DenseState
+from hostdev.distributed.mesh import Layout
 from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.ext.parallel.averages import Averages, require_own_averages
-from hostdev.ext.parallel.layout import Inputs, Layout, describe_layout, resolve_layout
+from hostdev.ext.parallel.layout import Inputs, describe_layout, resolve_layout
 from hostdev.ext.parallel.local_parameters import LocalParameters
 from hostdev.ext.parallel.pieces import get_pieces, trace, with_extra_value
 from hostdev.ext.parallel.plan import Traffic, cut_layers, get_slice_dim
 from hostdev.ext.parallel.saving import save
 from hostdev.ext.parallel.single_stage import SingleStage, called
-from hostdev.ext.parallel.state import DenseState, State
+from hostdev.ext.parallel.state import State
 from hostdev.ext.parallel.tied import Tied
 
 
@@ -257,13 +259,9 @@ def broadcast_parameters(network: nn.Module, ranks: World) -> None:
 
     A parameter marked by `plan.sliced` is overwritten with that of the first rank along the data axis instead.
     """
-    if ranks.size == 1:
-        return  # avoids copies to and from the host
-    along_data = ranks.channel("data")
-    for tensor in [*network.parameters(), *network.buffers()]:
-        there = tensor.detach().cpu().contiguous()
-        (ranks.control if get_slice_dim(tensor) is None else along_data).broadcast(there)
-        tensor.data.copy_(there)
+    tensors = [*network.parameters(), *network.buffers()]
+    broadcast_tensors((tensor for tensor in tensors if get_slice_dim(tensor) is None), ranks.control)
+    broadcast_tensors((tensor for tensor in tensors if get_slice_dim(tensor) is not None), ranks.channel("data"))
 
 
 def _release_others(network: nn.Module, modules: Sequence[nn.Module]) -> None:

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece, run
+from hostdev.distributed.mesh import Plan
 from hostdev.ext.parallel.pieces import fake_mode
-from hostdev.ext.parallel.plan_text import Plan
 
 # The dimension along which each strategy slices a layer's parameters; None if they are replicated.
 _CUTS: Mapping[type[nn.Module], Mapping[str, Mapping[str, int | None]]] = {

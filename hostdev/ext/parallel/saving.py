@@ -7,7 +7,6 @@
 The folder gets its final name in one rename, when it is complete.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hostdev.core import json_files
+from hostdev.core.checksums import checksum
 from hostdev.core.disk import is_text
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.names import inside
 from hostdev.distributed.world import World
 
 MANIFEST, VERSION = "manifest.json", 1
-_CHUNK = 1 << 22
 _NO_TEXT = "the name is not UTF-8, and safetensors cannot read such a file"
 T = TypeVar("T")
 
@@ -54,7 +53,7 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
     Raises:
         UserError: The folder exists or cannot be written; raised on all ranks.
     """
-    temporary = folder.with_name(f".{folder.name}.part")
+    temporary = folder.with_name(f".{folder.name}.part")  # of all ranks: `outputs.new_folder` is for one process
     _require_all(ranks, _make_folder(folder, temporary) if ranks.rank == 0 else "")
     said: dict[str, Any] = {}
     problem = ""
@@ -62,7 +61,7 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
         try:
             save_file({key: value.detach().cpu().contiguous() for key, (value, _) in own.items()}, temporary / name)
             parts = {key: dim for key, (_, dim) in own.items()}
-            said = {"file": name, "sha256": _sha256(temporary / name), "parts": parts}
+            said = {"file": name, "sha256": checksum(temporary / name), "parts": parts}
         except (OSError, SafetensorError) as error:
             problem = f"{temporary / name} cannot be written: {error}"
     written = ranks.control.share(said)
@@ -101,7 +100,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
             f"version {VERSION}; load the folder with the version of hostdev that wrote it"
         )
     try:
-        tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}
+        tensors = json_files.parse(dict[str, list[Part]], manifest["tensors"], "tensors")
         files = {part.file for key, parts in tensors.items() if wants(key) for part in parts}
         for name in files:
             inside(folder, name)
@@ -109,7 +108,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
         raise UserError(f"{folder / MANIFEST} is broken ({in_words(error)})") from None
     for name in sorted(files):
         try:
-            same = _sha256(folder / name) == manifest["files"][name]
+            same = checksum(folder / name) == manifest["files"][name]
         except OSError as error:
             raise UserError(f"{folder / name}: {error.strerror}; the saved network is incomplete") from None
         if not same:
@@ -158,11 +157,3 @@ def _require_all(ranks: World, problem: str, temporary: Path | None = None) -> N
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise UserError(one)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Layout search: enumerates layouts and sorts them by a cost model. `trial` then times the best.
+"""Layout search: enumerates layouts and sorts them by a cost model. `auto` then times the best.
 
 A step of M micro-batches on a mesh of D x T x P ranks (axes data, model, pipe) takes
 
@@ -16,10 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hostdev.core.errors import UserError
-from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.mesh import Mesh, Plan
 from hostdev.ext.parallel.costs import LayerCost, Machine, PieceCost, Profile
 from hostdev.ext.parallel.pieces import best_cut
-from hostdev.ext.parallel.plan_text import Plan
 
 _NONE_SLICED = (
     "--mesh {mesh} divides layers among {count} processes (model={count}), but no layer can be cut into {count} "

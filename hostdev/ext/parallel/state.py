@@ -9,34 +9,11 @@ from torch import Tensor, nn
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
+from hostdev.distributed.dense_state import DenseState, get_buffer_names
 from hostdev.distributed.world import World
 from hostdev.ext.parallel.local_parameters import LocalParameters
 from hostdev.ext.parallel.plan import get_slice_dim
 from hostdev.ext.parallel.saving import Own, call_on_all, load
-
-
-class DenseState(NamedTuple):
-    """The whole state of dense layers and their optimizer, in the format of torch's `state_dict()`."""
-
-    model: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
-    names: Sequence[str]  # names of parameters, each once, in the optimizer's order
-    buffers: Sequence[str]  # names of persistent buffers
-
-
-def get_dense_state(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState:
-    """Return the state of a network that is whole on this rank, and of its optimizer."""
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
-    numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    return DenseState(network.state_dict(), optimizer.state_dict(), numbered, get_buffer_names(network))
-
-
-def get_buffer_names(network: nn.Module) -> list[str]:
-    """Return the names of a network's persistent buffers."""
-    parameters = dict(network.named_parameters(remove_duplicate=False))
-    return [
-        name for name, value in network.state_dict().items() if name not in parameters and isinstance(value, Tensor)
-    ]
 
 
 class State:

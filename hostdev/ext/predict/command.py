@@ -5,7 +5,7 @@ import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 import argparse
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +15,14 @@ from hostdev.core.addresses import address_of, data_path, shown_place
 from hostdev.core.errors import UserError, naming
 from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar, counted, note
+from hostdev.core.stores import Store
+from hostdev.core.sync import sending
 from hostdev.data import manifest
 from hostdev.data.folder import require
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.meaning import difference, with_known_ids
-from hostdev.data.preprocess.reading import Reading, all_readings
-from hostdev.data.preprocess.unlabelled import Part, rows_in
+from hostdev.data.preprocess.reading import ReadSettings, all_readings
+from hostdev.data.preprocess.unlabelled import EncodedPart, rows_in
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.ext.predict.groups import By
@@ -28,8 +30,6 @@ from hostdev.ext.predict.measures import Measures
 from hostdev.ext.predict.output import Output, kept_columns
 from hostdev.ext.predict.predictor import Predictor
 from hostdev.ext.predict.unknown import UnknownValues
-from hostdev.ext.stores.results import remove_copy, require_new, send
-from hostdev.ext.stores.store import Store
 from hostdev.train.target_scores import TargetScores
 
 _AT = 10  # default k of NDCG@k and recall@k
@@ -39,8 +39,13 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
     """Predict according to the parsed flags; `prog` is the command's name in messages."""
     out: Path = arguments.out
     arguments.data = _find_data(arguments.data)
-    require_new(out)
-    remove_copy(out)
+    with sending(out):
+        report = _predict(arguments, prog, out)
+    report()
+
+
+def _predict(arguments: argparse.Namespace, prog: str, out: Path) -> Callable[[], None]:
+    """Write the predictions; return a function that prints what was done."""
     device = backend.select(arguments.device)
     backend.make_deterministic(device)
     with warnings.catch_warnings(record=True) as told:
@@ -81,20 +86,22 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
                 lines += part.lines
                 progress.update(part.size)
             quality = list(measures.lines(arguments.at or _AT))
-    send(out)
-    predicted = measures.predicted
-    seconds = time.monotonic() - start
-    print(f"rows     {predicted:,} in {seconds:.1f} s to {shown_place(out)}")
-    if lines > predicted:
-        have = "has" if lines - predicted == 1 else "have"
-        what = "prediction" if schema.targets.numeric else "probability"
-        print(f"         {counted(lines - predicted, 'malformed line')} {have} no {what}")
-    if measures.unlabelled and work.labelled:
-        print(f"         {counted(measures.unlabelled, 'row')} without a label that can be read")
-    for line in unknown.lines() if unknown is not None else ():
-        note(f"{prog}: warning: {line}")
-    for line in quality:
-        print(line)
+
+    def report() -> None:
+        predicted, seconds = measures.predicted, time.monotonic() - start
+        print(f"rows     {predicted:,} in {seconds:.1f} s to {shown_place(out)}")
+        if lines > predicted:
+            have = "has" if lines - predicted == 1 else "have"
+            what = "prediction" if schema.targets.numeric else "probability"
+            print(f"         {counted(lines - predicted, 'malformed line')} {have} no {what}")
+        if measures.unlabelled and work.labelled:
+            print(f"         {counted(measures.unlabelled, 'row')} without a label that can be read")
+        for line in unknown.lines() if unknown is not None else ():
+            note(f"{prog}: warning: {line}")
+        for line in quality:
+            print(line)
+
+    return report
 
 
 def _by(arguments: argparse.Namespace, predictor: Predictor) -> By | None:
@@ -106,10 +113,10 @@ def _by(arguments: argparse.Namespace, predictor: Predictor) -> By | None:
         return By(name, all_readings(predictor.data.options, [name])[name])
     found = manifest.read(path)
     if name not in found.schema.ids:
-        return By(name, Reading())  # refused at the first rows
+        return By(name, ReadSettings())  # refused at the first rows
     encoding = Encoding(found, None if found.vocabulary is None else path / found.vocabulary)
     [missing] = encoding.find_ids(name, pa.nulls(1, pa.string())).tolist()
-    return By(name, Reading(), -1 if missing < found.schema.first_value else missing)
+    return By(name, ReadSettings(), -1 if missing < found.schema.first_value else missing)
 
 
 def _find_data(path: Path) -> Path:
@@ -128,7 +135,7 @@ class _Work(NamedTuple):
     total: int
     unit: str
     labelled: bool
-    parts: Iterator[Part]
+    parts: Iterator[EncodedPart]
 
 
 def _open_rows(arguments: argparse.Namespace, predictor: Predictor, kept: list[str], prog: str) -> _Work:
@@ -154,7 +161,7 @@ def _open_rows(arguments: argparse.Namespace, predictor: Predictor, kept: list[s
         batches = (
             with_known_ids(batch, found.schema, known) for batch in reader.batches(predictor.batch_size)
         )  # ids that are newer than the checkpoint's vocabulary count as unknown
-        return _Work(reader.rows, "row", True, (Part(batch, None, len(batch), len(batch)) for batch in batches))
+        return _Work(reader.rows, "row", True, (EncodedPart(batch, None, len(batch), len(batch)) for batch in batches))
     if arguments.split is not None:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave out --split")
     by = [] if arguments.by is None else [arguments.by]

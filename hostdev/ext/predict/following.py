@@ -1,30 +1,44 @@
 """A predictor that takes newer checkpoints of a folder while it predicts."""
 
 import contextlib
-import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from hostdev.checkpoint.folder import FOLDER, is_checkpoint
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError
 from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.errors import UserError, in_words
-from hostdev.ext.predict.opening import open_checkpoint
-from hostdev.ext.stores.store import Store
-
-if TYPE_CHECKING:
-    from hostdev.ext.predict.predictor import Predictor
+from hostdev.core.stores import Store
+from hostdev.core.workers import Worker
+from hostdev.ext.predict.opening import Opened, open_checkpoint
 
 SECONDS = 0.5  # between two looks at a folder
 _SETTLE_NS = 2_000_000_000  # a damaged file that has changed since this time is read again
 
 
-class FollowingPredictor:
+class Replaceable(Protocol):
+    """A predictor that one of a newer checkpoint can replace; `Predictor` is one, and its module imports this one."""
+
+    path: Path
+    step: int
+    checksums: list[str]
+
+    def __call__(self, rows: Any) -> Any:
+        """Return predictions."""
+
+    def successor(self, opened: Opened) -> Self:
+        """Return the predictor of a newer checkpoint."""
+
+
+P = TypeVar("P", bound=Replaceable)
+
+
+class FollowingPredictor(Generic[P]):
     """A `Predictor` that is replaced when its folder has a newer checkpoint; returned by `Predictor.follow`.
 
     A thread looks at the folder. A new checkpoint's files are compared with their checksums, and its model is built
@@ -38,23 +52,21 @@ class FollowingPredictor:
 
     def __init__(
         self,
-        first: "Predictor",
+        first: P,
         path: Path,
         which: str | None,
         seconds: float,
-        on_change: "Callable[[Predictor], object]",
+        on_change: Callable[[P], object],
         on_problem: Callable[[str], object],
     ) -> None:
         self.current = first
-        self._path, self._which, self._seconds = path, which, seconds
+        self._path, self._which = path, which
         self._on_change, self._on_problem = on_change, on_problem
         self._seen: Any = None  # the folder's content when it was last opened
         self._damaged: Path | None = None  # the file for which the newest checkpoint was refused
         self._said = ""
-        self._stop = threading.Event()
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="hostdev-follow", daemon=True)
-        self._thread.start()
+        self._worker = Worker("hostdev-follow", self._try_look, seconds=seconds)
+        self._worker.start()
 
     @property
     def step(self) -> int:
@@ -67,8 +79,7 @@ class FollowingPredictor:
 
     def wait(self, step: int, timeout: float | None = None) -> bool:
         """Wait until the current checkpoint is of this training step or a later one; return whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.step >= step, timeout)
+        return self._worker.wait_for(lambda: self.step >= step, timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Stop looking for checkpoints; predictions go on from the current one.
@@ -76,10 +87,9 @@ class FollowingPredictor:
         Args:
             timeout: The largest number of seconds to wait for a look that has begun; None means without a limit.
         """
-        self._stop.set()
-        self._thread.join(timeout)
+        self._worker.close(timeout)
 
-    def __enter__(self) -> "FollowingPredictor":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -87,12 +97,11 @@ class FollowingPredictor:
     ) -> None:
         self.close()
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._seconds):
-            try:
-                self._look()
-            except Exception as error:  # a folder that cannot be read now may be readable later
-                self._say(f"{shown_place(self._path)} cannot be read ({in_words(error)}); trying again")
+    def _try_look(self) -> None:
+        try:
+            self._look()
+        except Exception as error:  # a folder that cannot be read now may be readable later
+            self._say(f"{shown_place(self._path)} cannot be read ({in_words(error)}); trying again")
 
     def _look(self) -> None:
         """Take the folder's newest checkpoint if it is another one than the current."""
@@ -104,7 +113,7 @@ class FollowingPredictor:
             opened = open_checkpoint(self._path, self._which)
             for line in opened.found.broken:
                 self._say(f"{line}; predictions are still those of {self.current.path.name}")
-            if opened.chain[-1].manifest.checksum != self.current.checksum:
+            if opened.chain[-1].manifest.checksum != self.current.checksums[-1]:
                 known = self.current.checksums
                 verify([each for each in opened.chain if each.manifest.checksum not in known], segments=True)
                 self._take(self.current.successor(opened))
@@ -118,10 +127,10 @@ class FollowingPredictor:
         is_old = damaged is None or damaged[-1] < begun - _SETTLE_NS  # not written to since it was read
         self._seen = (there[0], damaged) if is_old else None
 
-    def _take(self, made: "Predictor") -> None:
-        with self._changed:
+    def _take(self, made: P) -> None:
+        with self._worker.changed:
             self.current = made
-            self._changed.notify_all()
+            self._worker.changed.notify_all()
         self._said = ""
         self._on_change(made)
 

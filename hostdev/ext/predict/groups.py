@@ -12,14 +12,14 @@ from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.naming import listed
-from hostdev.data.preprocess.reading import Reading
-from hostdev.data.preprocess.unlabelled import Part
+from hostdev.data.preprocess.reading import ReadSettings
+from hostdev.data.preprocess.unlabelled import EncodedPart
 from hostdev.data.schema import Schema
+from hostdev.kernels.arrays import Mask
 from hostdev.kernels.strings import hash_texts
 from hostdev.train.ranking import rank
 
 Keys = npt.NDArray[np.uint64]
-Mask = npt.NDArray[np.bool_]
 
 
 class By(NamedTuple):
@@ -29,7 +29,7 @@ class By(NamedTuple):
     """
 
     column: str
-    reading: Reading
+    reading: ReadSettings
     missing_id: int = -1
 
 
@@ -55,7 +55,7 @@ class Groups:
         logits: npt.NDArray[np.float32],
         label: npt.NDArray[np.float32],
         known: npt.NDArray[np.bool_],
-        part: Part,
+        part: EncodedPart,
     ) -> None:
         """Add the rows of a part that the mask `known` [n] selects: rows with a label and a finite score."""
         keys, missing, rare = self._values(part) if part.more is not None else self._ids(part)
@@ -64,7 +64,7 @@ class Groups:
         known = known & ~missing & ~rare
         self._parts.append((keys[known], logits[known], label[known] != 0))
 
-    def _values(self, part: Part) -> tuple[Keys, Mask, Mask]:
+    def _values(self, part: EncodedPart) -> tuple[Keys, Mask, Mask]:
         """Return a hash of each row's value, and the masks of rows without a value and of no row."""
         assert part.more is not None
         column = arrow.decoded(part.more[self._column])
@@ -78,7 +78,7 @@ class Groups:
         codes = codes if part.places is None else codes[part.places]
         return keys[codes], missing[codes], np.zeros(len(codes), np.bool_)
 
-    def _ids(self, part: Part) -> tuple[Keys, Mask, Mask]:
+    def _ids(self, part: EncodedPart) -> tuple[Keys, Mask, Mask]:
         """Return each row's id, and the masks of rows without a value and of rows whose value is out of vocabulary."""
         if self._column not in self._schema.ids:
             raise UserError(

@@ -4,18 +4,16 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
-from hostdev.data.preprocess.unlabelled import Part
+from hostdev.data.preprocess.unlabelled import EncodedPart
 from hostdev.data.schema import Schema
 from hostdev.data.targets import columns_of
 from hostdev.ext.predict.groups import By, Groups
 from hostdev.ext.predict.predictor import probabilities
+from hostdev.kernels.arrays import Values
 from hostdev.train.target_scores import TargetScores
-
-Values = npt.NDArray[np.float32]
 
 
 class Measures:
@@ -40,7 +38,7 @@ class Measures:
         self._positives = [0] * len(schema.labels)
         self.predicted = self.unlabelled = 0
 
-    def add(self, outputs: Values, part: Part) -> None:
+    def add(self, outputs: Values, part: EncodedPart) -> None:
         """Add the outputs of a part's rows, float32 [n] or [n, labels]; non-finite outputs count as missing."""
         masks = self._scores.add_known(outputs, part.batch.label)
         is_finite = np.logical_and.reduce(list(map(np.isfinite, columns_of(outputs))))

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hostdev.checkpoint.files import check_file
-from hostdev.checkpoint.folder import Chain, Found, is_checkpoint, newest
+from hostdev.checkpoint.finding import newest
+from hostdev.checkpoint.folder import Chain, Found, is_checkpoint
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import values_of
 from hostdev.checkpoint.manifest import BrokenCheckpointError

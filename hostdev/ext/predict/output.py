@@ -14,12 +14,11 @@ from pyarrow import csv as arrow_csv
 
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.naming import parse_names
-from hostdev.data.preprocess.unlabelled import Part
+from hostdev.data.preprocess.unlabelled import EncodedPart
 from hostdev.data.schema import Schema
 from hostdev.data.targets import columns_of
 from hostdev.ext.predict.predictor import probabilities
-
-Values = npt.NDArray[np.float32]
+from hostdev.kernels.arrays import Values
 
 
 def names_of(schema: Schema) -> list[tuple[str, str]]:
@@ -74,7 +73,7 @@ class Output:
         finally:
             self._file.close()
 
-    def write(self, outputs: Values, part: Part) -> None:
+    def write(self, outputs: Values, part: EncodedPart) -> None:
         """Write the predictions and labels of a part's lines; null for malformed lines and missing labels.
 
         `outputs` has the model's outputs for the part's rows, float32 [n] or [n, labels].
@@ -86,7 +85,7 @@ class Output:
         writer = self._writer if self._writer is not None else self._open(table.schema)
         writer.write_table(table)
 
-    def _table(self, outputs: Values, part: Part) -> pa.Table:
+    def _table(self, outputs: Values, part: EncodedPart) -> pa.Table:
         columns: dict[str, pa.Array] = {}
         each = zip(self._names, self._numeric, columns_of(outputs), columns_of(part.batch.label), strict=True)
         for (name, label_name), is_number, output, label in each:
@@ -110,7 +109,7 @@ def _flat(column: pa.Array) -> pa.Array:
     return pa.array(list(texts), pa.string())
 
 
-def _column(values: Values, missing: npt.NDArray[np.bool_], part: Part) -> pa.Array:
+def _column(values: Values, missing: npt.NDArray[np.bool_], part: EncodedPart) -> pa.Array:
     """Return a column with one value per line of a part, from the values of its rows [n]; other lines are null."""
     if part.places is None:
         return pa.array(values, mask=missing)

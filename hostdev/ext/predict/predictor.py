@@ -112,7 +112,7 @@ class Predictor:
         on_change: "Callable[[Predictor], object]" = lambda predictor: None,
         on_problem: Callable[[str], object] = warn,
         **options: Any,  # Any, as they are arguments of Predictor
-    ) -> FollowingPredictor:
+    ) -> "FollowingPredictor[Predictor]":
         """Return a predictor that takes newer checkpoints of a folder while it predicts.
 
         ::

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hostdev.core.errors import UserError, naming
-from hostdev.core.outputs import new_file
+from hostdev.core.outputs import new_file, remove_abandoned, replacing
 from hostdev.ext.report import facts, quality, resources
 from hostdev.ext.report.page import GENERATOR, render
 from hostdev.ext.report.reading import read_runs, require_run
@@ -31,17 +31,9 @@ def write(paths: Sequence[Path], out: Path) -> None:
         require_run(path)
     is_again = require_replaceable(out)
     text = make(paths)
-    if not is_again:
-        with new_file(out) as partial:
-            partial.write_text(text, encoding="utf-8")
-        return
-    with naming(out.parent):
-        partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(out)
-        finally:
-            partial.unlink(missing_ok=True)
+    remove_abandoned(out)
+    with naming(out.parent), replacing(out) if is_again else new_file(out) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def make(paths: Sequence[Path]) -> str:

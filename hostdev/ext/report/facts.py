@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hostdev.ext.report.page import Cell, Fact, Section, Table
+from hostdev.ext.report.page import Cell, Fact, Section, SortableTable
 from hostdev.ext.report.quality import METRICS
 from hostdev.ext.report.reading import RUNNING, RunData
 from hostdev.ext.report.values import NONE, clean, count, entry, metric, number, option, share, size, table
@@ -86,7 +86,7 @@ def summary(runs: Sequence[RunData]) -> Section:
     shown = [METRICS[name] for name in present]
     columns = ["run", "status", *shown, "samples/s", "peak memory", "steps", "model", "digest"]
     notes = ["★ is the best of its column. Runs with equal digests have the same model, bit for bit."]
-    return Section("summary", "Summary", tables=[Table("", columns, rows)], notes=notes)
+    return Section("summary", "Summary", tables=[SortableTable("", columns, rows)], notes=notes)
 
 
 def _metric(value: float | None, best: float, several: int) -> Cell:
@@ -109,7 +109,7 @@ def data_set(runs: Sequence[RunData]) -> Section:
         for run in runs
         if run not in known
     ]
-    return Section("data", "Data set", tables=[Table("", head, rows)] if rows else [], missing=missing)
+    return Section("data", "Data set", tables=[SortableTable("", head, rows)] if rows else [], missing=missing)
 
 
 def _data_facts(run: RunData) -> dict[str, str]:
@@ -165,9 +165,9 @@ def configuration(runs: Sequence[RunData]) -> Section:
         (given if any(value is not None and value is not False for value in values) else unset).append(row)
     if several:
         given.sort(key=lambda row: not row[0].marked)
-    tables = [Table("", head, given)] if given else []
+    tables = [SortableTable("", head, given)] if given else []
     if unset:
-        tables.append(Table(f"{len(unset)} options that were left out", head, unset, is_folded=True))
+        tables.append(SortableTable(f"{len(unset)} options that were left out", head, unset, is_folded=True))
     marked = sum(row[0].marked for row in given)
     notes = [f"{marked} of {len(options)} entries differ between the runs; they are marked with ≠."] if several else []
     missing = [f"{run.name}: config.json is missing or cannot be read." for run in runs if not run.config]
@@ -205,7 +205,7 @@ def checkpoints(runs: Sequence[RunData]) -> Section:
         if not run.checkpoints:
             missing.append(f"{run.name}: {_why_none(run)}")
     head = [*(["run"] if len(runs) > 1 else []), "checkpoint", "step", "kind", "size", "created (UTC)"]
-    tables = [Table("", head, rows)] if rows else []
+    tables = [SortableTable("", head, rows)] if rows else []
     return Section("checkpoints", "Checkpoints", tables=tables, notes=notes, missing=missing)
 
 

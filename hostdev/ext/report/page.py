@@ -32,7 +32,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class SortableTable:
     """A sortable table. A column is for numbers if its first cell with a key is one."""
 
     title: str
@@ -73,7 +73,7 @@ class Section:
     anchor: str
     title: str
     charts: list[Chart] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    tables: list[SortableTable] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hostdev.ext.report import charts
-from hostdev.ext.report.page import Cell, Chart, Section, Table
+from hostdev.ext.report.page import Cell, Chart, Section, SortableTable
 from hostdev.ext.report.reading import RunData
 from hostdev.ext.report.scores import Counts
 from hostdev.ext.report.series import shorten
@@ -99,7 +99,7 @@ def _best(run: RunData, field: str, several: int) -> str:
     return f"{prefix} {metric(value)} after epoch {epoch} of {found[-1][1]}"
 
 
-def _evaluations(runs: Sequence[RunData]) -> list[Table]:
+def _evaluations(runs: Sequence[RunData]) -> list[SortableTable]:
     present = [name for name in METRICS if any(name in line.test for run in runs for line in run.evaluations)]
     rows = [
         [
@@ -113,7 +113,7 @@ def _evaluations(runs: Sequence[RunData]) -> list[Table]:
     ]
     head = [text for name in present for text in (METRICS[name], f"{METRICS[name]}, training")]
     head = [*(["run"] if len(runs) > 1 else []), "epoch", "step", *head]
-    return [Table("All evaluations", head, rows, is_folded=True)] if rows else []
+    return [SortableTable("All evaluations", head, rows, is_folded=True)] if rows else []
 
 
 def _metric(value: float | None) -> Cell:

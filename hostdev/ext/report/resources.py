@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hostdev.ext.report import charts
-from hostdev.ext.report.page import Cell, Chart, Section, Table
+from hostdev.ext.report.page import Cell, Chart, Section, SortableTable
 from hostdev.ext.report.reading import RunData
 from hostdev.ext.report.values import (
     NONE,
@@ -133,7 +133,7 @@ def _overlap(run: RunData, pipeline: dict[str, Any], several: int) -> str:
     return text if waited is None else f"{text}; the step waited {seconds(waited / 1e6)} for rows"
 
 
-def _op_tables(runs: Sequence[RunData]) -> list[Table]:
+def _op_tables(runs: Sequence[RunData]) -> list[SortableTable]:
     rows = []
     for run in runs:
         times = _op_times(run)
@@ -157,7 +157,7 @@ def _op_tables(runs: Sequence[RunData]) -> list[Table]:
     rows.sort(key=lambda row: -float(row[-2].key or 0.0))
     several = ["run"] if len(runs) > 1 else []
     head = ["op", *several, "calls", "mean µs", "p99 µs", "total s", "share", "GB/s"]
-    return [Table("All ops", head, rows, is_folded=True)] if rows else []
+    return [SortableTable("All ops", head, rows, is_folded=True)] if rows else []
 
 
 def _decimal(value: float) -> str:
@@ -204,7 +204,7 @@ def memory(runs: Sequence[RunData]) -> Section:
     )
 
 
-Found = tuple[list[Chart], list[Table], list[str]]
+Found = tuple[list[Chart], list[SortableTable], list[str]]
 
 
 def _caches(runs: Sequence[RunData], names: list[str]) -> Found:
@@ -251,7 +251,7 @@ def _caches(runs: Sequence[RunData], names: list[str]) -> Found:
     )
     several = ["run"] if len(runs) > 1 else []
     head = [*several, "cache of", "policy", "rows", "hit rate", "admitted/step", "evicted/step", "bypassed/step"]
-    return [chart], [Table("Caches", [*head, "to device/step", "to host/step"], rows)], missing
+    return [chart], [SortableTable("Caches", [*head, "to device/step", "to host/step"], rows)], missing
 
 
 def _by(value: float | None, steps: float) -> float | None:
@@ -301,7 +301,7 @@ def _exchange(runs: Sequence[RunData], names: list[str]) -> Found:
         "device busy",
         "step waited",
     ]
-    return made, [Table("Processes", head, rows)] if rows else [], missing
+    return made, [SortableTable("Processes", head, rows)] if rows else [], missing
 
 
 def _ranks(run: RunData, several: int) -> list[list[Cell]]:

@@ -30,7 +30,7 @@ class Counts(NamedTuple):
         return float((self.negatives + self.positives).sum())
 
 
-class Group(NamedTuple):
+class ScoreBin(NamedTuple):
     """Samples with similar predictions: mean prediction, share of positives with two standard errors around it."""
 
     predicted: float
@@ -61,7 +61,7 @@ def _parse(line: dict[str, Any], bins: Any) -> Counts:
     return Counts(int(line["step"]), str(line["split"]), *made)
 
 
-def calibrate(counts: Counts) -> list[Group]:
+def calibrate(counts: Counts) -> list[ScoreBin]:
     """Return groups of about equally many samples, by rising prediction."""
     samples = counts.negatives + counts.positives
     middle = np.cumsum(samples) - samples / 2
@@ -72,7 +72,7 @@ def calibrate(counts: Counts) -> list[Group]:
         n, positives, total = (float(each[some].sum()) for each in (samples, counts.positives, counts.sums))
         share = positives / n
         error = _ERRORS * float(np.sqrt((share * (1 - share) + 1 / (4 * n)) / n))
-        found.append(Group(total / n, share, max(0.0, share - error), min(1.0, share + error), int(n)))
+        found.append(ScoreBin(total / n, share, max(0.0, share - error), min(1.0, share + error), int(n)))
     return found
 
 

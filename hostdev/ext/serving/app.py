@@ -19,9 +19,9 @@ from hostdev import __version__
 from hostdev.core.errors import in_words
 from hostdev.ext.serving import columns, openapi, page, protocol
 from hostdev.ext.serving.access import Token, is_local_name
-from hostdev.ext.serving.body import BINARY, JSON, Body, BodyReader
+from hostdev.ext.serving.body import BINARY, JSON, BodyReader, RequestBody
 from hostdev.ext.serving.collector import paused
-from hostdev.ext.serving.gathering import Answer, ClientGoneError, Gatherer, wrong_version
+from hostdev.ext.serving.gathering import ClientGoneError, Gatherer, Predicted, wrong_version
 from hostdev.ext.serving.json_input import PIECE_BYTES, Structure, parse_json, scan
 from hostdev.ext.serving.limits import Limits
 from hostdev.ext.serving.metrics import Metrics
@@ -151,7 +151,7 @@ class Service:
                 ) from None
         return await _beside(inference.rows, partial(self._inferred, inference, answer))
 
-    def _inferred(self, inference: protocol.Inference, answer: Answer) -> Response:
+    def _inferred(self, inference: protocol.Inference, answer: Predicted) -> Response:
         model = answer.model
         wanted = inference.outputs
         if wanted is None:
@@ -192,7 +192,7 @@ class Service:
         given, rows = columns.from_rows(found, inputs, self._limits.most_rows, has_escapes=has_escapes, count=count)
         return given, rows, count(given, inputs)
 
-    def _predicted(self, answer: Answer) -> Response:
+    def _predicted(self, answer: Predicted) -> Response:
         labels = answer.model.labels
         found: Any = answer.values[:, 0].tolist()
         if len(labels) > 1:
@@ -203,7 +203,7 @@ class Service:
     async def _parsed(
         self,
         request: Request,
-        body: Body,
+        body: RequestBody,
         content: bytes,
         binary_bytes: int,
         parse: Callable[[Structure | None], _T],
@@ -221,7 +221,7 @@ class Service:
 
     async def _compute(
         self, request: Request, given: columns.Columns, rows: int, values: int, version: str | None
-    ) -> Answer:
+    ) -> Predicted:
         return await self._gatherer.predict(
             given, rows, version, lambda: asyncio.ensure_future(_gone(request.receive)), values
         )

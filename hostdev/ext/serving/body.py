@@ -36,9 +36,9 @@ class BodyReader:
         self.turn = asyncio.Lock()
 
     @contextmanager
-    def holding(self) -> Iterator["Body"]:
+    def holding(self) -> Iterator["RequestBody"]:
         """Yield the body of one request, whose memory counts until the block ends."""
-        body = Body(self, self._limits)
+        body = RequestBody(self, self._limits)
         try:
             yield body
         finally:
@@ -62,7 +62,7 @@ class BodyReader:
         self._parsed += memory
 
 
-class Body:
+class RequestBody:
     """The body of one request."""
 
     def __init__(self, reader: BodyReader, limits: Limits) -> None:

@@ -28,7 +28,7 @@ Columns = dict[str, Any]  # by name, a list or an array with one value per row; 
 
 
 @dataclass(frozen=True)
-class Input:
+class RawColumn:
     """A column of raw rows.
 
     Attributes:
@@ -50,7 +50,7 @@ class Input:
         return self.kind in ("bag", "vector", "weights")
 
 
-def describe_inputs(predictor: Predictor) -> dict[str, Input]:
+def describe_inputs(predictor: Predictor) -> dict[str, RawColumn]:
     """Return the columns that a model reads, by name, in the data set's order."""
     encoding, schema = predictor.encoding, predictor.data.schema
     columns = {encoding.source(column.name): column for column in schema.columns}
@@ -64,17 +64,17 @@ def describe_inputs(predictor: Predictor) -> dict[str, Input]:
         if (column := columns.get(name)) is not None:
             is_integer = column.kind == "id" and _is_integer(encoding, column.space)
             datatype = "INT64" if is_integer else BYTES
-            found[name] = Input(name, column.kind, datatype, (-1,), separator)
+            found[name] = RawColumn(name, column.kind, datatype, (-1,), separator)
         elif name not in separators:
-            found[name] = Input(name, "number", "FP64", (-1,))
+            found[name] = RawColumn(name, "number", "FP64", (-1,))
         elif name in numbers:
-            found[name] = Input(name, "vector", "FP64", (-1, numbers[name]), separator)
+            found[name] = RawColumn(name, "vector", "FP64", (-1, numbers[name]), separator)
         else:
-            found[name] = Input(name, "weights", BYTES, (-1,), separator)
+            found[name] = RawColumn(name, "weights", BYTES, (-1,), separator)
     return found
 
 
-def describe_raw_inputs(plan: "RawPlan", inputs: Mapping[str, Input]) -> dict[str, Input]:
+def describe_raw_inputs(plan: "RawPlan", inputs: Mapping[str, RawColumn]) -> dict[str, RawColumn]:
     """Return the columns that are read from raw rows, by name; `inputs` are those of the data set."""
     found = {}
     for name, source in plan.taken.items():
@@ -82,11 +82,11 @@ def describe_raw_inputs(plan: "RawPlan", inputs: Mapping[str, Input]) -> dict[st
     for name in plan.raw:
         kind = plan.type_of(name)
         if kind.is_list:
-            found[name] = Input(name, "bag", BYTES, (-1,))
+            found[name] = RawColumn(name, "bag", BYTES, (-1,))
         else:
             is_text = not (pa.types.is_integer(kind.kind) or pa.types.is_floating(kind.kind))
             datatype = BYTES if is_text else "INT64" if pa.types.is_integer(kind.kind) else "FP64"
-            found[name] = Input(name, "id" if is_text else "number", datatype, (-1,))
+            found[name] = RawColumn(name, "id" if is_text else "number", datatype, (-1,))
     return found
 
 
@@ -104,7 +104,7 @@ def _is_integer(encoding: Encoding, space: str) -> bool:
     return bool(types) and set(types) <= _INTEGERS
 
 
-def from_tensors(tensors: Sequence[Tensor], inputs: Mapping[str, Input]) -> Columns:
+def from_tensors(tensors: Sequence[Tensor], inputs: Mapping[str, RawColumn]) -> Columns:
     """Return the columns of a request's tensors.
 
     Raises:
@@ -118,7 +118,7 @@ def from_tensors(tensors: Sequence[Tensor], inputs: Mapping[str, Input]) -> Colu
     return {name: _from_tensor(given[name], about) for name, about in inputs.items()}
 
 
-def _from_tensor(tensor: Tensor, about: Input) -> Any:
+def _from_tensor(tensor: Tensor, about: RawColumn) -> Any:
     values, name, is_flat = tensor.values, tensor.name, len(tensor.shape) == 1
     if not is_flat and tensor.shape[1] == 1 and (tensor.datatype == BYTES or not about.has_lists):
         values, is_flat = [row[0] for row in values] if isinstance(values, list) else values[:, 0], True
@@ -153,11 +153,11 @@ def _parse_list(text: str | None, row: int, name: str) -> list[Any] | None:
 
 def from_rows(
     content: Any,
-    inputs: Mapping[str, Input],
+    inputs: Mapping[str, RawColumn],
     most_rows: int,
     *,
     has_escapes: bool = True,
-    count: Callable[[Columns, Mapping[str, Input]], object] = lambda columns, inputs: None,
+    count: Callable[[Columns, Mapping[str, RawColumn]], object] = lambda columns, inputs: None,
 ) -> tuple[Columns, int]:
     """Return the columns of a JSON document, and its number of rows.
 
@@ -202,7 +202,7 @@ def from_rows(
     return columns, rows
 
 
-def _require_right(columns: Columns, inputs: Mapping[str, Input], *, has_escapes: bool) -> None:
+def _require_right(columns: Columns, inputs: Mapping[str, RawColumn], *, has_escapes: bool) -> None:
     """Raise RefusedError unless the values of each column are of one kind that JSON has; null is a missing value."""
     texts: list[str] = []  # of all columns that need no closer look, which takes much longer than this
     numbers: list[float | None] = []
@@ -227,7 +227,7 @@ def _are_in_range(numbers: Sequence[float | None]) -> bool:
     return not some or (min(some) >= -(1 << 63) and max(some) < 1 << 64)
 
 
-def _transpose(rows: list[Any], inputs: Mapping[str, Input]) -> Columns:
+def _transpose(rows: list[Any], inputs: Mapping[str, RawColumn]) -> Columns:
     try:
         return {name: [row[name] for row in rows] for name in inputs}
     except (KeyError, TypeError, IndexError):
@@ -241,7 +241,7 @@ def _transpose(rows: list[Any], inputs: Mapping[str, Input]) -> Columns:
     raise AssertionError("all rows have all columns")
 
 
-def _require_alike(values: list[Any], about: Input) -> None:
+def _require_alike(values: list[Any], about: RawColumn) -> None:
     """Raise RefusedError if a value is an object, or a list where the column has none, or values are of many kinds."""
     first = None
     for row, value in enumerate(values):
@@ -273,7 +273,7 @@ def _require_plain(value: Any, where: str) -> None:
         raise bad(f"{where}: the text has half of a surrogate pair")
 
 
-def _require_all(given: Mapping[str, Any], inputs: Mapping[str, Input]) -> None:
+def _require_all(given: Mapping[str, Any], inputs: Mapping[str, RawColumn]) -> None:
     for name in inputs:
         if name not in given:
             raise bad(f"the request has no column {name!r}; the model reads {listed(list(inputs))}")

@@ -11,7 +11,7 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.progress import note
 from hostdev.ext.serving.collector import settled
 from hostdev.ext.serving.lost_file import announce_lost_files
-from hostdev.ext.serving.server import Ending, Serving, address_of, listen, show_change
+from hostdev.ext.serving.server import ServerEnd, Serving, address_of, listen, show_change
 from hostdev.ext.serving.settings import Settings
 
 
@@ -29,7 +29,7 @@ def run(settings: Settings, host: str, port: int) -> None:
 def _run_alone(settings: Settings, listener: socket.socket) -> int | None:
     serving = Serving(settings)
     about = serving.about()
-    ending = Ending()
+    ending = ServerEnd()
     announce_lost_files(settings.prog)
     with ending.on_signals(), settled():
         serving.run(listener, lambda: _started(settings, listener, about), ending)

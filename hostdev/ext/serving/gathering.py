@@ -1,27 +1,24 @@
 """`Gatherer`: gathers requests into batches, and computes them in one thread."""
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from hostdev.core.errors import UserError, in_words
+from hostdev.core.workers import Worker
 from hostdev.ext.serving.columns import Columns
 from hostdev.ext.serving.limits import values_of
 from hostdev.ext.serving.model import ServedModel
 from hostdev.ext.serving.refused import RefusedError, bad
+from hostdev.kernels.arrays import Values
 
-Values = npt.NDArray[np.float32]
 _MOST_BATCH_VALUES = 1 << 20  # in the lists of several requests that are encoded together
 
 
-class Answer(NamedTuple):
+class Predicted(NamedTuple):
     """Predictions, float32 [n, labels], and the model that made them."""
 
     values: Values
@@ -44,7 +41,7 @@ class _Ticket:
     __slots__ = ("arrived", "columns", "future", "rows", "values", "version")
 
     def __init__(
-        self, columns: Columns, rows: int, values: int, version: str | None, future: "asyncio.Future[Answer]"
+        self, columns: Columns, rows: int, values: int, version: str | None, future: "asyncio.Future[Predicted]"
     ) -> None:
         self.columns, self.rows, self.values, self.version, self.future = columns, rows, values, version, future
         self.arrived = time.monotonic()
@@ -54,7 +51,7 @@ class _Ticket:
         return self.future.cancelled()
 
 
-_Results = list[tuple[_Ticket, Answer | Exception]]
+_Results = list[tuple[_Ticket, Predicted | Exception]]
 
 
 class Gatherer:
@@ -92,15 +89,14 @@ class Gatherer:
         self._observer, self._note = observer, note
         self._queue: deque[_Ticket] = deque()
         self._rows = self._values = 0  # that wait
-        self._is_busy = self._is_closing = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="hostdev-serving", daemon=True)
-        self._thread.start()
+        self._is_busy = False
+        self._worker = Worker("hostdev-serving", self._work, drains=True)
+        self._changed = self._worker.changed
 
     @property
     def is_closing(self) -> bool:
         """Whether new requests are refused."""
-        return self._is_closing
+        return self._worker.closing.is_set()
 
     async def predict(
         self,
@@ -109,7 +105,7 @@ class Gatherer:
         version: str | None,
         gone: Callable[[], "asyncio.Future[None]"],
         values: int = 0,
-    ) -> Answer:
+    ) -> Predicted:
         """Return the predictions for a request's rows.
 
         Args:
@@ -123,7 +119,7 @@ class Gatherer:
             RefusedError: The queue is full, a value is invalid, the version is another one, or the server ends.
             ClientGoneError: The client has gone; its rows are not computed unless that has begun.
         """
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Predicted] = asyncio.get_running_loop().create_future()
         ticket = _Ticket(columns, rows, values, version, future)
         is_next = self._enter(ticket)
         if is_next:
@@ -140,8 +136,9 @@ class Gatherer:
 
     def _enter(self, ticket: _Ticket) -> bool:
         """Add a request to the queue; return whether it is computed without waiting for others."""
+        self._worker.check()
         with self._changed:
-            if self._is_closing:
+            if self.is_closing:
                 raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is ending", closes=True)
             if self._queue and self._rows + ticket.rows > self._most_waiting:
                 raise RefusedError(
@@ -157,18 +154,14 @@ class Gatherer:
             self._rows += ticket.rows
             self._values += ticket.values
             self._observer.waiting(self._rows)
-            self._changed.notify()
+            self._worker.ask()
         return is_next
 
     def close(self, seconds: float) -> bool:
         """Refuse new requests, compute those that wait, and end the thread; return whether it ended in time."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._worker.stop(seconds)
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         while tickets := self._take():
             start = time.perf_counter()
             rows = sum(ticket.rows for ticket in tickets)
@@ -182,12 +175,10 @@ class Gatherer:
             _deliver(results)
 
     def _take(self) -> list[_Ticket]:
-        """Wait for a batch; return its requests, or none if the server ends and nothing waits."""
+        """Wait until a batch begins; return its requests, or none if nothing waits."""
         with self._changed:
             while True:
-                while not self._queue and not self._is_closing:
-                    self._changed.wait()
-                while self._queue and self._rows < self._most_rows and not self._is_closing:
+                while self._queue and self._rows < self._most_rows and not self.is_closing:
                     left = self._queue[0].arrived + self._wait - time.monotonic()
                     if left <= 0:
                         break
@@ -203,8 +194,8 @@ class Gatherer:
                         rows += ticket.rows
                         values += ticket.values
                 self._observer.waiting(self._rows)
-                if found or (self._is_closing and not self._queue):
-                    self._is_busy = True
+                if found or not self._queue:
+                    self._is_busy = bool(found)
                     return found
 
     def _fits(self, ticket: _Ticket, rows: int, values: int) -> bool:
@@ -235,7 +226,7 @@ class Gatherer:
                 lambda: not all(ticket.is_cancelled for ticket in waiting),
             )
             for ticket, each in zip(waiting, found or [], strict=found is not None):
-                results.append((ticket, bad(str(each)) if isinstance(each, UserError) else Answer(each, model)))
+                results.append((ticket, bad(str(each)) if isinstance(each, UserError) else Predicted(each, model)))
         return results
 
     def _failures(self, tickets: list[_Ticket], error: Exception) -> "_Results":

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.ext.serving.columns import Columns, Input
+from hostdev.ext.serving.columns import Columns, RawColumn
 from hostdev.ext.serving.refused import RefusedError
 
 _VALUES_PER_ROW = 32  # in lists, on average over the largest number of rows
@@ -54,7 +54,7 @@ class Limits:
                 "requests",
             )
 
-    def count_values(self, columns: Columns, inputs: Mapping[str, Input]) -> int:
+    def count_values(self, columns: Columns, inputs: Mapping[str, RawColumn]) -> int:
         """Return the number of values in the lists and separated texts of a request's columns.
 
         Raises:
@@ -78,7 +78,7 @@ class Limits:
         return values
 
 
-def _lengths(values: Any, about: Input) -> list[int]:
+def _lengths(values: Any, about: RawColumn) -> list[int]:
     """Return the number of values in each row."""
     if isinstance(values, np.ndarray):
         return [values.size // max(1, len(values))] * len(values)

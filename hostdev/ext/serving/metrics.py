@@ -14,6 +14,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from hostdev.core.outputs import replacing
+
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # if it is set, the processes of a server add their metrics up
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
@@ -120,9 +122,8 @@ class Metrics:
             for file in missing:
                 path = Path(file._fname)
                 path.parent.mkdir(0o700, exist_ok=True)
-                partial = path.with_suffix(".partial")
-                partial.write_bytes(file._m[:])
-                partial.replace(path)
+                with replacing(path) as partial:
+                    partial.write_bytes(file._m[:])
             self._openings += bool(missing)
 
 

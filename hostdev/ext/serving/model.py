@@ -15,7 +15,7 @@ from hostdev.data.preprocess.encoding import rows_of
 from hostdev.data.targets import columns_of
 from hostdev.ext.predict.predictor import Predictor
 from hostdev.ext.predict.unknown import UnknownValues
-from hostdev.ext.serving.columns import Columns, Input, describe_inputs, describe_raw_inputs
+from hostdev.ext.serving.columns import Columns, RawColumn, describe_inputs, describe_raw_inputs
 from hostdev.ext.serving.refused import bad
 from hostdev.ext.serving.together import complete_together, encode_together
 
@@ -45,7 +45,7 @@ class ServedModel:
         self._note = note
         self._use(predictor)
         self.inputs = describe_inputs(predictor)
-        self._inputs_of: dict[RawPlan, dict[str, Input]] = {}
+        self._inputs_of: dict[RawPlan, dict[str, RawColumn]] = {}
         if predictor.ambiguity is not None:
             note(f"warning: {predictor.ambiguity}")
         self.labels = predictor.data.schema.labels
@@ -68,7 +68,7 @@ class ServedModel:
         name = str(self.predictor.settings["model"]).rpartition(":")[2]
         return re.sub(r"[^A-Za-z0-9._-]", "-", name) or "model"
 
-    def inputs_of(self, names: Collection[str]) -> dict[str, Input]:
+    def inputs_of(self, names: Collection[str]) -> dict[str, RawColumn]:
         """Return the columns that are read from a request with the columns `names`: the model's, or raw ones.
 
         Raises:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from hostdev import __version__
-from hostdev.ext.serving.columns import Input
+from hostdev.ext.serving.columns import RawColumn
 from hostdev.ext.serving.model import ServedModel
 from hostdev.ext.serving.tensors import DATATYPES
 
@@ -102,11 +102,11 @@ def _ref(name: str) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _list(about: Input) -> dict[str, Any]:
+def _list(about: RawColumn) -> dict[str, Any]:
     return {"type": "array", "items": _value(about)}
 
 
-def _value(about: Input) -> dict[str, Any]:
+def _value(about: RawColumn) -> dict[str, Any]:
     """Return the schema of a row's value in a column; null is a missing value."""
     if about.kind == "number":
         return {"type": ["number", "null"]}

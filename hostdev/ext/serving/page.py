@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from hostdev.ext.serving.columns import Input
+from hostdev.ext.serving.columns import RawColumn
 from hostdev.ext.serving.model import ServedModel
 
 _STYLE = """
@@ -47,13 +47,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{names}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
-def _how(one: Input) -> str:
+def _how(one: RawColumn) -> str:
     if not one.has_lists:
         return "one per row"
     return "a JSON list" if one.separator is None else f"a list, or text separated by {one.separator!r}"
 
 
-def _example(one: Input) -> Any:
+def _example(one: RawColumn) -> Any:
     if one.kind == "number":
         return 0
     if one.has_lists:

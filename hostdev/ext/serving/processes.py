@@ -23,7 +23,7 @@ from hostdev.ext.serving.settings import Settings
 
 _POLL_SECONDS = 0.2
 _END_SECONDS = 40.0  # longer than a worker's own limit
-_MOST_PAUSE = 30.0  # seconds before another attempt to replace a worker
+_MOST_PAUSE = 30.0  # seconds before a worker is replaced again, while others serve; not `core.patience`
 
 
 class Served(NamedTuple):

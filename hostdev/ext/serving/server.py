@@ -151,7 +151,7 @@ class Serving:
         finally:
             following.close(SECONDS)  # the process ends even if a large checkpoint is being read
 
-    def run(self, listener: socket.socket, started: Callable[[], None], ending: "Ending") -> None:
+    def run(self, listener: socket.socket, started: Callable[[], None], ending: "ServerEnd") -> None:
         """Serve until `ending` is set; then answer the accepted requests, within `END_SECONDS`.
 
         Args:
@@ -185,7 +185,7 @@ class Serving:
             if not self.gatherer.close(END_SECONDS):
                 self._note(f"error: a batch was not computed within {END_SECONDS:g} seconds")
 
-    async def _serve(self, server: "_Server", listener: socket.socket, ending: "Ending") -> None:
+    async def _serve(self, server: "_Server", listener: socket.socket, ending: "ServerEnd") -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._report)
         ending.attach(loop, server)
@@ -217,7 +217,7 @@ class _Server(uvicorn.Server):
         self._started()
 
 
-class Ending:
+class ServerEnd:
     """A request to end a server, from a signal handler or another thread; the second one does not wait for answers."""
 
     def __init__(self) -> None:

@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> None:
     settings = from_json(text)
     with cli.importing(settings.prog):
         from hostdev.ext.serving.collector import settled
-        from hostdev.ext.serving.server import Ending, Serving
-    ending = Ending()
+        from hostdev.ext.serving.server import ServerEnd, Serving
+    ending = ServerEnd()
     signal.signal(signal.SIGTERM, ending.handle)
 
     def tell(**content: Any) -> None:

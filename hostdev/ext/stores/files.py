@@ -9,7 +9,7 @@ from typing import Any
 
 from hostdev.core.addresses import address_of
 from hostdev.core.errors import UserError
-from hostdev.ext.stores.store import About, Store
+from hostdev.core.stores import About, Store
 
 _FIRST, _MOST = 1 << 16, 1 << 23  # bytes of the first request of a stream, and of later ones
 _AHEAD = 2  # requests

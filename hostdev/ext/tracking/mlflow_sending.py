@@ -2,7 +2,6 @@
 
 import os
 import re
-import threading
 import time
 import zlib
 from collections import deque
@@ -12,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from hostdev.core.errors import in_words
 from hostdev.core.printable import printable
+from hostdev.core.workers import Worker
 
 MOST_WAITING = 100_000  # values that wait to be sent; more are dropped
 _BATCH = 1000  # values in a request: MLflow's limit
@@ -42,79 +42,43 @@ class Sender:
 
     def __init__(self, begin: Callable[[], Callable[[list[Value]], object]]) -> None:
         self._begin = begin
+        self._send: Callable[[list[Value]], object] | None = None
         self._names, self._waiting = Names(), deque[Value]()
-        self._wake = threading.Condition()
-        self._is_flushing = self._is_closing = False
-        self._end: Callable[[], object] | None = None
-        self._failure: Exception | None = None
         self.dropped = 0
-        self._thread = threading.Thread(target=self._work, name="hostdev-mlflow", daemon=True)
-        self._thread.start()
+        self._worker = Worker("hostdev-mlflow", self._work, seconds=_SECONDS, drains=True)
+        self._worker.ask()
 
     def add(self, name: str, value: float, step: int) -> None:
         """Queue a value; it is dropped if 100,000 already wait."""
-        with self._wake:
+        with self._worker.changed:
             if len(self._waiting) >= MOST_WAITING:
                 self.dropped += 1
                 return
             self._waiting.append(Value(self._names.clean(name), float(value), step, int(time.time() * 1000)))
             if len(self._waiting) >= _BATCH:
-                self._wake.notify_all()
+                self._worker.ask()
 
     def check(self) -> None:
         """Raise the error that ended the thread, if there is one."""
-        if self._failure is not None:
-            raise self._failure
+        self._worker.check()
 
     def flush(self, seconds: float) -> bool:
         """Send the values that wait; return whether that was done within this time."""
-        with self._wake:
-            self._is_flushing = True
-            self._wake.notify_all()
-            done = self._wake.wait_for(lambda: not self._is_flushing or self._failure is not None, seconds)
-        self.check()
-        return done
+        return self._worker.wait(self._worker.ask(), seconds)
 
     def close(self, end: Callable[[], object] | None, seconds: float) -> bool:
         """Send the values that wait, call `end` in the thread, and end it; return whether that was done in time."""
-        with self._wake:
-            self._end, self._is_closing = end, True
-            self._wake.notify_all()
-        self._thread.join(seconds)
-        self.check()
-        return not self._thread.is_alive()
+        return self._worker.close(seconds, end)
 
     def _work(self) -> None:
-        try:
-            send = self._begin()
-            while True:
-                with self._wake:
-                    self._wake.wait_for(self._is_due, _SECONDS)
-                    is_flushing, is_closing = self._is_flushing, self._is_closing
-                while some := self._take():
-                    send(some)
-                if is_flushing:
-                    self._report_flushed()
-                if is_closing:
-                    if self._end is not None:
-                        self._end()
-                    return
-        except Exception as error:
-            self._failure = error
-            with self._wake:
-                self._wake.notify_all()
-
-    def _is_due(self) -> bool:
-        return self._is_flushing or self._is_closing or len(self._waiting) >= _BATCH
+        if self._send is None:
+            self._send = self._begin()
+        while some := self._take():
+            self._send(some)
 
     def _take(self) -> list[Value]:
-        with self._wake:
+        with self._worker.changed:
             return [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
-
-    def _report_flushed(self) -> None:
-        with self._wake:
-            self._is_flushing = False
-            self._wake.notify_all()
 
 
 class Names:

@@ -1,6 +1,5 @@
 """Writes a run of `hostdev train` to MLflow: parameters, metrics, the run's files, and its end."""
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -8,6 +7,7 @@ from typing import Any
 
 from hostdev.core import json_files
 from hostdev.core.errors import HostdevError
+from hostdev.core.outputs import write_json
 from hostdev.core.printable import printable
 from hostdev.core.run_files import CONFIG, CURVE, MLFLOW, REPORT, SUMMARY
 from hostdev.ext.tracking.callback import EndInfo, RunInfo
@@ -93,10 +93,7 @@ class MLflowTracker(Tracker):
             return None
 
     def _write_state(self) -> None:
-        path = self._run.run_dir / MLFLOW
-        partial = path.with_name(f".{MLFLOW}.partial")
-        partial.write_text(json.dumps({"run_id": self._run_id, "steps": self._sent}) + "\n")
-        partial.replace(path)
+        write_json(self._run.run_dir / MLFLOW, {"run_id": self._run_id, "steps": self._sent})
 
     def add_scalar(self, tag: str, value: float, global_step: int) -> None:
         """See `Tracker`."""

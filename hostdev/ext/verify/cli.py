@@ -8,8 +8,7 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
 from hostdev.data import folder
-from hostdev.distributed.mesh import SCHEDULES, Mesh, parse_mesh
-from hostdev.ext.parallel.plan_text import parse_plan
+from hostdev.distributed.mesh import SCHEDULES, Mesh, parse_layout, parse_mesh
 from hostdev.train import config
 
 PROG = "hostdev.verify"
@@ -87,13 +86,10 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
     if arguments.steps < 2:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")
     meshes, micro_batches = _meshes(arguments)
-    cut = None if arguments.stage_cut is None else arguments.stage_cut.split(",")
-    plan = parse_plan(arguments.plan) if arguments.plan else ()
+    layout = parse_layout(arguments.schedule, arguments.stage_cut, arguments.plan)
     settings.require_data()
     with cli.importing(prog):
-        from hostdev.ext.parallel.layout import Layout
-        from hostdev.ext.verify.modes import verify
-    layout = Layout(arguments.schedule or SCHEDULES[0], cut, plan)
+        from hostdev.ext.verify.comparison import verify
     different = verify(
         settings,
         arguments.steps,

@@ -22,11 +22,10 @@ from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
-from hostdev.distributed.mesh import Mesh
-from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.mesh import Layout, Mesh
 from hostdev.distributed.session import join
 from hostdev.distributed.start import start_processes, wait_for
-from hostdev.ext.parallel.layout import Layout
+from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.verify.modes import Mode, Record, compare, get_batch_size, read_batches, train
 from hostdev.train.build import device_of
 from hostdev.train.config import TrainConfig, to_flags
@@ -130,24 +129,24 @@ def run_rank(
 ) -> None:
     """Train as one of several processes and write the record to `folder`/RANK.npz; `layout` is JSON."""
     with join(mesh) as ranks:
-        assert ranks is not None
-        how = Layout(*json.loads(layout)) if ranks.has_parts else None
-        record = _record(settings, ranks, steps, micro_batches, mode, how)
+        world = ranks or ALONE_WORLD
+        how = Layout(*json.loads(layout)) if world.has_parts else None
+        record = _record(settings, world, steps, micro_batches, mode, how)
     values: dict[str, Any] = {"digest": record.digest, "losses": np.array(record.losses)}
     for number, step in enumerate(record.steps):
         for tensor, (ids, hashes) in step.items():
             values[f"ids|{number}|{tensor}"], values[f"hashes|{number}|{tensor}"] = ids, hashes
     values |= {f"weights|{name}": value for name, value in record.weights.items()}
-    np.savez(folder / f"{ranks.rank}.npz", **values)
+    np.savez(folder / f"{world.rank}.npz", **values)
 
 
 def _record(
-    settings: TrainConfig, ranks: Ranks, steps: int, micro_batches: int, mode: Mode, layout: Layout | None
+    settings: TrainConfig, world: World, steps: int, micro_batches: int, mode: Mode, layout: Layout | None
 ) -> Record:
     torch.set_num_threads(1)
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
     reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
     device_of(settings.device, tf32=settings.tf32)
-    batches = read_batches(reader, get_batch_size(settings, reader, steps), settings.seed, steps, ranks.share())
-    return train(settings, mode, batches, found.schema, None, micro_batches, ranks, layout)
+    batches = read_batches(reader, get_batch_size(settings, reader, steps), settings.seed, steps, world.share())
+    return train(settings, mode, batches, found.schema, None, micro_batches, world, layout)

@@ -23,7 +23,7 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.shards import ShardReader
 from hostdev.host.table import HostTable
@@ -118,7 +118,7 @@ def _prepare() -> None:
         (folder / "t.csv").write_text("\n".join(["label,user,item,price,tags", *rows]) + "\n")
         write_text(Synthetic(200, 0), folder / "criteo.txt")
         sources: list[Source] = [
-            Table([folder / "t.csv"], roles),
+            TableSource([folder / "t.csv"], roles),
             CriteoText([folder / "criteo.txt"]),
             Synthetic(200, 0),
         ]

@@ -11,12 +11,12 @@ from hostdev.host.disk.segments import Segments, get_pages, read_all
 from hostdev.kernels import disk_records, frames
 from hostdev.kernels.disk_records import GOOD, Format
 
-_RETRIED_AFTER = 0.5  # seconds after which a segment is collected again, after the disk was full
+_RETRIED_AFTER = 0.5  # seconds between checks for space on a full disk, which may last; not `core.patience`
 _ROWS = 1 << 20  # rows that are looked at while the lock is held
 
 
-class Store(Protocol):
-    """What the collector needs of a `SegmentStore`."""
+class CollectedStore(Protocol):
+    """The members of a `SegmentStore` that the collector uses."""
 
     format: Format
     segments: Segments
@@ -45,7 +45,7 @@ class Store(Protocol):
 class Collector:
     """Collects segments of which at least half is dead, and those that checkpoints must not have."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: CollectedStore) -> None:
         self._store, self._segments = store, store.segments
 
     def run(self) -> None:

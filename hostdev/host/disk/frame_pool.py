@@ -20,11 +20,10 @@ from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.sizes import MemorySize, get_location_bytes
 from hostdev.host.disk.store import SegmentStore, end_table
 from hostdev.kernels import frames
+from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.buffers import give_back, reserved
 from hostdev.kernels.disk_records import Format
 
-Ids = npt.NDArray[Any]
-Positions = npt.NDArray[np.int32]
 Allocate = Callable[[int, npt.NDArray[np.int64]], Planes]
 
 
@@ -167,19 +166,19 @@ class FramePool:
             chosen.append(out[:c])
         return np.concatenate(chosen)
 
-    def let_go(self, rows: Ids) -> None:
+    def let_go(self, rows: AnyIds) -> None:
         """Note rows that may leave the memory before others, as soon as no batch has pinned them."""
         out = np.empty(len(rows) + 1, np.int32)
         with self._changed:
             if count := frames.mark_leaving(rows, self.where, self._state, out):
                 self._leaving.append(out[:count])
 
-    def keep(self, rows: Ids) -> None:
+    def keep(self, rows: AnyIds) -> None:
         """Undo `let_go`."""
         with self._changed:
             frames.mark_staying(rows, self.where, self._state)
 
-    def forget(self, rows: Ids) -> None:
+    def forget(self, rows: AnyIds) -> None:
         """Give rows their initial values, unless they are pinned."""
         with self._changed:
             state = self.where, self._row_of, self._pins, self._saved, self._state, self._free
@@ -187,7 +186,7 @@ class FramePool:
             self._free_count = frames.forget(rows, *state, self._free_count, store.live, store.format.per_segment)
             self._changed.notify_all()
 
-    def _write(self, at: Positions, rows: Ids) -> npt.NDArray[np.int64]:
+    def _write(self, at: Positions, rows: AnyIds) -> npt.NDArray[np.int64]:
         """Write changed rows, which stay in their frames, and return their positions; needs the lock."""
         positions, done, store = np.empty(len(at), np.int64), 0, self.store
         for first, n in store.append(at, self.keys[at], rows, self.planes):

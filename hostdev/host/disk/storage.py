@@ -263,13 +263,13 @@ def make_storage(format_: RowFormat, disk: Disk | None, get_keys: Callable[[Ids]
 
 def make_filled(format_: RowFormat, disk: Disk | None, get_keys: Callable[[Ids], Ids]) -> Storage:
     """Return what `make_storage` does, with initial values in all rows; raise UserError if memory is lacking."""
-    shape, free = format_.shape, available_bytes()
+    shape, (dtype, slots_dtype) = format_.shape, format_.dtypes
     if disk is None:
-        require_table(format_.name, shape.rows, shape.dim, shape.optimizer, free, "host", *format_.dtypes)
+        require_table(format_.name, shape.rows, shape.dim, shape.optimizer, dtype=dtype, slots_dtype=slots_dtype)
         storage = make_storage(format_, disk, get_keys)
         storage.fill(shape, format_.seed, format_.init)
         return storage
-    location_bytes = get_location_bytes(shape.rows)
+    location_bytes, free = get_location_bytes(shape.rows), available_bytes()
     if disk.nbytes + location_bytes * shape.rows > free:
         raise UserError(
             f"table {format_.name!r}: its Disk takes {format_bytes(disk.nbytes)} of memory, and {location_bytes} "

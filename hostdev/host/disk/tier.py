@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,8 @@ from hostdev.host.disk.readers import Planes, Read
 from hostdev.host.disk.segments import SEGMENT_BYTES
 from hostdev.host.disk.sizes import MemorySize, count_most
 from hostdev.kernels import disk_records, frames
+from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.disk_records import Format
-
-Ids = npt.NDArray[Any]
-Positions = npt.NDArray[np.int32]
 
 
 class Pinned(NamedTuple):
@@ -59,7 +57,7 @@ class Tier(FramePool):
         nbytes: int,
         row_bytes: int,
         allocate: Callable[[int, npt.NDArray[np.int64]], Planes],
-        get_keys: Callable[[Ids], Ids],
+        get_keys: Callable[[AnyIds], AnyIds],
         fill: Callable[[Positions, npt.NDArray[np.int64]], None],
         segment_bytes: int | None = None,
         *,
@@ -82,7 +80,7 @@ class Tier(FramePool):
             self.forget(np.arange(start, min(self.rows, start + (1 << 20))))
 
     def try_pin(
-        self, rows: Ids, *, change: bool, reserve: bool = False, read: bool = True, exceed: bool = False
+        self, rows: AnyIds, *, change: bool, reserve: bool = False, read: bool = True, exceed: bool = False
     ) -> Pinned | None:
         """Pin rows: keep them in memory until `unpin`, and begin to read those that are on disk.
 
@@ -132,7 +130,7 @@ class Tier(FramePool):
                 self._arrived(new)  # nobody waits for them in vain
         return pinned
 
-    def _pin(self, rows: Ids, *, change: bool, read: bool) -> tuple[Pinned, Positions]:
+    def _pin(self, rows: AnyIds, *, change: bool, read: bool) -> tuple[Pinned, Positions]:
         """Pin rows, for which there are enough free frames; return also the frames that need initial values."""
         n, store = len(rows), self.store
         found, missing, positions = np.empty(n, np.int32), np.empty(n + 1, np.int32), np.empty(n + 1, np.int64)
@@ -170,7 +168,7 @@ class Tier(FramePool):
 
         return Pinned(found, store.read(positions, keys, targets, self.planes, done)), new
 
-    def _keys_of(self, rows: Ids) -> npt.NDArray[np.int64]:
+    def _keys_of(self, rows: AnyIds) -> npt.NDArray[np.int64]:
         """Return the rows' keys, int64 [N], as records have them."""
         return self._get_keys(rows).astype(np.int64, copy=False)
 
@@ -201,7 +199,7 @@ class Tier(FramePool):
             self._shrink()
             self._changed.notify_all()
 
-    def locate(self, rows: Ids) -> npt.NDArray[np.int64]:
+    def locate(self, rows: AnyIds) -> npt.NDArray[np.int64]:
         """Return where the values of some rows are on disk, int64 [N]: position + 1, or 0 for initial values.
 
         Changed rows are written first. The rows must not change meanwhile. The records are there until a read ends that
@@ -228,7 +226,7 @@ class Tier(FramePool):
                 return found
             self.store.await_room()
 
-    def write_back(self, rows: Ids) -> None:
+    def write_back(self, rows: AnyIds) -> None:
         """Write those of the rows [N] that are in memory, changed and not pinned; they stay in memory.
 
         Raises:
@@ -260,14 +258,14 @@ class Tier(FramePool):
         with self._changed:
             self.store.end_read(number)
 
-    def adopt(self, rows: Ids, positions: npt.NDArray[np.int64]) -> None:
+    def adopt(self, rows: AnyIds, positions: npt.NDArray[np.int64]) -> None:
         """Take the records at positions [N], which the store has adopted, for rows [N] that are nowhere yet."""
         per_segment, live = self.store.format.per_segment, self.store.live
         with self._changed:
             self.where[rows] = positions + 1
             live += np.bincount(positions // per_segment, minlength=len(live))
 
-    def find(self, rows: Ids) -> Positions:
+    def find(self, rows: AnyIds) -> Positions:
         """Return the frames of rows that are pinned, int32 [N]."""
         out = np.empty(len(rows), np.int32)
         frames.find(0, len(rows), rows, self.where, out)
@@ -275,7 +273,7 @@ class Tier(FramePool):
         return out
 
     @contextmanager
-    def held(self, rows: Ids, *, change: bool, read: bool = True) -> Iterator[None]:
+    def held(self, rows: AnyIds, *, change: bool, read: bool = True) -> Iterator[None]:
         """Pin distinct rows for a `with` block outside of the pipeline."""
         pinned = self.try_pin(rows, change=change, read=read, exceed=True)
         assert pinned is not None
@@ -291,7 +289,7 @@ class Tier(FramePool):
         finally:
             self.unpin(pinned)
 
-    def copy(self, rows: Ids, planes: Planes, fill: Callable[[Positions, npt.NDArray[np.int64]], None]) -> None:
+    def copy(self, rows: AnyIds, planes: Planes, fill: Callable[[Positions, npt.NDArray[np.int64]], None]) -> None:
         """Copy rows to the first N rows of other planes, wherever they are, without moving them.
 
         Args:
@@ -333,7 +331,7 @@ class Tier(FramePool):
         if errors:
             raise errors[0]
 
-    def _arriving(self, rows: Ids, places: Positions) -> bool:
+    def _arriving(self, rows: AnyIds, places: Positions) -> bool:
         """Find rows, as `find` does; return whether one of them is still being read."""
         frames.find(0, len(rows), rows, self.where, places)
         here = places[places >= 0]

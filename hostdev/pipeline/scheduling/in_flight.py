@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hostdev.distributed.gradients import SelectedRows
+from hostdev.kernels.arrays import Positions
 from hostdev.pipeline.forwarding import Forwarded
-from hostdev.pipeline.row_ids import ConcatenatedIds, Positions, RowSubset
+from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 from hostdev.pipeline.rows import FetchedRows
 from hostdev.pipeline.tiers import BatchPins
 

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hostdev.core.signals import uninterruptible
+from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.pool import urgent
 from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.results import Gradients, SentBatch, StepBatch
-from hostdev.pipeline.row_ids import Ids
 from hostdev.pipeline.scheduling.in_flight import InFlight
 from hostdev.pipeline.scheduling.passes import PassOptions, raise_held
 from hostdev.pipeline.scheduling.queues import End, PipelineQueues
@@ -148,7 +148,7 @@ class OverlappedPass:
             queues.wait(lambda: queues.update_error or queues.in_flight.updated >= queues.finished)
         self._raise_update_error()
 
-    def reload(self, table: Any, ids: Ids | None) -> None:
+    def reload(self, table: Any, ids: AnyIds | None) -> None:
         """See `Pass`."""
         queues = self._queues
         if threading.get_ident() != self._caller:

@@ -4,11 +4,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from hostdev.kernels.arrays import AnyIds
 from hostdev.pipeline import remote
 from hostdev.pipeline.batch_ids import ReadBatch, Request, UniqueBatch
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.results import Gradients, StepBatch
-from hostdev.pipeline.row_ids import Ids
 from hostdev.pipeline.scheduling.in_flight import InFlight
 from hostdev.pipeline.scheduling.queues import End, Stopped
 from hostdev.pipeline.stages.deduplicate import announce, deduplicate
@@ -45,7 +45,7 @@ class Pass(Protocol):
     def drain(self) -> None:
         """Wait until the updates of all stepped batches are finished."""
 
-    def reload(self, table: Any, ids: Ids | None) -> None:
+    def reload(self, table: Any, ids: AnyIds | None) -> None:
         """After `drain` and a write to a table, look up again its rows that were looked up ahead.
 
         This has an effect only in the thread that takes the batches.
@@ -183,7 +183,7 @@ class SerialPass:
     def drain(self) -> None:
         """See `Pass`."""
 
-    def reload(self, table: Any, ids: Ids | None) -> None:
+    def reload(self, table: Any, ids: AnyIds | None) -> None:
         """See `Pass`."""
         if self._given is not None and threading.get_ident() == self._caller:
             assert self._given.in_flight.rows is not None

@@ -83,7 +83,6 @@ def announce(context: Context, batches: Sequence[UniqueBatch], announced: list[i
 
 def _announce(number: int, _: int, context: Context, batches: Sequence[UniqueBatch], announced: list[int]) -> None:
     cache = context.groups[number].cache
-    assert cache is not None
     while announced[number] < len(batches) and len(cache.planner) <= cache.window:
         group = batches[announced[number]].groups[number]
         cache.announce(group.ids, group.inverse if group.asked is None else group.asked.inverse)

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 
 from hostdev.device.pinned import PinnedBuffer
+from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.claims import others
 from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.forwarding import ForwardedRows, count_forwarded_bytes, make_forwarded
 from hostdev.pipeline.results import LookedUpBatch, PlannedBatch
-from hostdev.pipeline.row_ids import Ids, RowSubset
+from hostdev.pipeline.row_ids import RowSubset
 from hostdev.pipeline.rows import BatchRows, FetchedRows, count_bytes, fetch_late, make_rows
 
 _MANY_CONFLICTS = 4  # if more than one row in 4 conflicts, conflicting rows are looked up only once, when ready
@@ -83,7 +84,7 @@ def look_up_conflicting(context: Context, number: int, rows: FetchedRows, subset
     fetch_late(_pair(context, rows, subset))
 
 
-def reload(context: Context, rows: FetchedRows, table: Any, ids: Ids | None, *, in_step: bool) -> None:
+def reload(context: Context, rows: FetchedRows, table: Any, ids: AnyIds | None, *, in_step: bool) -> None:
     """Look up a batch's rows of `table` again if they were written after the batch looked them up.
 
     Args:

@@ -45,7 +45,6 @@ def plan(
 
 def _plan(number: int, _: int, context: Context, groups: list[PlannedGroup], inverses: list[Inverse]) -> None:
     group, cache = groups[number], context.groups[number].cache
-    assert cache is not None
     made = cache.plan()
     assert made.ids is group.ids
     places, asked, renumber = made.places, group.asked, cache.planner.renumber

@@ -143,7 +143,7 @@ def _update_on_device(context: Context, batch: StepBatch, gradients: Gradients) 
             if context.forwarding is not None and grad is not None and rows.step is not None:
                 context.forwarding.end(number, table, StepGradients(grad, rows.step, skip))
             leaving.append((number, rows, rows.leave(grad)))
-            if group.cache is not None and plan is not None:
+            if plan is not None:
                 group.cache.stepped(plan, table, partial(rows.bring_back, plan.evicted))
     return leaving
 
@@ -168,6 +168,6 @@ def _report_update(context: Context, batch: int, number: int, mine: StepGroup) -
         return
     if not group.on_host:
         report(batch, number, mine.device_ids, [one.table.where(mine.device_ids) for one in group.embeddings])
-    elif group.cache is not None and mine.planned.plan is not None:
+    elif mine.planned.plan is not None:
         for ids, places in find_on_device(mine.planned.plan, group.cache.slots, mine.rows):
             report(batch, number, ids, list(places))

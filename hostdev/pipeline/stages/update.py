@@ -51,7 +51,7 @@ def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> 
         for group, mine in zip(context.groups, batch.groups, strict=True):
             for table, rows in enumerate(mine.rows):
                 rows.updated()
-                if group.cache is not None and mine.planned.plan is not None:
+                if mine.planned.plan is not None:
                     group.cache.left(mine.planned.plan, table)
     _report(context, batch)
     unpin(batch)

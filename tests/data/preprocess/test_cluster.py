@@ -20,10 +20,10 @@ from hostdev.data.preprocess.cluster.prepare import prepare
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.options import RAW
-from hostdev.data.preprocess.reading import Reading
-from hostdev.data.preprocess.scaling import Scaled
+from hostdev.data.preprocess.reading import ReadSettings
+from hostdev.data.preprocess.scaling import ColumnScaling
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.targets import Targets
 from tests.data.preprocess.clusters import files_of, local_cluster
@@ -128,8 +128,8 @@ WEIGHTED = TableOptions(
     categorical=("c", "t"),
     bags=(("g", "|"),),
     share=(("g", "c"),),
-    features={"g": Reading(weights=":")},
-    scaling={"x": Scaled(mode="standard", clip=(0.05, 0.9))},
+    features={"g": ReadSettings(weights=":")},
+    scaling={"x": ColumnScaling(mode="standard", clip=(0.05, 0.9))},
     thresholds={"t": 0},
     targets=Targets(more=("z",), numeric=("z",), weight="w"),
 )
@@ -141,7 +141,7 @@ def test_a_table_with_quotes_bags_weights_and_several_labels(tmp_path, scheduler
     how = {"threshold": None, "hash_buckets": 99} if hashed else {"threshold": 1}
     options = Options(dense="max", rows_per_shard=200, **how)
     columns = replace(WEIGHTED, thresholds={}) if hashed else WEIGHTED
-    same(lambda: Table([tmp_path / "t.csv"], columns), tmp_path, options, scheduler)
+    same(lambda: TableSource([tmp_path / "t.csv"], columns), tmp_path, options, scheduler)
 
 
 def test_splits_by_column_and_by_file(tmp_path, scheduler):
@@ -160,7 +160,7 @@ def test_splits_by_column_and_by_file(tmp_path, scheduler):
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        made = same(lambda columns=columns: Table([tmp_path / "a.csv"], columns), folder, options, scheduler)
+        made = same(lambda columns=columns: TableSource([tmp_path / "a.csv"], columns), folder, options, scheduler)
         assert made.statistics["rejected"] == 1
 
 
@@ -168,7 +168,7 @@ def test_drawn_validation_rows_among_those_that_a_column_leaves(tmp_path, schedu
     (tmp_path / "a.csv").write_text(csv_rows(800))
     columns = TableOptions(label="y", categorical=("c",), test_after=("t", "600"))
     options = Options(threshold=0, test_fraction=None, validation_fraction=0.2)
-    same(lambda: Table([tmp_path / "a.csv"], columns), tmp_path, options, scheduler)
+    same(lambda: TableSource([tmp_path / "a.csv"], columns), tmp_path, options, scheduler)
 
 
 def test_other_forms_of_text(tmp_path, scheduler):
@@ -190,7 +190,7 @@ def test_other_forms_of_text(tmp_path, scheduler):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         same(
-            lambda name=name, columns=columns: Table([tmp_path / name], columns),
+            lambda name=name, columns=columns: TableSource([tmp_path / name], columns),
             folder,
             Options(threshold=1),
             scheduler,
@@ -226,7 +226,7 @@ def test_parquet_and_arrow_files(tmp_path, scheduler):
         folder.mkdir()
         files = [tmp_path / name for name in names]
         options = Options(threshold=1, dense="standard", rows_per_shard=1000)
-        same(lambda files=files: Table(files, columns), folder, options, scheduler)
+        same(lambda files=files: TableSource(files, columns), folder, options, scheduler)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -235,11 +235,11 @@ def test_ids_of_an_earlier_data_set(tmp_path, scheduler, frozen):
     for day in range(3):
         pq.write_table(arrow_table(900, day), tmp_path / f"{day}.parquet", row_group_size=200)
     options = Options(threshold=1, dense="standard")
-    build(Table([tmp_path / "0.parquet"], columns), tmp_path / "day0", options)
+    build(TableSource([tmp_path / "0.parquet"], columns), tmp_path / "day0", options)
     earlier = read_earlier(tmp_path / "day0")
-    build(Table([tmp_path / "1.parquet"], columns), tmp_path / "day1", options, earlier=earlier)
+    build(TableSource([tmp_path / "1.parquet"], columns), tmp_path / "day1", options, earlier=earlier)
     again = read_earlier(tmp_path / "day1", frozen=frozen)  # its id spaces have several segments
-    made = same(lambda: Table([tmp_path / "2.parquet"], columns), tmp_path, options, scheduler, earlier=again)
+    made = same(lambda: TableSource([tmp_path / "2.parquet"], columns), tmp_path, options, scheduler, earlier=again)
     assert "known_shares" in made.statistics
 
 
@@ -255,7 +255,7 @@ def test_padding_is_told(tmp_path, scheduler):
     rows = "".join(f"{i % 2},{'|'.join(['0'] * 5 + [str(i % 9 + 1)])}\n" for i in range(600))
     (tmp_path / "t.csv").write_text("y,g\n" + rows)
     columns = TableOptions(label="y", bags=(("g", "|"),))
-    made = same(lambda: Table([tmp_path / "t.csv"], columns), tmp_path, Options(threshold=1), scheduler)
+    made = same(lambda: TableSource([tmp_path / "t.csv"], columns), tmp_path, Options(threshold=1), scheduler)
     assert made.statistics["padded"]["g"][0] == "0"
 
 
@@ -289,7 +289,7 @@ def broken(tmp_path, name):
         rows[700] = "1,1,1,1,1,a:1,1,\xe4\n"
     path = tmp_path / "t.csv"
     path.write_bytes("".join(rows).encode("latin-1"))
-    return lambda: Table([path], columns)
+    return lambda: TableSource([path], columns)
 
 
 @pytest.mark.parametrize("name", ["unclosed", "many malformed", "early and late", "positive", "weights", "encoding"])
@@ -310,8 +310,8 @@ def test_a_wrong_row_has_its_number_in_the_file(tmp_path, scheduler):
     pq.write_table(pa.table({"y": table["y"], "c": values}), tmp_path / "t.parquet", row_group_size=250)
     columns = TableOptions(label="y", categorical=("c",))
     with pytest.raises(UserError) as one:
-        build(Table([tmp_path / "t.parquet"], columns), tmp_path / "out", Options(), threads=1)
+        build(TableSource([tmp_path / "t.parquet"], columns), tmp_path / "out", Options(), threads=1)
     with pytest.raises(UserError) as many:
-        prepare(Table([tmp_path / "t.parquet"], columns), tmp_path / "out", Options(), scheduler)
+        prepare(TableSource([tmp_path / "t.parquet"], columns), tmp_path / "out", Options(), scheduler)
     assert str(many.value) == str(one.value)
     assert "row 2346" in str(one.value)

@@ -157,7 +157,7 @@ def test_a_journal_of_nonsense_is_left_alone(text, tmp_path, expected, scheduler
             make(text, tmp_path / "out", scheduler)
     from hostdev.data.preprocess import work
 
-    begin = work.Work.begin
+    begin = work.WorkFolder.begin
 
     def nonsense(self, recipe):
         entries = begin(self, recipe)
@@ -167,7 +167,7 @@ def test_a_journal_of_nonsense_is_left_alone(text, tmp_path, expected, scheduler
             others.append({**entry, "arguments": 5})
         return others + entries[1::3]
 
-    monkeypatch.setattr(work.Work, "begin", nonsense)
+    monkeypatch.setattr(work.WorkFolder, "begin", nonsense)
     make(text, tmp_path / "out", scheduler)
     done(tmp_path, expected)
 
@@ -188,13 +188,13 @@ def test_a_full_disk_on_a_worker(text, tmp_path, expected, scheduler, monkeypatc
 
     with monkeypatch.context() as patched:
 
-        def full(*_, real=job.Work.write, count=[]):  # noqa: B006
+        def full(*_, real=job.WorkerJob.write, count=[]):  # noqa: B006
             count.append(1)
             if len(count) > 20:
                 raise OSError(errno.ENOSPC, "No space left on device", "/share/x")
             return real(*_)
 
-        patched.setattr(job.Work, "write", full)
+        patched.setattr(job.WorkerJob, "write", full)
         with pytest.raises(TransientError, match=r"^/share/x: No space left on device \(worker tcp://127"):
             make(text, tmp_path / "out", scheduler)
     make(text, tmp_path / "out", scheduler)

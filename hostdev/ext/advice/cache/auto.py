@@ -20,19 +20,18 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.backend import describe, is_accelerator
 from hostdev.device.bus import measure
-from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.world import ALONE_WORLD
+from hostdev.distributed.world import World
 from hostdev.ext.advice.cache.curves import (
+    CachePoint,
     Curves,
-    Group,
-    Point,
+    TableGroup,
     choose_sizes,
     format_size,
     gains,
     make_curves,
     measure_groups,
     recommend,
-    require_memory,
+    require_plan,
 )
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_occurrences, unique
@@ -48,9 +47,7 @@ _SAMPLE = 1000  # samples in the batch from which the shapes of the model's inpu
 Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids of each batch, and their occurrences
 
 
-def choose_cache(
-    settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks | None
-) -> tuple[TrainConfig, list[str]]:
+def choose_cache(settings: TrainConfig, data: Path, found: Manifest, world: World) -> tuple[TrainConfig, list[str]]:
     """Replace --cache-rows auto by a number of rows and a policy; return the settings, and lines about the choice.
 
     All ranks must call this. Rank 0 chooses, for the device with the least free memory.
@@ -65,8 +62,7 @@ def choose_cache(
     reader.require(settings.batch_size)
     groups = measure_groups(model, reader, settings.batch_size, settings.seed)
     batches = _sample(model, groups, reader, settings)
-    room = _room(settings, model, found, reader, device, groups, batches, ranks)
-    world = ranks or ALONE_WORLD
+    room = _room(settings, model, found, reader, device, groups, batches, world)
     rooms = world.control.share(room)
     room = min(rooms) * len(rooms)  # each rank caches its part of the rows
     choice: Any = None
@@ -76,13 +72,13 @@ def choose_cache(
         curves = _simulate(settings, groups, batches, counts, room, device)
         chosen = recommend(curves, room) if curves else None
         line = _line(chosen, room, device, len(batches[0]))
-        choice = [_size(chosen[1], ranks), chosen[0], line] if chosen is not None else ["0", None, line]
+        choice = [_size(chosen[1], world), chosen[0], line] if chosen is not None else ["0", None, line]
     rows, policy, line = world.control.share(choice)[0]
     window = settings.cache_window if policy == POLICIES[0] else None
     return replace(settings, cache_rows=rows, cache_policy=policy, cache_window=window).resolved(), [line]
 
 
-def _sample(model: Model, groups: Sequence[Group], reader: ShardReader, settings: TrainConfig) -> list[Sampled]:
+def _sample(model: Model, groups: Sequence[TableGroup], reader: ShardReader, settings: TrainConfig) -> list[Sampled]:
     """Return, for each group, the unique ids of the first training batches and how often they occur."""
     assert settings.batch_size is not None
     sampled: list[Sampled] = [[] for _ in groups]
@@ -104,16 +100,16 @@ def _room(
     found: Manifest,
     reader: ShardReader,
     device: torch.device,
-    groups: Sequence[Group],
+    groups: Sequence[TableGroup],
     batches: Sequence[Sampled],
-    ranks: Ranks | None,
+    world: World,
 ) -> int:
     """Return the bytes that are free for a cache on this process's device."""
     assert settings.batch_size is not None
-    shares = (ranks or ALONE_WORLD).share()[1]
+    shares = world.share()[1]
     if not is_accelerator(device):
         most = CacheSpec("100%", window=WINDOW if settings.cache_window is None else settings.cache_window)
-        part = (ranks or ALONE_WORLD).part()
+        part = world.part()
         uses = -(-max(sum(int(uses.sum()) for _, uses in each) for each in zip(*batches, strict=True)) // shares)
         kept = estimate_host_memory(
             model, most, part, device, depth=settings.pipeline_depth, uses=uses, saves=settings.saves
@@ -137,7 +133,7 @@ def _room(
 
 def _simulate(
     settings: TrainConfig,
-    groups: list[Group],
+    groups: list[TableGroup],
     batches: Sequence[Sampled],
     counts: Sequence[Any],
     room: int,
@@ -158,7 +154,7 @@ def _simulate(
     if not sizes or not policies:
         return {}
     steps = len(batches[0])
-    require_memory(
+    require_plan(
         max(
             planner_bytes(group.rows, size, max(len(ids) for ids, _ in sampled), window, batches=steps)
             for group, size, sampled in zip(groups, sizes[-1], batches, strict=True)
@@ -178,14 +174,14 @@ def _simulate(
     return make_curves(groups, [list(mine) for mine in zip(*sizes, strict=True)], ended, measure(device))
 
 
-def _size(point: Point, ranks: Ranks | None) -> str:
+def _size(point: CachePoint, world: World) -> str:
     """Return a value for --cache-rows: a number of rows, or a share if the rows are divided among several processes."""
-    if ranks is None:
+    if world.size == 1:
         return format_size(point)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
 
 
-def _line(chosen: tuple[str, Point] | None, room: int, device: torch.device, batches: int) -> str:
+def _line(chosen: tuple[str, CachePoint] | None, room: int, device: torch.device, batches: int) -> str:
     """Return a line that explains the choice."""
     where = f"{format_bytes(room)} that a dense step leaves free on {describe(device)}"
     if not is_accelerator(device):

@@ -14,8 +14,7 @@ from hostdev.cache.plan import Statistics
 from hostdev.cache.planner import planner_bytes
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import OPTIMUM, Simulated, Simulation, add_up
-from hostdev.core.errors import UserError
-from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
+from hostdev.core.memory import TableShape, available_bytes, require_memory, row_bytes
 from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
@@ -33,7 +32,7 @@ _RATED = 9  # batches to measure the host's work
 
 
 @dataclass(frozen=True)
-class Group:
+class TableGroup:
     """Tables that share ids."""
 
     names: tuple[str, ...]
@@ -43,7 +42,7 @@ class Group:
     unique: int = 0  # maximum number of unique ids in a batch
 
     @classmethod
-    def of(cls, model: Model, names: Sequence[str]) -> "Group":
+    def of(cls, model: Model, names: Sequence[str]) -> "TableGroup":
         """Return the group of the model's tables `names`."""
         specs = [model.tables[name] for name in names]
         return cls(tuple(names), specs[0].rows, tuple(spec.shape for spec in specs))
@@ -65,7 +64,7 @@ class Group:
 
 
 @dataclass
-class Point:
+class CachePoint:
     """Caches of one policy and size, one for each group, simulated over all batches; the results cover the second half.
 
     A point of the optimum holds lower bounds for caches of this size; a single cache need not reach all of them.
@@ -73,7 +72,7 @@ class Point:
 
     sizes: list[int]
     caches: list[Simulated]
-    groups: list[Group]
+    groups: list[TableGroup]
     bus: Bus = field(default=Bus(1e10, 1e10))
 
     @property
@@ -167,10 +166,10 @@ class Point:
         return sum(cache.least[number] / max(1, cache.statistics.batches) for cache in self.caches)
 
 
-Curves = dict[str, list[Point]]  # by policy; a point for each size
+Curves = dict[str, list[CachePoint]]  # by policy; a point for each size
 
 
-def recommend(curves: Curves, memory: int) -> tuple[str, Point] | None:
+def recommend(curves: Curves, memory: int) -> tuple[str, CachePoint] | None:
     """Choose the smallest cache whose time per step is within 5% of the fastest cache's.
 
     Returns:
@@ -191,20 +190,20 @@ def recommend(curves: Curves, memory: int) -> tuple[str, Point] | None:
     return policy, point
 
 
-def flags(chosen: tuple[str, Point]) -> str:
+def flags(chosen: tuple[str, CachePoint]) -> str:
     """Return the options of `hostdev train` for this choice."""
     policy, point = chosen
     return f"--cache-rows {format_size(point)}" + ("" if policy == POLICIES[0] else f" --cache-policy {policy}")
 
 
-def format_size(point: Point) -> str:
+def format_size(point: CachePoint) -> str:
     """Return a value for --cache-rows: the number of rows, or a share of all rows if there are several groups."""
     if len(point.groups) == 1:
         return str(point.rows)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
 
 
-def gains(point: Point) -> str:
+def gains(point: CachePoint) -> str:
     """Return as text what a cache saves per step, and its hit rate."""
     return (
         f"{point.moved / 2**20:.2f} MiB per step instead of {point.without / 2**20:.2f}, "
@@ -213,9 +212,9 @@ def gains(point: Point) -> str:
     )
 
 
-def measure_groups(model: Model, reader: ShardReader, size: int, seed: int) -> list[Group]:
+def measure_groups(model: Model, reader: ShardReader, size: int, seed: int) -> list[TableGroup]:
     """Return a model's groups with the host's costs per row, measured on the first batches."""
-    groups = [Group.of(model, names) for names in groups_of(model)]
+    groups = [TableGroup.of(model, names) for names in groups_of(model)]
     batches = list(itertools.islice(reader.batches(size, seed=seed, epoch=1), _RATED))
     found = []
     for group in groups:
@@ -225,7 +224,7 @@ def measure_groups(model: Model, reader: ShardReader, size: int, seed: int) -> l
     return found
 
 
-def choose_sizes(groups: Sequence[Group], memory: int) -> list[list[int]]:
+def choose_sizes(groups: Sequence[TableGroup], memory: int) -> list[list[int]]:
     """Return a list of cache sizes to try for each group, all of equal length.
 
     The sizes are shares of the group's rows, and the largest size with which all groups' caches fit in `memory` bytes.
@@ -301,7 +300,7 @@ def simulate(
 
 
 def _passes(
-    groups: Sequence[Group], sizes: Sequence[Sequence[int]], steps: int, window: int, room: int
+    groups: Sequence[TableGroup], sizes: Sequence[Sequence[int]], steps: int, window: int, room: int
 ) -> list[list[tuple[str, int, int]]]:
     """Return all combinations of policy, size index and group index, in passes with at most `room` bytes of plans each.
 
@@ -319,35 +318,30 @@ def _passes(
             passes.append([])
             left = room
         if needed > left:
-            require_memory(needed)
+            require_plan(needed)
         passes[-1].append((policy, number, one))
         left -= needed
     return passes
 
 
-def _optima(group: Group, sizes: Sequence[int], steps: int, window: int) -> Simulation:
+def _optima(group: TableGroup, sizes: Sequence[int], steps: int, window: int) -> Simulation:
     """Return a simulation that computes only the optimum's lower bounds, for caches of these sizes."""
     others = group.costs, group.host
     return Simulation(group.rows, sizes, steps, None, window, group.costs, policies=(), others=others)
 
 
-def require_memory(needed: int) -> None:
+def require_plan(needed: int) -> None:
     """Raise UserError unless plans of this many bytes fit in memory."""
-    free = available_bytes()
-    if needed > free:
-        raise UserError(
-            f"the simulation needs {format_bytes(needed)} for a cache's plan, but {format_bytes(free)} of host memory "
-            "are free; use a smaller batch size or window"
-        )
+    require_memory(needed, "the simulation of a cache's plan", "use a smaller batch size or window")
 
 
 def make_curves(
-    groups: list[Group], sizes: list[list[int]], ended: list[dict[str, list[Simulated]]], bus: Bus
+    groups: list[TableGroup], sizes: list[list[int]], ended: list[dict[str, list[Simulated]]], bus: Bus
 ) -> Curves:
     """Return the points of each policy from the finished simulations of each group."""
     return {
         policy: [
-            Point([mine[i] for mine in sizes], [one[policy][i] for one in ended], groups, bus)
+            CachePoint([mine[i] for mine in sizes], [one[policy][i] for one in ended], groups, bus)
             for i in range(len(sizes[0]))
         ]
         for policy in ended[0]

@@ -1,10 +1,10 @@
 """Changes of files that were taken or set aside: told by size, identity and content, and not by the name only."""
 
-from hashlib import sha256
 from threading import Event
 from typing import NamedTuple
 
-from hostdev.core.errors import in_words
+from hostdev.core.checksums import hash_stream
+from hostdev.core.errors import StoppedError, in_words
 from hostdev.core.run_files import GROWN, REPLACED
 from hostdev.data.preprocess import places
 from hostdev.ext.streams.arrivals.endings import ends_line
@@ -12,7 +12,6 @@ from hostdev.ext.streams.arrivals.folder import Folder, State
 from hostdev.ext.streams.arrivals.seen import Taken, digest_bits
 
 UNSETTLED, SAME = "unsettled", "same"
-_AT_ONCE = 1 << 22  # bytes
 
 
 class Change(NamedTuple):
@@ -33,6 +32,8 @@ def examine(folder: Folder, name: str, taken: Taken, state: State, stop: Event) 
     try:
         change = _examine(folder, name, taken, state, stop)
         return change if folder.state(name) == state else Change(UNSETTLED, state, taken)
+    except StoppedError:
+        return Change(UNSETTLED, state, taken)
     except OSError as error:
         return Change(UNSETTLED, state, taken, in_words(error))
 
@@ -43,14 +44,10 @@ def _examine(folder: Folder, name: str, taken: Taken, state: State, stop: Event)
         return Change(REPLACED, state, taken, about)
     if not taken.digest:  # nothing was taken of it, or more of it was told already
         return Change(SAME, state, taken)
-    path, found, left = folder.open(name), sha256(), taken.size
+    path = folder.open(name)
     with places.open_bytes(path, buffered=False) as file:
-        while left and (data := file.read(min(left, _AT_ONCE))):
-            found.update(data)
-            left -= len(data)
-            if stop.is_set():
-                return Change(UNSETTLED, state, taken)
-    if digest_bits(found.hexdigest()) != taken.digest:
+        digest = hash_stream(file, most=taken.size, stop=stop)
+    if digest_bits(digest) != taken.digest:
         return Change(REPLACED, state, taken, "it was replaced, or its first bytes were changed")
     if state.size == taken.size:
         return Change(SAME, state, taken)

@@ -1,11 +1,9 @@
 """Conversion of an arrived file to encoded rows, piece by piece; a file that cannot be read is refused as a whole."""
 
-import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from threading import Event
 from typing import NamedTuple
@@ -13,15 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from hostdev.core.addresses import shown_place
-from hostdev.core.errors import HostdevError, TransientError, UserError, in_words
+from hostdev.core.checksums import NoDigest, hash_stream
+from hostdev.core.errors import HostdevError, StoppedError, StoreError, TransientError, UserError, in_words
 from hostdev.core.progress import counted
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.inputs import is_empty
-from hostdev.data.preprocess.raw import BEGINNING, WrongRowError
+from hostdev.data.preprocess.raw import BEGINNING, InvalidRowError
 from hostdev.data.preprocess.rejected import Rejected
 from hostdev.data.preprocess.row_counts import MAX_REJECTED
 from hostdev.data.rows import Piece
-from hostdev.ext.stores.store import StoreError
 from hostdev.ext.streams.arrivals.endings import has_end
 from hostdev.ext.streams.arrivals.example import Example
 from hostdev.ext.streams.arrivals.folder import Folder, State
@@ -29,7 +27,6 @@ from hostdev.ext.streams.arrivals.seen import Taken, digest_bits
 from hostdev.ext.streams.arrivals.spool import Spool, SpoolError
 
 EMPTY, REFUSED, REPEATED, LATE = "empty", "refused", "repeated", "late"  # why a file is set aside
-_AT_ONCE = 1 << 22  # bytes
 
 
 class Part(NamedTuple):
@@ -113,10 +110,6 @@ class Again(NamedTuple):
     is_open: bool = False
 
 
-class _StoppedError(Exception):
-    """The conversion's result is not needed any more."""
-
-
 def convert(
     folder: Folder,
     name: str,
@@ -155,10 +148,10 @@ def convert(
                 found = _convert(source, name, state, example, spools, stop, part)
     except SpoolError:
         raise
-    except (_StoppedError, FileNotFoundError):
+    except (StoppedError, FileNotFoundError):
         return Again(name, None)
     except StoreError as error:  # while a store is away, files wait
-        return Again(name, None if error.may_pass else str(error))
+        return Again(name, None if error.is_transient else str(error))
     except UserError as error:
         found = Refused(name, REFUSED, str(error), _try_digest(path, part.nbytes, stop), state)
     except (TransientError, OSError) as error:
@@ -184,10 +177,8 @@ def _first_bytes(path: Path, nbytes: int | None, state: State, spools: Path) -> 
         return
     with tempfile.TemporaryDirectory(dir=spools, prefix=".part-") as folder:
         copy = Path(folder) / path.name
-        with places.open_bytes(path) as source, copy.open("wb") as target:
-            while nbytes and (data := source.read(min(nbytes, _AT_ONCE))):
-                target.write(data)
-                nbytes -= len(data)
+        with places.open_bytes(path, buffered=False) as source, copy.open("wb") as target:
+            hash_stream(source, out=target, most=nbytes, digest=NoDigest)
         try:
             yield copy
         except UserError as error:
@@ -203,10 +194,10 @@ def _convert(
     try:
         for block in source.blocks(BEGINNING):
             if stop.is_set():
-                raise _StoppedError
+                raise StoppedError
             try:
                 rows = source.parse(block, hashed=True)
-            except WrongRowError as error:
+            except InvalidRowError as error:
                 raise UserError(f"{error.file}, row {lines + error.row}, {error.reason}") from None
             before, lines = lines, lines + len(rows) + len(rows.rejected)
             if lines <= part.after:
@@ -242,19 +233,13 @@ def _shown(line: Rejected) -> str:
 
 def _digest(path: Path, nbytes: int | None, stop: Event) -> str:
     """Return the SHA-256 of a file's bytes, or of the first ones."""
-    found, left = sha256(), math.inf if nbytes is None else nbytes
     with places.open_bytes(path, buffered=False) as file:
-        while left and (data := file.read(int(min(left, _AT_ONCE)))):
-            found.update(data)
-            left -= len(data)
-            if stop.is_set():
-                raise _StoppedError
-    return found.hexdigest()
+        return hash_stream(file, most=nbytes, stop=stop)
 
 
 def _try_digest(path: Path, nbytes: int | None, stop: Event) -> str | None:
     """Return the digest of a refused file, by which a change of it is noticed; None if it cannot be read."""
     try:
         return _digest(path, nbytes, stop)
-    except (_StoppedError, StoreError, TransientError, OSError):
+    except (StoppedError, StoreError, TransientError, OSError):
         return None

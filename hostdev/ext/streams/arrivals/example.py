@@ -15,8 +15,8 @@ from hostdev.data.preprocess import earlier_flags, scaling
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.options import is_raw
-from hostdev.data.preprocess.raw import Layout, RawRows, Source
-from hostdev.data.preprocess.table import Table
+from hostdev.data.preprocess.raw import RawRows, Source, SourceLayout
+from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.rows import Piece
@@ -47,7 +47,7 @@ class Example:
             )
         self.schema, self.is_table = found.schema, earlier.is_table
         self._options = _table_options(found, earlier_flags.columns({}, earlier)) if self.is_table else None
-        layout: Layout = CriteoText(inputs=()).layout if self._options is None else self._options.layout()
+        layout: SourceLayout = CriteoText(inputs=()).layout if self._options is None else self._options.layout()
         self._layout, self._hashed = layout, HashBuckets(found.options["hash_buckets"], layout)
         if self._hashed.schema != found.schema:
             raise UserError(f"{folder}: its ids are not those of its columns; preprocess it again")
@@ -59,7 +59,7 @@ class Example:
         """Open a file; raise UserError if it is not readable or lacks columns, or if a column has another type."""
         if self._options is None:
             return CriteoText([path])
-        source = Table([path], self._options)
+        source = TableSource([path], self._options)
         for file in source.files:
             for column in self._layout.columns:
                 self._require_form(shown_place(path), column.name, file.get_type(self._options.column(column.name)))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hostdev.core.addresses import address_of
-from hostdev.core.errors import UserError
+from hostdev.core.errors import StoreError, UserError
+from hostdev.core.stores import Store
 from hostdev.data.preprocess.folders import order_by_name
-from hostdev.ext.stores.store import Store, StoreError
 
 _HIDDEN = (".", "_")  # first characters of names that other programs use while they write
 _PARTIAL = (".part", ".partial", ".tmp")  # last characters of such names

@@ -3,7 +3,6 @@
 Files are found by listing, not by notifications, which network file systems do not have.
 """
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from hostdev.core.errors import in_words
-from hostdev.core.workers import Workers
+from hostdev.core.workers import Worker, Workers
 from hostdev.ext.streams.arrivals.changes import UNSETTLED, Change, examine
 from hostdev.ext.streams.arrivals.converting import REFUSED, WHOLE, Again, Converted, Part, Refused, convert
 from hostdev.ext.streams.arrivals.example import Example
@@ -22,7 +21,7 @@ from hostdev.ext.streams.arrivals.seen import Seen
 
 AHEAD = 2  # files that are converted before they are needed, each in a thread
 _MOST_UNSETTLED = 1024  # next files whose states are compared in two looks
-_ATTEMPTS = 3  # to read a file that the system fails to read
+_ATTEMPTS = 3  # to read a file that the system fails to read, at one look each: no pauses of `core.patience`
 
 Result = Converted | Refused | Again
 
@@ -76,31 +75,25 @@ class Watcher:
         self._folder, self._seen, self._example, self._spools = folder, seen, example, spools
         self._seconds, self._ahead, self._quiet = seconds, ahead, quiet
         self._workers = Workers(ahead, "hostdev-arrivals")
-        self._thread = threading.Thread(target=self._run, name="hostdev-follow", daemon=True)
-        self._changed = threading.Condition()
-        self._stop = threading.Event()
-        self._now = threading.Event()  # look at once
+        self._worker = Worker("hostdev-follow", self._take_look, seconds=seconds)
+        self._changed, self._stop = self._worker.changed, self._worker.closing
         self._states: dict[str, tuple[State, float]] = {}  # by name: the state, and when it was first seen
         self._open: dict[str, State] = {}  # files without an end, which are complete once they are quiet
         self._turn = 0  # of the known files, which are looked at in turn
         self._converting: dict[str, tuple[tuple[State, Part], Future[Result]]] = {}
         self._failures: dict[str, int] = {}
         self._look = Look(0)
-        self._failed: BaseException | None = None
-        self._is_looking = False
         self._own = ""  # the file that the caller has, or waits for
 
     def __enter__(self) -> Self:
         self._workers.__enter__()
-        self._thread.start()
+        self._worker.ask()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stop.set()
-        self._now.set()
-        self._thread.join()
+        self._worker.stop()
         self._workers.__exit__()
         for _, future in self._converting.values():
             if future.exception() is None and isinstance(found := future.result(), Converted):
@@ -109,18 +102,12 @@ class Watcher:
 
     def look(self, after: int, seconds: float) -> Look:
         """Return the newest look, once its number is above `after`, or when this time has passed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._look.number > after or self._failed is not None, seconds)
-            if self._failed is not None:
-                raise self._failed
-            return self._look
+        self._worker.wait_for(lambda: self._look.number > after, seconds)
+        return self._look
 
     def look_again(self) -> int:
         """Look at once; return a number above which a look has begun after this call."""
-        with self._changed:
-            number = self._look.number + self._is_looking
-        self._now.set()
-        return number
+        return self._worker.ask() - 1
 
     def convert(
         self,
@@ -185,24 +172,10 @@ class Watcher:
             if not is_busy:
                 self._start(name, state)
 
-    def _run(self) -> None:
-        try:
-            number = 0
-            while not self._stop.is_set():
-                self._now.clear()
-                number += 1
-                with self._changed:
-                    self._is_looking = True
-                found = self._make_look(number)
-                self._convert_ahead(found)
-                with self._changed:
-                    self._look, self._is_looking = found, False
-                    self._changed.notify_all()
-                self._now.wait(self._seconds)
-        except BaseException as error:
-            with self._changed:
-                self._failed = error
-                self._changed.notify_all()
+    def _take_look(self) -> None:
+        look = self._make_look(self._worker.begun)
+        self._convert_ahead(look)
+        self._look = look
 
     def _make_look(self, number: int) -> Look:
         try:

@@ -1,8 +1,11 @@
-"""The progress of a run without an end: the losses of its last steps only, and the quality on its last files.
+"""The progress of a run without an end: the losses of its last steps, the quality on its last files, and its waits.
 
 Both are held in arrays: a small object for each step that lives as long would keep parts of the heap from reuse.
 """
 
+import shutil
+import sys
+import time
 from array import array
 from collections.abc import Mapping, MutableSequence
 from typing import Any, Self
@@ -10,10 +13,13 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.core.printable import printable
+from hostdev.core.progress import interval, note, overwrite
 from hostdev.train.checkpointing import Progress
 
 MOST_STEPS = 1 << 14  # whose losses are kept
 MOST_FILES = 1 << 12  # whose quality is kept for the picture
+_QUIET_SECONDS = 2.0  # a shorter wait is not mentioned
 
 
 class RecentProgress(Progress):
@@ -73,3 +79,44 @@ def _shorten(values: MutableSequence[Any], most: int) -> None:
     """Remove the first values if there are twice as many as are kept."""
     if len(values) >= 2 * most:
         del values[:most]
+
+
+class WaitingLine:
+    """Shows why a run waits: a line that is overwritten on a terminal, else one line for each reason to wait."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._shown = ""
+        self._is_live = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Show the reason for which the run waits, if it has waited for a while."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        if now - self._since < _QUIET_SECONDS:
+            return
+        if self._is_live:
+            text = f"({interval(now - self._since)}) {printable(text)}"[: shutil.get_terminal_size().columns - 1]
+        if text == self._shown:
+            return
+        self._shown = text
+        if self._is_live:
+            overwrite(text)
+        else:
+            print(printable(text), flush=True)
+
+    def note(self, text: str) -> None:
+        """Write lines that stay, in place of the line that does not."""
+        self._clear()
+        note(text)
+
+    def end(self) -> None:
+        """Remove the line, as the run goes on."""
+        self._clear()
+        self._since = None
+
+    def _clear(self) -> None:
+        if self._is_live and self._shown:
+            overwrite()
+            self._shown = ""

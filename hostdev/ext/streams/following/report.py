@@ -12,7 +12,7 @@ from hostdev.core import pictures
 from hostdev.core.printable import printable
 from hostdev.ext.streams.arrivals.converting import Converted
 from hostdev.ext.streams.following.progress import MOST_STEPS, RecentQuality
-from hostdev.ext.streams.following.progressive import Scored, Window
+from hostdev.ext.streams.following.progressive import Scored, ScoreWindow
 from hostdev.ext.streams.following.state import FollowState
 from hostdev.train.checkpointing import Progress
 from hostdev.train.evaluation import Evaluation
@@ -24,7 +24,7 @@ def make_line(
     step: int,
     labels: tuple[str, ...],
     found: tuple[Evaluation, Scored],
-    window: Window,
+    window: ScoreWindow,
 ) -> dict[str, Any]:
     """Return a line of files.jsonl.
 
@@ -50,7 +50,7 @@ def make_line(
     }
 
 
-def _over(window: Window, labels: tuple[str, ...]) -> dict[str, Any]:
+def _over(window: ScoreWindow, labels: tuple[str, ...]) -> dict[str, Any]:
     """Return the number of files and rows of a window, and their metrics."""
     scored = window.total()
     return {"files": len(window), "rows": scored.rows, **_figures(window.evaluation(), scored, labels)}

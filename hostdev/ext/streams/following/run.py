@@ -9,6 +9,7 @@ from typing import Any
 
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError, naming
+from hostdev.core.outputs import write_json
 from hostdev.core.printable import printable
 from hostdev.core.progress import bar, note
 from hostdev.core.run_files import NEEDED
@@ -22,10 +23,9 @@ from hostdev.ext.streams.arrivals.watcher import Watcher
 from hostdev.ext.streams.following import report
 from hostdev.ext.streams.following.logs import Expected, FileLogs
 from hostdev.ext.streams.following.next_file import NextFile
-from hostdev.ext.streams.following.progress import RecentProgress, RecentQuality
-from hostdev.ext.streams.following.progressive import Collector, Window
+from hostdev.ext.streams.following.progress import RecentProgress, RecentQuality, WaitingLine
+from hostdev.ext.streams.following.progressive import OutputSums, ScoreWindow
 from hostdev.ext.streams.following.state import FollowState
-from hostdev.ext.streams.following.waiting import Waiting
 from hostdev.ext.tracking.callback import EpochInfo
 from hostdev.train import checkpointing, starting
 from hostdev.train.checkpointing import Progress
@@ -35,7 +35,6 @@ from hostdev.train.interrupt import GracefulStop
 from hostdev.train.network import Result
 from hostdev.train.processes import ProcessSession
 from hostdev.train.run import Run
-from hostdev.train.rundir import write_json
 from hostdev.train.schedule import ENDLESS, Schedule
 
 
@@ -61,7 +60,7 @@ class FollowRun(Run):
         self._until: Until | None = None if settings.follow_until is None else parse_until(settings.follow_until)
         labels, targets = found.schema.labels, found.schema.targets
         self._is_number = tuple(name in targets.numeric for name in labels)
-        self.state = FollowState(Window(settings.follow_window or WINDOW, self._is_number))
+        self.state = FollowState(ScoreWindow(settings.follow_window or WINDOW, self._is_number))
         self._loss_bytes: int | None = None  # of loss.log at the checkpoint
         self._key_counts: dict[str, Any] = {}  # the state of keys.log then; {} for a new run
         self._saved = 0  # the last step with which saving was tried, or that of the checkpoint
@@ -70,7 +69,7 @@ class FollowRun(Run):
         super().__init__(settings, data, found, start, session, origin)
         self._saved = self.steps
         self._cutter = BatchCutter(self.batch_size)
-        self._waiting = Waiting()
+        self._waiting = WaitingLine()
         if self.keys is not None:
             self.keys.by_step = False
             if self._key_counts:
@@ -181,7 +180,7 @@ class FollowRun(Run):
     def _score(self, file: Converted, stop: GracefulStop) -> bool:
         """Score a file, record that it is taken, and report its quality; return False at a signal."""
         schema = self.data.schema
-        collector = Collector(schema.labels, schema.targets)
+        collector = OutputSums(schema.labels, schema.targets)
         batches = itertools.takewhile(lambda _: not self._is_stopped(stop), batches_of(file, self.batch_size))
         title = printable(f"scoring {file.name}")
         with (

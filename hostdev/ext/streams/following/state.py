@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from hostdev.ext.streams.arrivals.seen import UNKNOWN, Seen, Taken
-from hostdev.ext.streams.following.progressive import Window
+from hostdev.ext.streams.following.progressive import ScoreWindow
 
 
 @dataclass
@@ -32,7 +32,7 @@ class FollowState:
     Its size does not depend on how long the run lasts.
     """
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: ScoreWindow) -> None:
         self.seen, self.window = Seen(), window
         self.pending: deque[Pending] = deque()  # in the order of training; all but the first have no row done
         self.set_aside = 0  # files

@@ -10,25 +10,31 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from hostdev.core.addresses import get_folder
-from hostdev.core.disk import replacing
-from hostdev.core.errors import UserError, in_words, raise_if_transient
+from hostdev.core.errors import ChangedError, StoppedError, StoreError, UserError, in_words, raise_if_transient
 from hostdev.core.locks import is_same_file, lock_state, unlock
-from hostdev.core.memory import parse_bytes
-from hostdev.ext.stores.store import StoppedError, Store, StoreError
+from hostdev.core.outputs import is_abandoned, is_partial, replacing
+from hostdev.core.stores import Store
 
 _LOCK = ".lock"
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SHARE = 0.25  # of the disk's free space, by default
 _PAUSE = 0.05  # seconds between looks at a file that another process fetches
+_MOST_REMOVED, _MOST_DAMAGED = 20, 3  # times that a copy is removed or damaged before it is used
+
+T = TypeVar("T")
 
 
 def get_limit(folder: Path) -> int:
     """Return how many bytes the copies may take: those of HOSTDEV_STORE_CACHE_SIZE, or a quarter of what is free."""
     text = os.environ.get("HOSTDEV_STORE_CACHE_SIZE", "")
     if text:
+        from hostdev.core.memory import parse_bytes  # imports NumPy
+
         try:
             return parse_bytes(text)
         except ValueError as error:
@@ -89,10 +95,34 @@ class KeptFiles:
                 ) from None
         return path
 
-    def discard(self, sha256: str) -> None:
-        """Remove a copy that is damaged."""
-        with contextlib.suppress(OSError):
-            (self.folder / sha256).unlink()
+    def use(
+        self, store: Store, name: str, sha256: str, use: Callable[[Path], T], stop: threading.Event | None = None
+    ) -> T:
+        """Return the result of `use`, called with the path of a copy.
+
+        If it raises FileNotFoundError, another process has made room for its own files; for ChangedError, the copy is
+        damaged. In both cases the file is fetched again.
+
+        Raises:
+            ChangedError: The copy was damaged several times.
+            UserError: The copy was removed too often.
+            Exception: As `get` and `use`.
+        """
+        damaged = 0
+        for _ in range(_MOST_REMOVED):
+            try:
+                return use(self.get(store, name, sha256, stop))
+            except FileNotFoundError:
+                continue
+            except ChangedError:
+                damaged += 1
+                if damaged == _MOST_DAMAGED:
+                    raise
+                with contextlib.suppress(OSError):
+                    (self.folder / sha256).unlink()
+        raise UserError(
+            f"{self.folder} has no room for the files that are in use; set HOSTDEV_STORE_CACHE_SIZE to more"
+        )
 
     def _fetch(self, store: Store, name: str, sha256: str, path: Path, stop: threading.Event | None) -> None:
         with replacing(path) as part:
@@ -145,6 +175,6 @@ def _list(folder: Path) -> list[tuple[int, int, Path]]:
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             state = path.stat()
-            if path.suffix != _LOCK and not (path.suffix == ".part" and time.time() - state.st_mtime < 3600):
+            if path.suffix != _LOCK and (not is_partial(path) or is_abandoned(state)):
                 found.append((state.st_atime_ns, state.st_size, path))
     return found

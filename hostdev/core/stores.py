@@ -1,0 +1,351 @@
+"""Folders in stores. A package adds a store by a class for its URL scheme; the rest is the same for all stores.
+
+    [project.entry-points."hostdev.store"]
+    mystore = "package.module:MyBackend"       # for addresses such as mystore://BUCKET/FOLDER
+
+`Store` tries again what fails for a while, and asks again for content that arrives damaged. Schemes that no package
+registers are those of fsspec.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from hashlib import md5
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+from hostdev.core import registry
+from hostdev.core.addresses import without_secrets
+from hostdev.core.checksums import HashedFile, is_whole_json
+from hostdev.core.errors import HostdevError, StoreError, in_words
+from hostdev.core.patience import Patience
+
+KIND, DEFAULT = "store", "fsspec"  # of the registry
+_PIECE = 1 << 23  # bytes of a request
+_MD5 = re.compile(r"([0-9a-f]{32})(?:-(\d+))?")
+_PART_SIZES = 5, 8, 16, 50, 64, 100, 5120  # MiB, of files that are written in parts
+_DAMAGED = "an answer had a wrong checksum"
+_SAME = 3  # times that a file arrives with the same wrong content before the store is taken to have it so
+_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_PERMANENT_NUMBERS = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EREMCHG if hasattr(errno, "EREMCHG") else -1}
+
+T = TypeVar("T")
+
+
+class About(NamedTuple):
+    """The facts about a file in a store.
+
+    Attributes:
+        size: Bytes.
+        version: A text that differs if the file is replaced.
+        changed: Time of the last change in nanoseconds since 1970; 0 if the store does not tell it.
+        md5: The MD5 of the content in hexadecimal or, followed by a hyphen and their number, that of the parts' MD5s,
+            as S3 has it; any other text if the store keeps none.
+    """
+
+    size: int
+    version: str
+    changed: int = 0
+    md5: str = ""
+
+
+class StoreBackend(Protocol):
+    """The interface of a kind of store: one attempt at each operation, in a folder of the store.
+
+    File names are relative to the folder, such as "a/b"; `name` is "" for the folder itself. Any thread may call the
+    methods; a fork of the process makes a backend of its own. `hostdev.testing.check_store` checks a backend.
+
+    Args:
+        address: The folder's address, without a slash at the end.
+
+    Raises:
+        StoreError: The address is invalid, or a package is missing.
+    """
+
+    def __init__(self, address: str) -> None: ...
+
+    def about(self, name: str) -> About | None:
+        """Return the facts about a file as they are now; None if there is no such file."""
+
+    def list(self, name: str) -> dict[str, About]:
+        """Return all files below a folder as they are now, by their names within it; {} if there is no such folder."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return bytes [start, stop) of a file; raise FileNotFoundError if there is no such file."""
+
+    def put(self, path: Path, name: str) -> None:
+        """Copy a file of this machine; it appears when it is complete, and replaces what is there."""
+
+    def copy(self, source: str, name: str) -> None:
+        """Copy a file within the store."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file; for a missing one, FileNotFoundError may be raised."""
+
+    @staticmethod
+    def is_transient(error: Exception) -> bool:
+        """Return whether an error may go away: by default, any OSError but a missing file or a lack of permission."""
+        if not isinstance(error, OSError) or isinstance(error, _PERMANENT):
+            return False
+        return error.errno not in _PERMANENT_NUMBERS and "Forbidden" not in str(error)
+
+    @staticmethod
+    def describe(error: Exception) -> str:
+        """Return an error as short text."""
+        text = without_secrets(in_words(error))
+        if isinstance(error, PermissionError):
+            return f"no permission ({text})"
+        if isinstance(error, FileNotFoundError):
+            return f"there is no such file or bucket ({text})"
+        return text
+
+
+class Store:
+    """A folder in a store. Any thread may call the methods, and forks of the process.
+
+    Args:
+        address: An address such as "s3://BUCKET/FOLDER".
+
+    Raises:
+        StoreError: The kind of store is unknown, its package is not installed, or it cannot be opened. All methods
+            raise it for a permanent error, and after retries are exhausted.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address, self.shown = address.rstrip("/"), without_secrets(address).rstrip("/")
+        scheme = address.partition("://")[0].lower()
+        self._kind: type[StoreBackend] = registry.find(KIND, scheme if scheme in registry.names(KIND) else DEFAULT)
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self._opened = self._kind(self._address)
+        except HostdevError:
+            raise
+        except Exception as error:  # each package has its own
+            raise StoreError(f"{self.shown}: {self._describe(error)}") from None
+        self._owner = os.getpid()
+
+    @property
+    def backend(self) -> StoreBackend:
+        """The store of this process."""
+        if self._owner != os.getpid():  # a fork of the process that has the threads
+            self._open()
+        return self._opened
+
+    def read(self, name: str) -> bytes:
+        """Return a file's content."""
+        return self._repeat(name, lambda: self.backend.read(name))
+
+    def read_if_there(self, name: str) -> bytes | None:
+        """Return a file's content, or None if there is no such file."""
+
+        def get() -> bytes | None:
+            try:
+                return self.backend.read(name)
+            except FileNotFoundError:
+                return None
+
+        return self._repeat(name, get)
+
+    def read_manifest(self, name: str, *, without: bool = False) -> bytes | None:
+        """Return a file with a checksum of its own (see `is_whole_json`), or None if there is no such file.
+
+        Content with a wrong checksum is asked for again, as in `fetch_intact`.
+        """
+        arrived: Counter[bytes] = Counter()
+        patience = self._patience(name)
+        while True:
+            content = self.read_if_there(name)
+            if content is None or is_whole_json(content, without=without):
+                return content
+            arrived[content] += 1
+            if arrived[content] == _SAME:
+                return content
+            patience.wait(ConnectionError(_DAMAGED))
+
+    def read_range(self, name: str, start: int, stop: int, stopped: threading.Event | None = None) -> bytes:
+        """Return bytes [start, stop) of a file."""
+
+        def get() -> bytes:
+            content = self.backend.read(name, start, stop)
+            if len(content) != stop - start:
+                raise ConnectionError(f"{len(content):,} of {stop - start:,} bytes came")
+            return content
+
+        return self._repeat(name, get, stopped)
+
+    def list(self, name: str = "") -> dict[str, About]:
+        """Return all files below a folder by their names within it, such as "a/b"; {} if there is no such folder."""
+        return self._repeat(name, lambda: self.backend.list(name))
+
+    def about(self, name: str, stop: threading.Event | None = None) -> About | None:
+        """Return the facts about a file; None if there is no such file."""
+        return self._repeat(name, lambda: self.backend.about(name), stop)
+
+    def compare(self, name: str, path: Path) -> About | None:
+        """Return the facts about a file if it has the bytes of a file of this machine, else None.
+
+        If the store keeps an MD5 of the file's bytes that is equal, the file is not read.
+
+        Raises:
+            StoreError: The store cannot be read for too long.
+            OSError: The path cannot be read.
+        """
+        about = self.about(name)
+        if about is None or about.size != path.stat().st_size:
+            return None
+        return about if _has_md5(about, path) or self._reads_as(name, path) else None
+
+    def _reads_as(self, name: str, path: Path) -> bool:
+        start = 0
+        with path.open("rb") as file:
+            while expected := file.read(_PIECE):
+                if self.read_range(name, start, start + len(expected)) != expected:
+                    return False
+                start += len(expected)
+        return True
+
+    def put(self, path: Path, name: str) -> About:
+        """Copy a file of this machine to the store; return the facts about the copy.
+
+        The copy appears when it is complete, and replaces what is there. On a file system (hdfs://), it may be seen
+        before.
+
+        Raises:
+            StoreError: The store has no such bucket, or cannot be written for too long.
+            OSError: The path cannot be read.
+        """
+        size = path.stat().st_size
+
+        def put() -> About:
+            self.backend.put(path, name)
+            about = self._require(name)
+            if about.size != size:
+                raise ConnectionError(f"{about.size:,} of {size:,} bytes were written")
+            return about
+
+        return self._repeat(name, put)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file, which replaces what is there."""
+        with tempfile.TemporaryDirectory() as folder:  # only copies of files make the folders that hdfs:// needs
+            path = Path(folder) / "content"
+            path.write_bytes(content)
+            self.put(path, name)
+
+    def copy(self, source: str, name: str) -> None:
+        """Copy a file within the store."""
+        self._repeat(name, lambda: self.backend.copy(source, name))
+
+    def remove(self, name: str) -> None:
+        """Remove a file, which may be missing."""
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.backend.remove(name)
+
+        self._repeat(name, remove)
+
+    def fetch(self, name: str, path: Path, stop: threading.Event | None = None) -> str:
+        """Copy a file to a path on this machine, in pieces, and return its SHA-256.
+
+        Raises:
+            StoppedError: `stop` was set meanwhile.
+            StoreError: The store does not have the file, or cannot be read for too long.
+            OSError: The path cannot be written.
+        """
+        size = self._repeat(name, lambda: self._require(name).size, stop)
+        path.unlink(missing_ok=True)
+        with contextlib.closing(HashedFile(path)) as file:
+            for start in range(0, size, _PIECE):
+                file.write(self.read_range(name, start, min(size, start + _PIECE), stop))
+            return file.finish()
+
+    def fetch_intact(
+        self, name: str, path: Path, is_intact: Callable[[str], bool], stop: threading.Event | None = None
+    ) -> bool:
+        """Copy a file to a path on this machine until it is intact; return False if it is damaged in the store.
+
+        Wrong content is asked for again, as after an answer that is cut, unless the store has it so: by the MD5 that
+        the store keeps of it or, if it keeps none, since it arrived several times.
+
+        Args:
+            name: The file.
+            path: The path of the copy.
+            is_intact: Called with the SHA-256 of the copy.
+            stop: See `fetch`.
+
+        Raises:
+            Exception: As `fetch`; StoreError also if other wrong content arrived for too long.
+        """
+        arrived: Counter[str] = Counter()
+        patience = self._patience(name)
+        while True:
+            digest = self.fetch(name, path, stop)
+            if is_intact(digest):
+                return True
+            arrived[digest] += 1
+            about = self.about(name, stop)
+            is_stored = None if about is None else _has_md5(about, path)
+            if is_stored or (is_stored is None and arrived[digest] == _SAME):
+                return False
+            patience.wait(ConnectionError(_DAMAGED), stop)
+
+    def _require(self, name: str) -> About:
+        about = self.backend.about(name)
+        if about is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return about
+
+    def _patience(self, name: str) -> Patience:
+        where = f"{self.shown}/{name}" if name else self.shown
+        return Patience(where, self._kind.is_transient, self._describe)
+
+    def _repeat(self, name: str, work: Callable[[], T], stop: threading.Event | None = None) -> T:
+        return self._patience(name).repeat(work, stop)
+
+    def _describe(self, error: Exception) -> str:
+        return without_secrets(self._kind.describe(error))[:200]
+
+
+def _has_md5(about: About, path: Path) -> bool | None:
+    """Return whether the MD5 that a store keeps of a file's bytes is that of a file of this machine.
+
+    Return None if it keeps none, or one of parts of an unknown size. For encrypted files it may keep something else.
+    """
+    match = _MD5.fullmatch(about.md5)
+    if match is None:
+        return None
+    size = path.stat().st_size
+    if match[2] is None:
+        return _get_md5s(path, max(1, size))[-1].hex() == match[1]
+    for part in (mib << 20 for mib in _PART_SIZES):
+        if -(-size // part) == int(match[2]) and _join_md5s(_get_md5s(path, part)) == match[1]:
+            return True
+    return None
+
+
+def _join_md5s(parts: Iterable[bytes]) -> str:
+    return md5(b"".join(parts), usedforsecurity=False).hexdigest()
+
+
+def _get_md5s(path: Path, part: int) -> list[bytes]:
+    """Return the MD5s of a file's parts; of an empty file, that of no bytes."""
+    digests: list[bytes] = []
+    with path.open("rb") as file:
+        while True:
+            digest, remaining = md5(usedforsecurity=False), part
+            while remaining and (content := file.read(min(remaining, _PIECE))):
+                digest.update(content)
+                remaining -= len(content)
+            if remaining == part and digests:
+                return digests
+            digests.append(digest.digest())
+            if remaining:
+                return digests

@@ -1,0 +1,118 @@
+"""Stores that fsspec knows, which is what pandas, Dask and torch use.
+
+Each kind of store is a package of its own (s3fs, gcsfs, adlfs), which finds credentials in its own ways; hostdev never
+sees them.
+"""
+
+import base64
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hostdev.core.addresses import without_secrets
+from hostdev.core.errors import StoreError, in_words
+from hostdev.core.stores import About, StoreBackend
+
+_TRANSIENT_STATES = {408, 425, 429}  # of HTTP, and all from 500 on
+_TRANSIENT_NAMES = (
+    *("Connect", "Timeout", "TimedOut", "Incomplete", "Payload", "Disconnect", "Retrieval", "HTTPClient", "Server"),
+    *("Parser", "Throttl", "Too", "Checksum"),  # the last one: an answer that was damaged on its way
+)
+_TRANSIENT_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"}  # of S3, state 400
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
+# Keys of a file's facts, by kind of store.
+_VERSIONS = "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "created"
+_TIMES = "LastModified", "last_modified", "mtime", "updated", "created"
+
+
+class FsspecStore(StoreBackend):
+    """See `stores.StoreBackend`."""
+
+    def __init__(self, address: str) -> None:
+        import fsspec
+
+        scheme = address.partition("://")[0].lower()
+        try:
+            self.files, root = fsspec.core.url_to_fs(address)
+        except ImportError as error:
+            advice = f"pip install 'hostdev[{_EXTRAS[scheme]}]'" if scheme in _EXTRAS else "install it"
+            shown = without_secrets(address).rstrip("/")
+            raise StoreError(f"{shown} needs a package that is missing ({in_words(error)}); {advice}") from None
+        self._root = root.rstrip("/")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def about(self, name: str) -> About | None:
+        """See `StoreBackend`."""
+        path = self._path(name)
+        self.files.invalidate_cache(path.rpartition("/")[0])
+        try:
+            facts = self.files.info(path)
+        except FileNotFoundError:
+            return None
+        return _make_about(facts) if facts.get("type", "file") == "file" else None
+
+    def list(self, name: str) -> dict[str, About]:
+        """See `StoreBackend`."""
+        path = self._path(name)
+        self.files.invalidate_cache()
+        listed = self.files.find(path, detail=True)
+        return {file[len(path) :].lstrip("/"): _make_about(facts) for file, facts in listed.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `StoreBackend`."""
+        if stop is None:
+            return bytes(self.files.cat_file(self._path(name)))
+        return bytes(self.files.cat_file(self._path(name), start=start, end=stop))
+
+    def put(self, path: Path, name: str) -> None:
+        """See `StoreBackend`."""
+        self.files.put_file(str(path), self._path(name))
+
+    def copy(self, source: str, name: str) -> None:
+        """See `StoreBackend`."""
+        self.files.cp_file(self._path(source), self._path(name))
+
+    def remove(self, name: str) -> None:
+        """See `StoreBackend`."""
+        self.files.rm_file(self._path(name))
+
+    @staticmethod
+    def is_transient(error: Exception) -> bool:
+        """See `StoreBackend`; each package has its own kinds of errors."""
+        for cause in (error, error.__cause__):  # s3fs has errors of its own
+            response = getattr(cause, "response", None)
+            if isinstance(response, dict) and response.get("Error", {}).get("Code") in _TRANSIENT_CODES:
+                return True
+        response = getattr(error, "response", None)
+        of_boto = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+        for state in (of_boto, getattr(error, "status", None), getattr(error, "code", None)):
+            if isinstance(state, int) and state >= 400:
+                return state >= 500 or state in _TRANSIENT_STATES
+        if isinstance(error, OSError):
+            return StoreBackend.is_transient(error)
+        return any(word in type(error).__name__ for word in _TRANSIENT_NAMES)
+
+    @staticmethod
+    def describe(error: Exception) -> str:
+        """See `StoreBackend`."""
+        if type(error).__name__ in _NO_CREDENTIALS:
+            return f"no credentials ({without_secrets(in_words(error))})"
+        return StoreBackend.describe(error)
+
+
+def _make_about(facts: Mapping[str, Any]) -> About:
+    """Return the facts about a file from those that a store's package tells."""
+    version = next((facts[key] for key in _VERSIONS if facts.get(key) is not None), None)
+    changed = next((facts[key] for key in _TIMES if facts.get(key) is not None), 0)
+    if isinstance(changed, str):
+        changed = datetime.fromisoformat(changed)
+    if isinstance(changed, datetime):
+        changed = changed.timestamp()
+    md5 = str(facts.get("ETag") or "").strip('"')
+    if facts.get("md5Hash"):  # of Google
+        md5 = base64.b64decode(facts["md5Hash"]).hex()
+    return About(int(facts.get("size") or 0), str(version), int(changed * 1_000_000_000), md5)
