@@ -295,7 +295,7 @@ def check_one_seed_one_result(folder):
 
 
 def draw_from_a_global_generator(patch):
-    patch.setattr(Probability, "draw", lambda self, keys, *given: np.random.random(len(keys)) < self.p)
+    patch.setattr(Probability, "admit", lambda self, keys, *given, **names: np.random.random(len(keys)) < self.p)
 
 
 REPORTS = [
