@@ -31,10 +31,10 @@ from hostdev.device import backend
 from hostdev.device.staging import Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import host_threads
+from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.groups import Embedding, Group
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline
-from hostdev.pipeline.results import Request
 from hostdev.train.trainer import Trainer
 
 FACTORS = (0.5, 1.0, 2.0)

@@ -9,9 +9,7 @@ import numpy as np
 
 from hostdev import FTRL, SGD, Adagrad, Adam, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
 from hostdev.cache import planner
-from hostdev.host.disk.warm_up import warm_up_disk
-from hostdev.host.key_warm_up import warm_up_keys
-from hostdev.host.warm_up import warm_up, warm_up_table
+from hostdev.host.warm_up import warm_up, warm_up_disk, warm_up_keys, warm_up_table
 
 OPTIMIZERS = [LazyAdam(), FTRL(), FTRL(lr_power=-0.3), SGD(), Adagrad(), RowWiseAdagrad(), RowWiseAdam(), Momentum()]
 

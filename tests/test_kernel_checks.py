@@ -91,16 +91,12 @@ CHECKS = {
     "kernels.key_use": {"_use": (OWN,), "_find_and_use": (OWN,), "_restore": (OWN,)},
     "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED)},
     "kernels.pieces": {"_take_lists": (SHARDS,)},
-    "kernels.rounding": {
-        "_round_rows": (IDS, REQUESTED),
-        "_are_bfloat16": (OWN,),
-        "_read": (IDS, POSITIONS, REQUESTED),
-        "_write": (IDS, POSITIONS, REQUESTED),
-    },
+    "kernels.rounding": dict.fromkeys(("_read", "_write"), (IDS, POSITIONS, REQUESTED)),
     "kernels.segment": dict.fromkeys(
         ("sum_part", "sum_scalar_part", "sum_scaled_part", "sort_uses", "sum_sorted"), (OWN,)
     ),
     "kernels.shards": {"_locate": (REQUESTED,), "_sort": (OWN,)},
+    "kernels.stochastic_rounding": {"_round_rows": (IDS, REQUESTED), "_are_bfloat16": (OWN,)},
     "kernels.stream": dict.fromkeys(("_mark", "_order"), (OWN,)),
     "kernels.strings": {
         "_hash": (ARROW, TEXTS),

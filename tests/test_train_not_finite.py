@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hostdev.pipeline.scheduling import overlapped
+from hostdev.pipeline.scheduling import workers
 from tests.test_shards import rewrite
 from tests.test_train import error_of, small, trained  # noqa: F401  (a fixture)
 
@@ -16,8 +16,8 @@ from tests.test_train import error_of, small, trained  # noqa: F401  (a fixture)
 @pytest.mark.parametrize("is_late", [False, True])
 def test_it_names_the_step(device, trained, own_data, tmp_path, capsys, monkeypatch, is_late):  # noqa: F811
     if is_late:  # then the loss is read before the updater finds it, which raises once more at the end
-        wait = overlapped.await_step
-        monkeypatch.setattr(overlapped, "await_step", lambda *step: time.sleep(0.2) or wait(*step))
+        wait = workers.await_step
+        monkeypatch.setattr(workers, "await_step", lambda *step: time.sleep(0.2) or wait(*step))
 
     def change(table):
         dense = np.array(table["dense"].to_pylist(), np.float32)

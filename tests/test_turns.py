@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.pipeline.scheduling import overlapped, passes, queues, turns
+from hostdev.pipeline.scheduling import passes, queues, turns, workers
 from hostdev.pipeline.scheduling.turns import Turns
 
 CLOCK = [0.0]
@@ -129,8 +129,8 @@ def test_no_other_stage_runs_then(monkeypatch):
         monkeypatch.setattr(module, name, run)
 
     noted(passes, "deduplicate")
-    noted(overlapped, "look_up")
-    noted(overlapped, "look_up_conflicting")
+    noted(workers, "look_up")
+    noted(workers, "look_up_conflicting")
 
     def body(runtime, table):
         in_step.set()
@@ -146,13 +146,13 @@ def test_no_other_stage_runs_then(monkeypatch):
 def test_a_body_that_waits_for_the_background_goes_on(monkeypatch):
     monkeypatch.setattr(queues, "_LONGEST_PAUSE", 0.05)
     fetched = threading.Semaphore(0)
-    original = overlapped.look_up
+    original = workers.look_up
 
     def look_up(*arguments):
         fetched.release()
         return original(*arguments)
 
-    monkeypatch.setattr(overlapped, "look_up", look_up)
+    monkeypatch.setattr(workers, "look_up", look_up)
     left = [12]
 
     def body(runtime, table):

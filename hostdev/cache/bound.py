@@ -32,7 +32,7 @@ _SHRINK_AFTER = 12  # steps without a clearly better bound, after which `gap` is
 _DEFLECTION = 1.5  # a parameter of the modified gradient (Camerini et al.)
 
 
-class Uses(NamedTuple):
+class RowUses(NamedTuple):
     """The batches that use each row: for the i-th used row, batches[starts[i]:starts[i + 1]], in ascending order."""
 
     starts: npt.NDArray[np.int64]
@@ -55,18 +55,18 @@ def _steepest(unique: int, visits: float) -> int:
     return int(np.clip(visits / max(1, unique), _LEAST_STEPS, _MOST_STEPS))
 
 
-def uses_of(batches: Sequence[npt.NDArray[Any]]) -> Uses:
+def uses_of(batches: Sequence[npt.NDArray[Any]]) -> RowUses:
     """Return the batches that use each row, given the unique ids [U] of each batch."""
     ids = np.concatenate([*batches, np.empty(0, np.int32)])
     order = np.argsort(ids, kind="stable")
     numbers = np.repeat(np.arange(len(batches), dtype=np.int32), [len(batch) for batch in batches])[order]
     ids = ids[order]
     first = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else np.empty(0, np.int64)
-    return Uses(np.r_[first, len(ids)].astype(np.int64), numbers, len(batches))
+    return RowUses(np.r_[first, len(ids)].astype(np.int64), numbers, len(batches))
 
 
 def least_cost(
-    uses: Uses,
+    uses: RowUses,
     capacity: int,
     costs: Costs,
     *,

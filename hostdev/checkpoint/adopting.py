@@ -1,4 +1,4 @@
-"""Loading of rows in segments into a table on disk: it holds the segments by hard links, and reads no rows."""
+"""Checkpoints that hold the segments of a table on disk by hard links, in place of its rows; and tables that do so."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint.files import check_file, mapped
-from hostdev.checkpoint.folder import Checkpoint
+from hostdev.checkpoint.folder import Checkpoint, segments_of, still_exists
+from hostdev.checkpoint.items import FROM_FIRST, Held
 from hostdev.checkpoint.local_rows import has_local_rows, map_rows
-from hostdev.checkpoint.manifest import RangeFile, Table
+from hostdev.checkpoint.manifest import RangeFile, SegmentState, Table
 from hostdev.checkpoint.ranges import parse_range
 from hostdev.checkpoint.segment_rows import count_records, require_locations
+from hostdev.core.initializers import Constant, Normal, Uniform
+from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.host.disk.segments import SegmentFile
 from hostdev.host.disk.snapshot import split_locations
 from hostdev.host.disk.storage import DiskStorage
@@ -21,9 +24,10 @@ Ids = npt.NDArray[np.int64]
 
 def can_adopt(about: Table, table: Any) -> bool:
     """Return whether a table can hold a checkpoint's segments in place of loading their rows."""
-    state, storage = about.segments, getattr(table, "storage", None)
-    if state is None or not isinstance(storage, DiskStorage):
+    state = about.segments
+    if state is None or not table.capabilities.on_disk:
         return False
+    storage = table.storage
     records, own = storage.tier.store.format, storage.format
     same = (about.dtype, about.slots_dtype) == (table.dtype, table.slots_dtype)
     sizes = own.row_bytes, records.record_bytes, records.block_bytes
@@ -114,3 +118,35 @@ def adopt_rows(checkpoint: Checkpoint, name: str, table: Any, *, check: bool) ->
             there = locations > 0
             adopted.place(numbers[there], locations[there])
     return True
+
+
+def can_locate(table: Any) -> bool:
+    """Return whether a checkpoint can hold a table's segments in place of copying its rows.
+
+    It cannot if rows may have initial values that the manifest cannot describe; while the disk is full, since changed
+    rows are written first; or after `erase`, until no segment has records of erased rows.
+    """
+    if not table.capabilities.on_disk:
+        return False
+    store = table.storage.tier.store
+    known = type(table.storage.format.init) in (Normal, Uniform, Constant)
+    return known and type(table.optimizer) in OPTIMIZERS.values() and not (store.is_tainted or store.segments.is_full)
+
+
+def describe_segments(table: Any) -> SegmentState:
+    """Return the manifest's entry for the segments of a table, yet without files."""
+    format_, records = table.storage.format, table.storage.tier.store.format
+    return SegmentState(
+        files=[],
+        numbering=FROM_FIRST,
+        row_bytes=format_.row_bytes,
+        record_bytes=records.record_bytes,
+        block_bytes=records.block_bytes,
+        seed=format_.seed,
+        init=repr(format_.init),
+    )
+
+
+def find_held(last: Checkpoint | None) -> Held:
+    """Return the segments that a checkpoint holds."""
+    return {} if last is None or not still_exists(last) else segments_of(last)

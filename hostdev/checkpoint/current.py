@@ -16,7 +16,7 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.core.catch_up import LAST, CatchUp
-from hostdev.core.history import History
+from hostdev.core.history import History, NoHistory
 from hostdev.core.optimizers import Adam
 from hostdev.kernels.catch_up import bring_tasks
 from hostdev.kernels.clock import Clock
@@ -25,15 +25,15 @@ from hostdev.kernels.pool import run_tasks
 Rows = npt.NDArray[np.float32]
 
 
-def history_of(chain: Chain, name: str) -> History | None:
-    """Return a table's step history, or None if its steps change only the rows of their batches.
+def history_of(chain: Chain, name: str) -> NoHistory | History:
+    """Return a table's step history; `NoHistory` if its steps change only the rows of their batches.
 
     Raises:
         BrokenCheckpointError: The step history is damaged.
     """
     about = chain[-1].manifest.table(name)
     if LAST not in about.row_slots:
-        return None
+        return NoHistory()
     try:
         found = History(_catch_up(about))
         found.restore(about.history or "")
@@ -80,7 +80,7 @@ class CurrentTable:
 def open_table(chain: Chain, name: str) -> Mapped | CurrentTable:
     """Return a table's weights for lookups."""
     history = history_of(chain, name)
-    return open_column(chain, name) if history is None else CurrentTable(chain, name, history)
+    return open_column(chain, name) if isinstance(history, NoHistory) else CurrentTable(chain, name, history)
 
 
 class CurrentLayers(Layers):
@@ -93,8 +93,7 @@ class CurrentLayers(Layers):
     def columns_of_ids(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
         """See `Layers`."""
         if name not in self._clocks:
-            history = history_of(self.chain, name)
-            self._clocks[name] = None if history is None else history.clock()
+            self._clocks[name] = history_of(self.chain, name).clock()
         clock, about = self._clocks[name], self.manifest.table(name)
         if clock is None:
             return super().columns_of_ids(name, start, stop, columns)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.keyed import is_by_key, require_kind
+from hostdev.checkpoint.keyed import require_kind
 from hostdev.checkpoint.loading import load_rows
 from hostdev.checkpoint.manifest import Table
 from hostdev.core.errors import UserError
@@ -73,7 +73,7 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
             saved, own = getattr(there, field), getattr(table, field)
             if saved != own:
                 raise UserError(f"{newest.path}: the {what} of table {name!r} are {saved}, but {own} in the program")
-        if is_by_key(table):
+        if table.capabilities.by_key:
             rows = there.rows if there.keys is None else there.keys.count
             if rows > table.capacity:
                 raise UserError(

@@ -228,7 +228,7 @@ def make_parent(checkpoint: Checkpoint) -> Parent:
     return Parent(name=checkpoint.name, sha256=checkpoint.manifest.checksum)
 
 
-def is_on_disk(checkpoint: Checkpoint) -> bool:
+def still_exists(checkpoint: Checkpoint) -> bool:
     """Return whether this checkpoint, not another checkpoint of the same name, is still on disk."""
     try:
         return manifest.checksum_of(checkpoint.path) == checkpoint.manifest.checksum

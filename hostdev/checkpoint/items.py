@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-from hostdev.checkpoint.keyed import is_by_key
 from hostdev.checkpoint.manifest import (
     KEYED_VERSION,
     SEGMENT_VERSION,
@@ -181,12 +181,12 @@ def get_version(tables: Sequence[Table]) -> int:
 
 
 def describe_table(table: Any) -> Table:
-    """Return a table's entry in the manifest."""
+    """Return a table's entry in the manifest, for a table by key without what `CheckpointManager` knows of its keys."""
     optimizer = table.optimizer
     is_rounded = (table.dtype, table.slots_dtype) != (FP32, FP32)
     return Table(
         name=table.name,
-        rows=table.rows if is_by_key(table) else table.total_rows,
+        rows=table.total_rows,
         dim=table.dim,
         optimizer=type(optimizer).__name__,
         hyperparameters=hyperparameters(optimizer),
@@ -195,7 +195,45 @@ def describe_table(table: Any) -> Table:
         step=table.step,
         dtype=table.dtype,
         slots_dtype=table.slots_dtype,
-        seed=table.seed if is_rounded or is_by_key(table) else None,
-        order="ids" if getattr(table, "part", None) is None or is_by_key(table) else SPREAD,
-        history=None if table.history is None else table.history.packed(),
+        seed=table.seed if is_rounded else None,
+        order="ids" if table.part is None else SPREAD,
+        history=table.history.packed(),
     )
+
+
+class DeviceRows:
+    """A `writer.Source` of the current rows of a device table.
+
+    Args:
+        table: A `DeviceTable`.
+        at_once: Maximum bytes to copy. A larger table is not copied, so it must not change until the checkpoint is
+            written.
+    """
+
+    def __init__(self, table: Any, at_once: int) -> None:
+        self.count = int(table.rows)
+        self._block, self._row_slots = table.block, table.row_slots
+        size = self._block.nbytes + self._row_slots.nbytes
+        self.is_live = size > at_once
+        if not self.is_live:
+            self._block = self._block.to("cpu", copy=True)
+            self._row_slots = self._row_slots.to("cpu", copy=True)
+
+    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return all rows in [first, last)."""
+        return np.arange(first, last)
+
+    def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
+        """See `writer.Source`."""
+        assert ids is None
+        np.copyto(columns, _host(self._block[first:last]).transpose(1, 0, 2))
+        np.copyto(row_columns, _host(self._row_slots[first:last]).T)
+
+    def stop(self) -> None:
+        """Free the copies."""
+        self._block, self._row_slots = self._block[:0], self._row_slots[:0]
+
+
+def _host(values: Tensor) -> Rows:
+    found: Rows = values.cpu().numpy()
+    return found

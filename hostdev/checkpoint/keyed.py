@@ -24,6 +24,9 @@ Keys = npt.NDArray[np.int64]
 WAITING, GONE, SKETCH = "waiting.arrow", "gone.arrow", "sketch.arrow"
 
 
+_KINDS = ("by row", "HostTable(rows, ...)"), ("by key", "HostTable(None, ...)")
+
+
 class OtherKeys(NamedTuple):
     """The keys of a checkpoint that have no row in it."""
 
@@ -69,11 +72,6 @@ def make_state(table: Any, snapshot: Any, number: int, live: int, waiting: int) 
     )
 
 
-def is_by_key(table: Any) -> bool:
-    """Return whether a table is by key."""
-    return hasattr(table, "key_arrays")
-
-
 def require_kind(path: Path, there: Table, table: Any) -> None:
     """Raise UserError unless a checkpoint's table and the program's are both by key, with equal rules, or both by row.
 
@@ -83,12 +81,10 @@ def require_kind(path: Path, there: Table, table: Any) -> None:
         table: The program's table.
     """
     name, state = table.name, there.keys
-    if (state is not None) != is_by_key(table):
-        kinds = ("by row", "by key") if is_by_key(table) else ("by key", "by row")
-        advice = "HostTable(None, ...)" if state is not None else "HostTable(rows, ...)"
+    (saved, advice), (own, _) = _KINDS[state is not None], _KINDS[table.capabilities.by_key]
+    if saved != own:
         raise UserError(
-            f"{path}: table {name!r} is {kinds[0]} in the checkpoint, but {kinds[1]} in the program; create it as "
-            f"{advice}"
+            f"{path}: table {name!r} is {saved} in the checkpoint, but {own} in the program; create it as {advice}"
         )
     if state is None:
         return

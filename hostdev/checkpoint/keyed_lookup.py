@@ -28,7 +28,7 @@ from hostdev.kernels.counter import hashed, mix64
 from hostdev.kernels.jit import address_of, array_at, inline, kernel
 from hostdev.kernels.plane_formats import BFLOAT16
 from hostdev.kernels.pool import get_grain, parallel_for
-from hostdev.kernels.rounding import round_rows
+from hostdev.kernels.stochastic_rounding import round_rows
 
 _FEW = 512  # keys; for up to this many, waking other threads costs more than it saves
 

@@ -16,7 +16,7 @@ from hostdev.checkpoint.current import history_of
 from hostdev.checkpoint.files import SOME_BYTES, check_entry, check_file, mapped
 from hostdev.checkpoint.finding import candidates
 from hostdev.checkpoint.folder import Chain, Found, chain_of_table, read_chain
-from hostdev.checkpoint.keyed import is_by_key, load_ids, load_keys, require_kind
+from hostdev.checkpoint.keyed import load_ids, load_keys, require_kind
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.local_rows import has_local_rows, map_rows
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, SegmentEntry, Table
@@ -25,7 +25,7 @@ from hostdev.checkpoint.segment_rows import SegmentRows, open_segments
 from hostdev.checkpoint.state import read_values
 from hostdev.core.errors import UserError
 from hostdev.core.keys import FormerIds
-from hostdev.core.optimizers import can_continue, hyperparameters, take_over_form
+from hostdev.core.optimizers import can_continue, hyperparameters
 from hostdev.core.progress import bar
 
 _THREADS = 4
@@ -150,7 +150,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
     for name, table in tables.items():
         there, here = newest.manifest.table(name), table.optimizer
         require_kind(newest.path, there, table)
-        rows = there.rows if is_by_key(table) else table.total_rows
+        rows = there.rows if table.capabilities.by_key else table.total_rows
         differences: list[tuple[str, Any, Any]] = [("shape", (there.rows, there.dim), (rows, table.dim))]
         if not can_continue(here, there.optimizer, there.arguments):
             theirs, mine = {**there.arguments, "lr": None}, {**hyperparameters(here), "lr": None}
@@ -170,8 +170,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
 def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
     """Load tables' rows, steps, learning rates and seeds; call `require_tables` first. Errors are as in `load_rows`."""
     for table in tables.values():
-        if is_by_key(table) and not table.untouched:
-            table.reset()
+        table.begin_load()
     load_rows(chain, tables, check=check)
     for name, table in tables.items():
         about = chain[-1].manifest.table(name)
@@ -198,17 +197,15 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, f
         BrokenCheckpointError: A file is damaged; the tables then hold some of the checkpoint's rows.
     """
     layers = Layers(chain)
+    by_row: dict[str, Any] = {}
+    keyed: dict[str, Any] = {}
     for name, table in tables.items():
-        if not is_by_key(table):
-            layers.ranges(name)  # raises if there are gaps
-        if table.history is not None:
-            history = history_of(chain, name)
-            assert history is not None  # the optimizers are equal
-            table.adopt(history, whole=chain[-1].manifest.table(name).rows == table.total_rows)
-            take_over_form(table.optimizer, history.how)
-    keyed = {name: table for name, table in tables.items() if is_by_key(table)}
-    tables = {name: table for name, table in tables.items() if name not in keyed}
-    tables = {name: table for name, table in tables.items() if not adopt_rows(chain[-1], name, table, check=check)}
+        (keyed if table.capabilities.by_key else by_row)[name] = table
+    for name in by_row:
+        layers.ranges(name)  # raises if there are gaps
+    for name, table in tables.items():
+        history_of(chain, name).hand_over(table, whole=chain[-1].manifest.table(name).rows == table.total_rows)
+    tables = {name: table for name, table in by_row.items() if not adopt_rows(chain[-1], name, table, check=check)}
     chains = {name: chain_of_table(chain, name) for name in tables}
     segments = {name: open_segments(chain[-1], name) for name in tables}
     wanted = [

@@ -11,7 +11,7 @@ from hostdev.kernels.shards import get_positions, ids_of
 
 def has_local_rows(about: Table, file: RangeFile, table: Any) -> bool:
     """Return whether a file may have rows that this process holds."""
-    if getattr(table, "part", None) is None or about.order != SPREAD or about.rows != table.total_rows:
+    if table.part is None or about.order != SPREAD or about.rows != table.total_rows:
         return True
     return bool(file.start < table.start + table.rows and table.start < file.stop)
 
@@ -24,7 +24,7 @@ def map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
         numbers: The file's rows: ascending ids, or ascending positions if the rows were divided among processes.
         table: The table to load into.
     """
-    part = getattr(table, "part", None)
+    part = table.part
     if about.order == SPREAD and (part is None or about.rows != table.total_rows):
         numbers = ids_of(numbers, about.rows)  # positions depend on the table's number of rows
     if part is None:

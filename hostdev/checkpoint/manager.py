@@ -1,17 +1,17 @@
 """`CheckpointManager`, which saves the checkpoints of a runtime or of the command `train` to a folder."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.device_rows import DeviceRows
+from hostdev.checkpoint.adopting import can_locate, describe_segments, find_held
 from hostdev.checkpoint.folder import Checkpoint
-from hostdev.checkpoint.items import Item, Located, describe_table
-from hostdev.checkpoint.keyed import OtherKeys, is_by_key, make_state
-from hostdev.checkpoint.locating import can_locate, describe_segments, find_held
+from hostdev.checkpoint.items import DeviceRows, Item, Located, describe_table
+from hostdev.checkpoint.keyed import OtherKeys, make_state
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import FILE_BYTES
 from hostdev.checkpoint.uploads import Uploads
@@ -19,7 +19,7 @@ from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content
 from hostdev.core.errors import StoreError, UserError
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.host.disk.snapshot import LocationCopies
-from hostdev.host.snapshot import Budget
+from hostdev.host.snapshot import Budget, Copies
 from hostdev.kernels.bits import count_bits
 
 COPIES_BYTES = 384 << 20  # limit on the bytes of copied rows
@@ -197,9 +197,9 @@ class CheckpointManager:
 
         The rows of the tables `located` need no parent.
         """
-        known = self.last is not None and folder.is_on_disk(self.last) and self._is_of(self.last, tables)
+        known = self.last is not None and folder.still_exists(self.last) and self._is_of(self.last, tables)
         tables = [table for table in tables if table.name not in located]
-        known = known and all(self._knows_changes(table) for table in tables if is_by_key(table))
+        known = known and all(self._knows_changes(table) for table in tables if table.capabilities.by_key)
         full = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
         new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
         votes = self._world.control.share([known, self._increments + new, full])
@@ -210,31 +210,31 @@ class CheckpointManager:
     @staticmethod
     def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
         """Return whether a checkpoint has exactly these tables, with their row counts and row orders."""
-        pairs = [(table, is_by_key(each)) for each in tables for table in [describe_table(each)]]
         return {_shape(table, keyed=table.keys is not None) for table in last.manifest.tables} == {
-            _shape(table, keyed=keyed) for table, keyed in pairs
+            _shape(describe_table(table), keyed=table.capabilities.by_key) for table in tables
         }
 
     def _located_item(self, number: int, table: Any, budget: Budget) -> Item:
         """Return an item for a table on disk whose segments are held."""
         about = replace(describe_table(table), segments=describe_segments(table))
-        changes, copies = table.note_changes(), LocationCopies(table.storage.tier)
+        copies = LocationCopies(table.storage.tier)
         try:
-            if is_by_key(table):
-                rows = table.begin_snapshot(budget, everything=True, copies=copies)
-                item = self._keyed_item(number, table, about, changes, rows)
-            else:
-                rows = changes.begin_located(copies, budget)
-                end = self._end_of(changes, rows)
-                item = Item(about, rows, True, rows.end, end, table.start, table.rows)
+            item, rows = self._begin_item(number, table, about, budget, full=True, copies=copies)
         except BaseException:
             copies.end()
             raise
         return item._replace(located=Located(rows.locate, copies.finish))
 
-    @staticmethod
-    def _end_of(changes: Any, rows: Any) -> Callable[[bool], None]:
-        return lambda saved: changes.end(rows, saved=saved)
+    def _begin_item(
+        self, number: int, table: Any, about: Table, budget: Budget, *, full: bool, copies: Copies | None = None
+    ) -> tuple[Item, Any]:
+        """Begin a snapshot of a table in host memory or on disk; return its item, and the snapshot."""
+        changes = table.note_changes()
+        rows = table.begin_snapshot(budget, everything=full, copies=copies)
+        if table.capabilities.by_key:
+            return self._keyed_item(number, table, about, changes, rows), rows
+        end = partial(_end, table, changes, rows)
+        return Item(about, rows, full, rows.end, end, table.start, table.rows), rows
 
     def _keyed_item(self, number: int, table: Any, about: Table, changes: Any, rows: Any) -> Item:
         mine = [rows.count, table.rows, rows.found.waiting_count]
@@ -244,14 +244,15 @@ class CheckpointManager:
             table.end_snapshot(changes, rows, saved=False)
             raise
         saved_rows, live, waiting = map(sum, zip(*counts, strict=True))
-        about = replace(about, rows=saved_rows, keys=make_state(table, rows, number, live, waiting))
+        state = make_state(table, rows, number, live, waiting)
+        about = replace(about, rows=saved_rows, keys=state, seed=table.seed, order="ids")
         found, gone = rows.found, rows.gone
         return Item(
             about,
             rows,
             True,
             rows.end,
-            lambda saved: table.end_snapshot(changes, rows, saved=saved),
+            partial(_end, table, changes, rows),
             sum(count for count, *_ in counts[: self._world.rank]),
             rows.count,
             get_keys=rows.key_columns,
@@ -263,16 +264,10 @@ class CheckpointManager:
         about, full = describe_table(table), parent is None
         if parent is not None and parent.manifest.table(table.name).segments is not None:
             full, about = True, replace(about, whole=True)  # an increment cannot build on segments
-        if is_by_key(table):
-            rows = table.begin_snapshot(budget, everything=full)
-            return self._keyed_item(number, table, about, table.note_changes(), rows)
         if not hasattr(table, "note_changes"):
             rows = DeviceRows(table, COPIES_BYTES)
             return Item(about, rows, True, rows.stop, lambda saved: None)
-        full = full or not self._knows_changes(table)
-        changes = table.note_changes()
-        snapshot = changes.begin(budget, everything=full)
-        return Item(about, snapshot, full, snapshot.end, self._end_of(changes, snapshot), table.start, table.rows)
+        return self._begin_item(number, table, about, budget, full=full or not self._knows_changes(table))[0]
 
     def _knows_changes(self, table: Any) -> bool:
         """Return whether a table's changes are tracked since the last checkpoint in this folder."""
@@ -327,8 +322,12 @@ class CheckpointManager:
             self._writer.join()
 
 
+def _end(table: Any, changes: Any, rows: Any, saved: bool) -> None:
+    table.end_snapshot(changes, rows, saved=saved)
+
+
 def _shape(table: Table, *, keyed: bool) -> tuple[Any, ...]:
-    return table.name, keyed or table.rows, table.order
+    return table.name, keyed or (table.rows, table.order)
 
 
 def _other_files(found: Any, gone: Any, channel: Any) -> dict[str, bytes]:

@@ -21,10 +21,11 @@ from hostdev.core.initializers import from_text
 from hostdev.core.memory import available_bytes
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.core.pages import read_singly
-from hostdev.host.disk.readers import Planes, Read, Source
+from hostdev.host.disk.readers import Planes, Read, RecordSource
 from hostdev.host.disk.rows import RowFormat
 from hostdev.host.disk.snapshot import LOCATION_BITS, split_locations
-from hostdev.host.storage import Float32, Shape, Split
+from hostdev.host.layouts import Float32, Split
+from hostdev.host.storage import Shape
 from hostdev.kernels.disk_records import BLOCK_HEADER, DAMAGED, GOOD, Format
 from hostdev.kernels.jit import address_of
 
@@ -61,7 +62,7 @@ class SegmentRows:
         tags = np.array([file.number for file in self.state.files], np.uint64) << np.uint64(32)
         addresses = np.array([int(address_of(each)) for each in self._maps], np.int64)
         files = np.full(len(tags), -1, np.int32)
-        self._source = Source(files, tags, records._replace(per_segment=1 << LOCATION_BITS), addresses)
+        self._source = RecordSource(files, tags, records._replace(per_segment=1 << LOCATION_BITS), addresses)
         self._records = count_records(self.state)
         self._held: OrderedDict[str, dict[str, Rows]] = OrderedDict()
         self._lock = threading.Lock()

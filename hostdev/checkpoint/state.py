@@ -1,7 +1,8 @@
 """A checkpoint's values other than the tables, and the digest of the whole checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,17 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import VERSION, BrokenCheckpointError
 from hostdev.checkpoint.merged_keys import key_arrays
 from hostdev.checkpoint.tree import Tree, from_tree, read_tensors
-from hostdev.core.digest import Column, RangeDigests, StateDigest, pieces_of, ranges_in_order, rows_per_range
-from hostdev.core.digest_version1 import StateDigest1
+from hostdev.core.digest import (
+    DigestColumn,
+    RangeDigests,
+    StateDigest,
+    in_order,
+    pieces_of,
+    ranges_in_order,
+    rows_per_range,
+)
 from hostdev.core.errors import in_words
+from hostdev.core.keys import KeyArrays
 
 DENSE = "dense.safetensors"
 DigestNames = list[tuple[str, str]]  # for each dense array: its name in the digest, and in the file
@@ -44,7 +53,7 @@ def state_digest(
         for name in ("weights", *table.slots, *table.row_slots):
             pieces = partial(layers.column, table.name, name)
             width = 1 if name in table.row_slots else table.dim
-            columns.append(Column(name, (table.rows, width), partial(ranges_in_order, pieces, length)))
+            columns.append(DigestColumn(name, (table.rows, width), partial(ranges_in_order, pieces, length)))
         keys = None if table.keys is None else key_arrays(layers.merged(table.name), table.keys)
         digest.table(table.name, table.step, columns, None if known is None else known[table.name], keys)
     for name, key in names:
@@ -84,3 +93,31 @@ def find_file(layers: Layers, name: str) -> Path | None:
 
 def _bits(values: Tensor) -> Any:
     return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).contiguous().numpy()
+
+
+class StateDigest1(StateDigest):
+    """The digest of format version 1: it has no first line, and hashes columns' bytes instead of ranges' digests.
+
+    It is computed in the calling thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._digest = sha256()
+
+    def table(
+        self,
+        name: str,
+        step: int,
+        columns: Sequence[DigestColumn],
+        known: RangeDigests | None = None,
+        keys: KeyArrays | None = None,
+    ) -> None:
+        """Add a table; `known` is ignored, and version 1 has no tables by key."""
+        del known
+        assert keys is None
+        self._digest.update(f"table {name} step {step}\n".encode())
+        ranges = -(-columns[0].shape[0] // rows_per_range(columns[0].shape[1]))
+        for column in in_order(columns):
+            pieces = (fetch() for fetch in column.ranges(range(ranges)))
+            self.array(f"{name}/{column.name}", "float32", column.shape, pieces)

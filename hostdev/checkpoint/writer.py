@@ -62,7 +62,7 @@ _WRITERS = 2  # threads; each hashes and writes a file
 BUFFERS = _WRITERS + 1  # one per file being written, and one that is being filled
 
 
-class Channel(Protocol):
+class WriterChannel(Protocol):
     """Communication between processes that write a checkpoint together; `distributed.Channel` implements it."""
 
     rank: int
@@ -125,7 +125,7 @@ class AsyncWriter:
         best_steps: Sequence[int] = (),
         state_sha256: str | None,
         on_end: Callable[["AsyncWriter"], None] = lambda writer: None,
-        channel: Channel | None = None,
+        channel: WriterChannel | None = None,
         release: Callable[[], None] = lambda: None,
         held: Held | None = None,
         uploads: Uploads | None = None,
@@ -242,7 +242,7 @@ class AsyncWriter:
             if self._uploads is not None:
                 self._upload = self._uploads.notify()
 
-    def _save_together(self, channel: Channel) -> Checkpoint:
+    def _save_together(self, channel: WriterChannel) -> Checkpoint:
         """Write a checkpoint together with other processes: each writes its rows, and rank 0 writes all else."""
         partial: Path | None = None
 
@@ -375,7 +375,7 @@ def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
     return RangeDigests(by_column, np.ones(len(by_column[WEIGHTS]), np.bool_))
 
 
-def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
+def _agree(channel: WriterChannel, work: Callable[[], Any] | None) -> list[Any]:
     """Call `work`, unless it is None; return all processes' results, by rank. If one process fails, raise in all."""
     error: BaseException | None = None
     found = None

@@ -41,7 +41,7 @@ Digests = npt.NDArray[np.uint8]  # [ranges, 32]
 Fetch = Callable[[], Any]  # returns rows, float32
 
 
-class Column(NamedTuple):
+class DigestColumn(NamedTuple):
     """A column of a table: weights or optimizer state.
 
     `ranges` is called with ascending numbers of row ranges. For each number it yields a function that returns the rows
@@ -70,7 +70,7 @@ def rows_per_range(dim: int) -> int:
     return 1 << max(0, (RANGE_BYTES // (4 * dim)).bit_length() - 1)
 
 
-def in_order(columns: Sequence[Column]) -> list[Column]:
+def in_order(columns: Sequence[DigestColumn]) -> list[DigestColumn]:
     """Return a table's columns in the digest's order: the weights, which are `columns[0]`, then the others by name."""
     return [columns[0], *sorted(columns[1:], key=lambda column: column.name)]
 
@@ -96,7 +96,7 @@ class StateDigest:
         self,
         name: str,
         step: int,
-        columns: Sequence[Column],
+        columns: Sequence[DigestColumn],
         known: RangeDigests | None = None,
         keys: KeyArrays | None = None,
     ) -> None:
@@ -132,7 +132,7 @@ class StateDigest:
         """Return the digest so far."""
         return self._digest.hexdigest()
 
-    def _column(self, column: Column, length: int, known: RangeDigests | None) -> Digests:
+    def _column(self, column: DigestColumn, length: int, known: RangeDigests | None) -> Digests:
         """Return the digests of a column's ranges."""
         count = -(-column.shape[0] // length)
         if known is None:

@@ -9,12 +9,75 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.catch_up import SMALL, CatchUp, adam_rate, central_step, eps_correction, get_terms
-from hostdev.kernels.catch_up import record, write_recent
+from hostdev.core.checks import require_last
+from hostdev.core.optimizers import SparseOptimizer, take_over_form
+from hostdev.kernels.catch_up import bring_tasks, packed_planes, packed_width, record, write_recent
 from hostdev.kernels.clock import LEAST, MOST_TERMS, Clock
+from hostdev.kernels.pool import Task, run_tasks
+from hostdev.kernels.stochastic_rounding import round_to_nearest
+
+Rows = npt.NDArray[np.float32]
+Ids = npt.NDArray[Any]
+Positions = npt.NDArray[np.int32]
+Formats = tuple[int, ...]  # the storage format of each plane of a row
 
 MOST_STEPS = 1 << 24  # per-row state is float32, which represents all integers up to here
 _ROOM = 1024
 _DAMAGED = "its step history is damaged"
+
+
+class NoHistory:
+    """In place of a `History`: steps change only the rows of their batches, so that rows are stored up to date."""
+
+    how: CatchUp | None = None
+    steps = 0
+
+    def record(self, lr: float, step: int, table: str) -> Clock | None:
+        """Return None, in place of the clock for the updates of a step."""
+        return None
+
+    def forget(self, steps: int) -> None:
+        """Have no effect."""
+
+    def clock(self) -> Clock | None:
+        """Return None: rows have missed no steps."""
+        return None
+
+    def packed(self) -> str | None:
+        """Return None: a checkpoint has no step history."""
+        return None
+
+    def renewed(self) -> "NoHistory":
+        """Return a history without steps."""
+        return self
+
+    def hand_over(self, table: Any, *, whole: bool) -> None:
+        """See `History`; here without effect."""
+
+    def stamp(self, row_slots: Rows, step: int | None = None) -> None:
+        """See `History`; here without effect."""
+
+    def require_steps(self, table: str, ids: Ids, row_slots: Rows) -> None:
+        """Accept all values."""
+
+    def get_width(self, dim: int) -> int:
+        """Return the number of float32 values that `fetch_tasks` copies per row of `dim` columns."""
+        return dim
+
+    # Any, below: a `host.storage.Storage`
+
+    def fetch_tasks(self, storage: Any, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+        """Return tasks that copy from a storage what a batch needs of rows, float32 [N, `get_width`]."""
+        tasks: list[Task] = storage.lookup_tasks(ids, out, positions)
+        return tasks
+
+    def lookup_tasks(self, storage: Any, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+        """Return tasks that write the weights after the last step, float32 [N, D]."""
+        tasks: list[Task] = storage.lookup_tasks(ids, out, positions)
+        return tasks
+
+    def bring(self, block: Rows, row_slots: Rows, positions: Positions | None, formats: Formats | None = None) -> None:
+        """See `History`; here without effect."""
 
 
 class _Run(NamedTuple):
@@ -86,6 +149,53 @@ class History:
         self._extend([_Run(lr, step, 1)])
         # Recording the step may have changed the scale of the product and the size of the arrays.
         return before._replace(product=self._product[0], inverse=self._inverse, frozen=self._frozen)
+
+    def renewed(self) -> "History":
+        """Return a history without steps."""
+        return History(self.how)
+
+    def hand_over(self, table: Any, *, whole: bool) -> None:
+        """Let a table with an equal optimizer adopt this history, of a checkpoint; see `HostTable.adopt`."""
+        table.adopt(self, whole=whole)
+        take_over_form(table.optimizer, self.how)
+
+    def stamp(self, row_slots: Rows, step: int | None = None) -> None:
+        """Write to the per-row state [N, R] that rows have missed no steps after `step`; None for the last one."""
+        row_slots[:, -1] = self.steps if step is None else step
+
+    def require_steps(self, table: str, ids: Ids, row_slots: Rows) -> None:
+        """Raise ValueError unless the per-row state of the rows `ids` [N] says that they were written in a step."""
+        require_last(table, ids, row_slots[:, -1], self.steps)
+
+    def get_width(self, dim: int) -> int:
+        """See `NoHistory`."""
+        return packed_width(dim, self.how.betas is not None)
+
+    def fetch_tasks(self, storage: Any, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+        """See `NoHistory`: the tasks copy packed rows, from which `kernels.catch_up.unpack_tasks` computes weights."""
+        tasks: list[Task] = storage.pack_tasks(ids, out, positions, packed_planes(self.how.betas is not None))
+        return tasks
+
+    def lookup_tasks(self, storage: Any, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+        """See `NoHistory`."""
+        tasks: list[Task] = storage.current_tasks(ids, self.clock(), out, positions)
+        return tasks
+
+    def bring(self, block: Rows, row_slots: Rows, positions: Positions | None, formats: Formats | None = None) -> None:
+        """Apply to copies of rows the steps that they have missed.
+
+        Args:
+            block: float32 [N, 1 + S, D]: weights, then state of D values.
+            row_slots: float32 [N, R]: per-row state.
+            positions: Those rows of the arrays that are copies, int32 [any]; None for all.
+            formats: If values are to be rounded to the nearest that can be stored, the formats.
+        """
+        some = (block, row_slots) if positions is None else (block[positions], row_slots[positions])
+        run_tasks(bring_tasks(*some, self.clock()))
+        if formats is not None:
+            round_to_nearest(some[0], formats)
+        if positions is not None:
+            block[positions], row_slots[positions] = some
 
     def forget(self, steps: int) -> None:
         """Undo the last `steps` steps."""
@@ -188,6 +298,11 @@ class History:
         return isinstance(other, History) and (self.how, self._runs) == (other.how, other._runs)
 
     __hash__: Any = None
+
+
+def make_history(optimizer: SparseOptimizer) -> NoHistory | History:
+    """Return the step history of a new table: a `History` if steps also change rows that they do not use."""
+    return NoHistory() if optimizer.catch_up is None else History(optimizer.catch_up)
 
 
 class _Series(NamedTuple):

@@ -18,7 +18,7 @@ _MOST_WAITING = 1 << 16  # lines queued for the writer thread
 _EVERY_SECONDS = 1.0
 
 
-class Clock(Protocol):
+class OpClock(Protocol):
     """The interface of a clock: call `begin` before an op's call and `end` after it."""
 
     def begin(self) -> Any:
@@ -91,7 +91,7 @@ class OpLog:
         clocks: The clock of each target; the default is `HostClock`.
     """
 
-    def __init__(self, clocks: dict[str, Clock] | None = None) -> None:
+    def __init__(self, clocks: dict[str, OpClock] | None = None) -> None:
         self._file: Lines | None = None
         self._clocks = clocks or {}
         self._ops: list[OpTimes] = []
@@ -106,7 +106,7 @@ class OpLog:
         self._file = file
         self._writer.start()
 
-    def clock(self, target: str) -> Clock:
+    def clock(self, target: str) -> OpClock:
         """Return the clock for ops of this target."""
         return self._clocks.get(target) or HostClock()
 
@@ -225,7 +225,7 @@ class Primitive:
         self._scope = scope
         self._log = log or OpLog()
         self._times: OpTimes | None = None
-        self._clock: Clock = HostClock()
+        self._clock: OpClock = HostClock()
         self._registering = threading.Lock()
         if run is not None:
             self.run = run  # type: ignore[method-assign]

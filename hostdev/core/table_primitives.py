@@ -52,9 +52,8 @@ class EmbeddingLookup(_TablePrimitive):
     @staticmethod
     def row_bytes(table: Any) -> int:
         """Return the bytes read and written per row."""
-        if table.history is None:
-            return 4 * int(table.dim) + _stored_bytes(table)[0]
-        return 4 * int(table.fetched_width) + sum(_stored_bytes(table)) + 4
+        weights, slots = _stored_bytes(table)
+        return 4 * int(table.fetched_width) + weights + int(table.capabilities.late) * (slots + 4)
 
 
 class _Update(_TablePrimitive):
@@ -191,16 +190,4 @@ class FusedSparseMomentum(_Update):
     name = "FusedSparseMomentum"
 
 
-UPDATES: dict[str, type[_Update]] = {
-    op.name: op
-    for op in (
-        FusedSparseAdagrad,
-        FusedSparseAdam,
-        FusedSparseFtrl,
-        FusedSparseLazyAdam,
-        FusedSparseMomentum,
-        FusedSparseRowWiseAdagrad,
-        FusedSparseRowWiseAdam,
-        FusedSparseSGD,
-    )
-}
+UPDATES: dict[str, type[_Update]] = {op.name: op for op in _Update.__subclasses__()}

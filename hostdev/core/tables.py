@@ -1,12 +1,14 @@
 """Common parts of host and device tables: steps, seed, and the loops that use them."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from hostdev.core.history import History
+from hostdev.core.capabilities import Capabilities
+from hostdev.core.history import History, NoHistory
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.rounding import get_rounding
 from hostdev.core.table_dtypes import TableStep
@@ -44,7 +46,15 @@ class Owned:
     optimizer: SparseOptimizer
     dtype: str  # of stored weights: "fp32" or "bf16"
     slots_dtype: str  # of stored optimizer state: "fp32", "bf16" or "8bit"
-    history: History | None = None  # step history, if steps also change unused rows; see `kernels.catch_up`
+    capabilities: Capabilities
+    history: NoHistory | History  # the steps so far, if they also change unused rows; see `kernels.catch_up`
+    fetched_width: int  # number of values that a loop fetches for each row
+    total_rows: int  # number of rows over all ranks
+    capacity: int  # the most rows that the table can have over all ranks
+    part: tuple[int, int] | None = None  # (rank, ranks) if this rank has only a part of the rows
+    window = 0  # number of batches that a table on disk looks ahead
+    erased = 0  # a checksum of the keys that were given to `erase`, which ranks compare
+    has_default_capacity = False  # whether ranks agree on `capacity`
     _owners: tuple[Owner, ...] = ()
     _step = 0
     _is_writing = False  # inside `writing`
@@ -72,34 +82,61 @@ class Owned:
         self._step = int(step)
 
     @property
+    def rows(self) -> int:
+        """Number of rows on this rank, V."""
+        raise NotImplementedError
+
+    @property
     def dim(self) -> int:
         """Number of columns, D."""
         raise NotImplementedError
 
     @property
-    def fetched_width(self) -> int:
-        """Number of values that a loop fetches for each row."""
-        return self.dim
+    def most_rows(self) -> int:
+        """The most rows that this rank can have; of a table by key on several ranks, about so many."""
+        return self.rows
+
+    def describe_size(self) -> Mapping[str, Any]:
+        """Return what decides which rows the table has, and must be equal on all ranks, by name."""
+        return {"the number of rows": self.total_rows}
+
+    def begin_load(self) -> None:
+        """Prepare for all rows of a checkpoint: a table by key forgets its own keys."""
+
+    def rows_at(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the rows at positions [N] among the `rows` rows in use, which for a table by id are these numbers."""
+        return positions
+
+    def find_ids(self, ids: Any, unknown: Any) -> tuple[Any, Any]:
+        """Return the local rows of ids [N], which for a table by id are these numbers; and None.
+
+        A table by key also takes, for each feature in order, its number of ids and the names of its out-of-vocabulary
+        rows; the second value then keeps rows that are only for this call.
+        """
+        del unknown
+        return ids, None
+
+    def use_unknown(self, names: Iterable[str]) -> None:
+        """Give the out-of-vocabulary rows of a table by key to features, by their names."""
 
     def begin_step(self) -> TableStep:
         """Count one step, and return the arguments that all its updates share."""
         self._require_no_writing()
         step, lr = self._step + 1, self.optimizer.lr
         rounding = get_rounding(self.seed, self.name, step, self.dtype, self.slots_dtype, self.optimizer)
-        clock = None if self.history is None else self.history.record(lr, step, self.name)
+        clock = self.history.record(lr, step, self.name)
         self._step = step
         scalars, clip = self.optimizer.scalars(step, self.dim), self.optimizer.clip_limit(self.dim)
         return TableStep(scalars, rounding, clip, clock)
 
     def clock(self) -> Clock | None:
         """Return the step history, to apply steps that rows have missed; None if a step changes only a batch's rows."""
-        return None if self.history is None else self.history.clock()
+        return self.history.clock()
 
     def uncount_steps(self, steps: int) -> None:
         """Subtract steps that were counted but whose updates failed."""
         self._step = max(0, self._step - steps)
-        if self.history is not None:
-            self.history.forget(steps)
+        self.history.forget(steps)
 
     def add_owner(self, owner: Owner) -> None:
         """Notify `owner` of reads and writes from now on."""

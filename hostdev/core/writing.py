@@ -7,7 +7,7 @@ from typing import Any
 class Slots(Mapping[str, Any]):
     """Writable copies of the slots by name, each made on first access; `slots[name] = values` overwrites a slot."""
 
-    def __init__(self, copies: "Copies") -> None:
+    def __init__(self, copies: "ColumnCopies") -> None:
         self._copies = copies
 
     def __getitem__(self, name: str) -> Any:
@@ -26,7 +26,7 @@ class Slots(Mapping[str, Any]):
         return len(self._copies.names) - 1
 
 
-class Copies:
+class ColumnCopies:
     """Writable copies of a table's columns, each made on first access and usable until the `with` block ends.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hostdev.core.primitive import Clock, HostClock, Report
+from hostdev.core.primitive import HostClock, OpClock, Report
 from hostdev.device.backend import is_accelerator
 
 
@@ -43,6 +43,6 @@ class EventClock:
         return event
 
 
-def make_clock(device: torch.device) -> Clock:
+def make_clock(device: torch.device) -> OpClock:
     """Return the clock for ops on this device."""
     return EventClock(device) if is_accelerator(device) else HostClock()

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.core.checks import check_rows, require_finite, require_last, require_size
-from hostdev.core.history import History
+from hostdev.core.capabilities import Capabilities
+from hostdev.core.checks import check_rows, require_finite, require_size
+from hostdev.core.history import History, make_history
 from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Given, Initializer, Normal, initializer
 from hostdev.core.memory import require_table
@@ -25,11 +26,11 @@ from hostdev.core.tables import Owned, initial_seed
 from hostdev.device.backend import free_bytes, require
 from hostdev.device.ops import get_ops
 from hostdev.device.ops.catch_up import Clocks, bring, pack, unpack
-from hostdev.device.writing import Writing
+from hostdev.device.writing import DeviceWriting
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.norm import PART, partial_squares, total
 from hostdev.kernels.plane_formats import BFLOAT16
-from hostdev.kernels.rounding import require_exact, round_rows, round_to_nearest
+from hostdev.kernels.stochastic_rounding import require_exact, round_rows, round_to_nearest
 
 Rows = npt.NDArray[np.float32]
 
@@ -82,7 +83,10 @@ class DeviceTable(Owned):
         self._fill(self._init, self.seed)
         row_slots = torch.tensor(list(optimizer.row_slots.values()), dtype=torch.float32, device=device)
         self._row_slots = row_slots.repeat(rows, 1)
-        self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
+        self.history, late = make_history(optimizer), optimizer.catch_up is not None
+        formats = plane_formats(self.dtype, self.slots_dtype, optimizer)
+        self.capabilities = Capabilities(late=late, formats=formats)
+        self.total_rows, self.capacity, self.fetched_width = rows, rows, dim
         self._ops, self._clocks = get_ops(self._block.device), Clocks()
 
     def _fill(self, init: Initializer, seed: int) -> None:
@@ -108,11 +112,6 @@ class DeviceTable(Owned):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
         self._ops, self._clocks = get_ops(self._block.device), Clocks()
-
-    @property
-    def total_rows(self) -> int:
-        """Number of rows, V."""
-        return self.rows
 
     @property
     def rows(self) -> int:
@@ -177,6 +176,10 @@ class DeviceTable(Owned):
 
     def _current(self, ids: Tensor | None = None) -> dict[str, Tensor]:
         """Return weights and optimizer state by name, of all rows or of `ids`, as they are after the last step."""
+        return self._named(*self._current_memory(ids))
+
+    def _current_memory(self, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return what `memory` does, of all rows or of `ids`, as they are after the last step."""
         block, row_slots = self._block, self._row_slots
         if (clock := self.clock()) is not None:
             block, row_slots = (
@@ -185,13 +188,12 @@ class DeviceTable(Owned):
             bring(block, row_slots, clock, self._clocks)
         elif ids is not None:
             block, row_slots = (held.index_select(0, ids) for held in (block, row_slots))
-        return self._named(block, row_slots)
+        return block, row_slots
 
     def _storable(self, ids: Tensor | None = None) -> dict[str, Tensor]:
         """Return the columns of `_current`, rounded to the nearest values that the host table can store."""
         found = self._current(ids)
-        formats = plane_formats(self.dtype, self.slots_dtype, self.optimizer)
-        if formats is not None:
+        if (formats := self.capabilities.formats) is not None:
             names = list(found)[: len(formats)]
             block = np.stack([found[name].cpu().numpy() for name in names], 1)
             round_to_nearest(block, formats)
@@ -257,7 +259,7 @@ class DeviceTable(Owned):
     def adopt(self, history: History, *, whole: bool) -> None:
         """Replace the table's step history with a checkpoint's, as `HostTable.adopt` does."""
         self._before_write()
-        if not whole and self.history is not None:
+        if not whole:
             for start in range(0, self.rows, _ERASED):
                 ids = torch.arange(start, min(self.rows, start + _ERASED), device=self.device)
                 for name, values in self._storable(ids).items():
@@ -268,12 +270,11 @@ class DeviceTable(Owned):
 
     def _require_exact(self, plane: int, values: Rows) -> None:
         """Raise ValueError unless values [N, D] of a plane can be stored without rounding; plane 0 is the weights."""
-        formats = plane_formats(self.dtype, self.slots_dtype, self.optimizer)
-        if formats is not None:
+        if (formats := self.capabilities.formats) is not None:
             require_exact(values, self.name, plane, formats[plane])
 
     @contextmanager
-    def writing(self, ids: Tensor | npt.ArrayLike | None = None) -> Iterator[Writing]:
+    def writing(self, ids: Tensor | npt.ArrayLike | None = None) -> Iterator[DeviceWriting]:
         """Yield copies of weights and state, as `HostTable.writing` does; their changes are written when `with` ends.
 
         Args:
@@ -286,7 +287,8 @@ class DeviceTable(Owned):
                 raise ValueError(f"table {self.name!r}: the ids of writing() must be all different")
             chosen = torch.from_numpy(array).to(self.device, torch.int64)
         self._before_write()
-        one = Writing(self.name, self._columns(), chosen, None if self.history is None else self._storable)
+        late = self._storable if self.capabilities.late else None
+        one = DeviceWriting(self.name, self._columns(), chosen, late)
         self._is_writing = True
         try:
             with torch.no_grad():
@@ -313,8 +315,7 @@ class DeviceTable(Owned):
                 round_rows(block, identity(len(part)), part, rounding_key(self.seed, self.name, 0), (BFLOAT16,))
             row_slots = np.empty((len(part), self._row_slots.shape[1]), np.float32)
             row_slots[:] = list(self.optimizer.row_slots.values())
-            if self.history is not None:
-                row_slots[:, -1] = self.history.steps
+            self.history.stamp(row_slots)
             self.write_rows(part, block, row_slots)
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows) -> None:
@@ -336,8 +337,7 @@ class DeviceTable(Owned):
         for plane in range(planes):
             self._require_exact(plane, block[:, plane])
         require_finite(self.name, ids, block, row_slots)
-        if self.history is not None:
-            require_last(self.name, ids, row_slots[:, -1], self.history.steps)
+        self.history.require_steps(self.name, ids, row_slots)
         self._before_write()
         at = torch.from_numpy(ids).to(self.device, torch.int64)
         self._block.index_copy_(0, at, torch.from_numpy(block).to(self.device))
@@ -350,11 +350,10 @@ class DeviceTable(Owned):
         `kernels.norm` defines the parts and the order; the result equals the host table's bit for bit.
         """
         self._before_read()
-        weights = self._current()["weights"]
+        block, _ = self._current_memory()
         if self.device.type == "cpu":
-            block = self._block if self.history is None else weights.contiguous().unsqueeze(1)
             return torch.from_numpy(partial_squares(block.numpy()))
-        return partial_squares_with_torch(weights)
+        return partial_squares_with_torch(block[:, 0])
 
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""

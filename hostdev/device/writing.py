@@ -7,10 +7,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.core.writing import Copies
+from hostdev.core.writing import ColumnCopies
 
 
-class Writing(Copies):
+class DeviceWriting(ColumnCopies):
     """The copies that `DeviceTable.writing` yields.
 
     Args:

@@ -50,38 +50,28 @@ class Changes:
         if self._snapshot is not None:
             self._snapshot.save_before_forget(ids)
 
-    def begin(self, budget: Budget, *, everything: bool) -> Snapshot:
+    def begin(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> Snapshot:
         """Begin a snapshot: of all rows if `everything`, else of the rows written since the last saved snapshot.
 
-        No thread may write to the table during this call.
+        No thread may write to the table during this call. `copies` copies the places of all rows on disk; None for a
+        snapshot that copies values.
 
         Raises:
             RuntimeError: The last snapshot has not ended.
         """
-        self._require_none()
         wanted = full_bits(self._rows) if everything else self.touched
-        self.digests = self.known_digests()
-        self._unsaved = []
-        self._snapshot = snapshot = Snapshot(RowCopies(self._storage), self._rows, wanted, budget)
-        self._touched = empty_bits(self._rows)
-        return snapshot
-
-    def begin_located(self, copies: Copies, budget: Budget) -> Snapshot:
-        """Begin a snapshot of all rows, of which `copies` copies the places on disk; see `begin`."""
-        snapshot = Snapshot(copies, self._rows, full_bits(self._rows), budget)
-        self.digests = None  # those of rows are not known any more when changes are forgotten
+        digests = self.known_digests() if copies is None else None  # those of rows are forgotten with the changes
+        snapshot = Snapshot(copies or RowCopies(self._storage), self._rows, wanted, budget)
         self.begin_with(snapshot)
+        self.digests = digests
         return snapshot
 
     def begin_with(self, snapshot: Snapshot) -> None:
         """Begin a snapshot that the caller has made, after which no row counts as touched; see `begin`."""
-        self._require_none()
-        self._unsaved = []
-        self._snapshot, self._touched = snapshot, empty_bits(self._rows)
-
-    def _require_none(self) -> None:
         if self._snapshot is not None:
             raise RuntimeError("the previous snapshot of this table is still being saved; wait until it ends")
+        self._unsaved = []
+        self._snapshot, self._touched = snapshot, empty_bits(self._rows)
 
     def await_end(self) -> None:
         """Wait until all rows of the current snapshot, if any, have been read, or it is abandoned."""

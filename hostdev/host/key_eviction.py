@@ -1,13 +1,15 @@
-"""Which keys a table by key evicts: exactly the least of the whole table, even if ranks have parts of it."""
+"""Which keys a table by key evicts: exactly the least of the whole table, even with ranks; and reports of these."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.arrays import Counts, Keys
+from hostdev.kernels.arrays import Counts, Keys, Rows
 from hostdev.kernels.counter import mix64
+from hostdev.kernels.key_order import order_of
 
 Total = Callable[[Counts], Counts]  # returns the sum of all ranks' arrays of this shape
 
@@ -59,3 +61,28 @@ def _find_least(values: npt.NDArray[np.uint64], bits: int, count: int, total: To
         left -= int(ends[digit - 1]) if digit else 0
         values, found = values[digits == digit], found << _DIGIT | digit
     return np.uint64(found), left
+
+
+class EvictionReports:
+    """Evictions that were not reported yet, and the functions to which they are reported."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Keys, Rows], object]] = []
+        self._waiting: deque[tuple[Keys, Rows]] = deque()
+
+    def __bool__(self) -> bool:
+        """Return whether anybody listens."""
+        return bool(self.listeners)
+
+    def add(self, keys: Keys, weights: Callable[[npt.NDArray[np.int64]], Rows]) -> None:
+        """Note an eviction: keys [E], and a function that returns the weights of these positions, [E, D]."""
+        if len(keys) and self.listeners:
+            order = order_of(keys)
+            self._waiting.append((keys[order], weights(order)))
+
+    def send(self) -> None:
+        """Call the listeners for each eviction that was not reported yet."""
+        while self._waiting:
+            keys, weights = self._waiting.popleft()
+            for listener in self.listeners:
+                listener(keys, weights)

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.admission import Admission
-from hostdev.core.errors import TableFullError, UserError
+from hostdev.core.errors import TableFullError
 from hostdev.core.eviction import Eviction, KeyUse
 from hostdev.core.keys import INITIAL, SHARED, ZEROS, decayed
 from hostdev.host.committed_keys import CommittedKeys, newest
+from hostdev.host.free_rows import FreeRows
 from hostdev.host.key_eviction import Total, choose_least
 from hostdev.host.key_options import LEAST_SPARE, MOST_KEYS, MOST_SPARE, advise_full, require_answer
 from hostdev.host.key_plan import NO_KEYS, NO_ROWS, KeyCount, PlannedAheadError, PlannedKeys, Undo
@@ -38,11 +39,10 @@ Norms = Callable[[Rows], npt.NDArray[np.float64]]
 
 _LEAST_SPARE, _MOST_SPARE = LEAST_SPARE, MOST_SPARE
 _DEAD = 0  # in `_last`: the row has no key
-_CHECKED_ROWS = 1 << 16  # the memory is checked each time that this many rows are used for the first time
 _MOST = 2**32 - 1  # uses
 
 
-class KeyIndex:
+class KeyIndex(FreeRows):
     """Maps the keys of a table to rows, and decides which keys have one.
 
     Args:
@@ -89,14 +89,10 @@ class KeyIndex:
             self._sketch = CountMinSketch(admit.sketch_bytes, seed, *ends)
         self._unknown, self._is_first = unknown, part is None or part[0] == 0
         spare = max(_LEAST_SPARE, min(capacity, _MOST_SPARE)) if unknown != INITIAL else _MOST_SPARE
-        self.row_space = min(capacity + spare, MOST_ROWS)
+        super().__init__(min(capacity + spare, MOST_ROWS), require_memory)
         self.keys: Keys = reserved((self.row_space,), np.int64)
         self._packed: npt.NDArray[np.uint64] = reserved((self.row_space,), np.uint64)
         self._last, self._uses = split(self._packed)  # of each row, uint32 [V]
-        self.rows = 0  # rows that have ever been used
-        self._require_memory, self._checked_rows = require_memory, 0
-        self._free: list[Rows] = []  # rows that can be used again
-        self.returned: deque[Rows] = deque()  # such rows from other threads
         self.step = self.decays = 0
         self._undo: deque[Undo] = deque()
 
@@ -172,7 +168,7 @@ class KeyIndex:
             admitted, counts = self._admit(undo, keys, uses, rows, step)
             guests = self._count_guests(rows, len(admitted))
             has_rows = self._has_rows(len(admitted) + guests)
-            why = self._find_lack(len(admitted) + guests) if has_rows else None
+            why = self._find_lack(len(admitted) + guests, len(self)) if has_rows else None
             evicted = len(undo.evicted[0])
             counted = np.array(
                 [len(self), self.waiting, len(admitted), evicted, not has_rows, why is not None], np.int64
@@ -217,11 +213,6 @@ class KeyIndex:
         self.step = undo.step
         assert undo.counts is not None
         return undo.evicted[1], undo.guests, undo.counts
-
-    def release(self, rows: Rows) -> None:
-        """Allow the use of rows whose keys were evicted, and that nothing uses any more."""
-        if len(rows):
-            self._free.append(rows)
 
     @property
     def unfinished(self) -> int:
@@ -312,7 +303,7 @@ class KeyIndex:
                 f"{self.capacity:,} rows",
                 "raise capacity",
             )
-        self._require_memory_for(len(keys))
+        self._require_memory_for(len(keys), len(self))
         rows = self._take_rows(len(keys))
         self.directory.insert(keys, rows)
         self.keys[rows], self._last[rows], self._uses[rows] = keys, np.maximum(last, 1), uses
@@ -323,7 +314,7 @@ class KeyIndex:
         if not self._has_rows(len(keys)):
             fact = f"table {self.name!r} has no rows left for the values of {len(keys):,} unknown keys"
             raise TableFullError(fact, "use smaller batches, or unknown='zeros'")
-        self._require_memory_for(len(keys))
+        self._require_memory_for(len(keys), len(self))
         rows = self._take_rows(len(keys))
         self.keys[rows] = keys
         return rows
@@ -333,12 +324,6 @@ class KeyIndex:
         if self._unknown == INITIAL:
             return int(np.count_nonzero(rows == EMPTY)) - admitted
         return int(self._unknown == ZEROS and self._is_first)
-
-    def _has_rows(self, n: int) -> bool:
-        """Return whether there are n rows without keys."""
-        while self.returned:
-            self.release(self.returned.popleft())
-        return n <= sum(map(len, self._free)) + self.row_space - self.rows
 
     def _too_small(self, needed: int) -> TableFullError:
         return TableFullError(
@@ -385,35 +370,6 @@ class KeyIndex:
         undo.new = keys, rows
         self.keys[rows], self._last[rows], self._uses[rows] = keys, step, np.minimum(uses, _MOST)
         return rows
-
-    def _take_rows(self, n: int) -> Rows:
-        """Return n rows without keys, first those that were used before."""
-        taken, missing = [NO_ROWS], n
-        while missing and self._free:
-            some = self._free.pop()
-            if len(some) > missing:
-                self._free.append(some[missing:])
-            taken.append(some[:missing])
-            missing -= len(taken[-1])
-        used = np.concatenate(taken)
-        first, self.rows = self.rows, self.rows + n - len(used)
-        return np.concatenate([used, np.arange(first, self.rows, dtype=np.int32)])
-
-    def _require_memory_for(self, new: int) -> None:
-        """Raise UserError unless there is memory for n more rows."""
-        first_used = max(0, new - sum(map(len, self._free)))
-        if self.rows + first_used > self._checked_rows:
-            step = max(first_used, _CHECKED_ROWS)
-            self._require_memory(step, len(self))
-            self._checked_rows = self.rows + step
-
-    def _find_lack(self, new: int) -> UserError | None:
-        """Return the error that `_require_memory_for` raises, or None."""
-        try:
-            self._require_memory_for(new)
-        except UserError as error:
-            return error
-        return None
 
     def _evict(
         self,

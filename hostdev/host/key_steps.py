@@ -3,19 +3,21 @@
 Methods take and return row numbers, which are private.
 """
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.keys import INITIAL, SHARED, ZEROS
-from hostdev.host.disk.storage import DiskStorage
-from hostdev.host.eviction_reports import EvictionReports
-from hostdev.host.guest_rows import GuestRows
-from hostdev.host.key_checkpoints import CheckpointedKeys
-from hostdev.host.key_eviction import Total
+from hostdev.host.committed_keys import CommittedKeys
+from hostdev.host.free_rows import GuestRows
+from hostdev.host.key_eviction import EvictionReports, Total
+from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_plan import KeyCount, PlannedKeys
 from hostdev.host.storage import Shape
+from hostdev.host.writes import WritableTable
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.counter import key64
 from hostdev.kernels.key_directory import EMPTY
@@ -27,15 +29,44 @@ Positions = npt.NDArray[np.int32]
 _AT_ONCE = 1 << 16  # rows that are filled or read at a time
 
 
-class SteppedKeys(CheckpointedKeys):
+class SteppedKeys(WritableTable):
     """The methods of a table by key that the pipeline calls for each batch."""
 
+    index: KeyIndex
+    _lock: threading.RLock  # held while the index is read or changed
+    _noting: threading.Lock  # held while rows are recorded as changed
+    _gone: list[Keys]  # keys that have lost their rows since the last checkpoint
     unknown: str  # one of UNKNOWN
     key_counts: list[KeyCount] | None
     _unknown: dict[str, int]  # out-of-vocabulary rows by name
     _reports: EvictionReports
     _first_step: int  # the table's step count when the index was at step 0
     _key_shape: Shape
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the out-of-vocabulary rows."""
+        return self.part is None or self.part[0] == 0
+
+    def committed(self) -> CommittedKeys:
+        """Return the table's keys after its last finished step, with their rows."""
+        with self._lock:
+            return self.index.committed()
+
+    @contextmanager
+    def _rekeying(self) -> Iterator[None]:
+        """Change keys in a `with` block, while no step of an open loop is planned ahead."""
+        self._before_write()
+        for owner in self._owners:
+            owner.before_rekey(self)
+        with self._lock:
+            if self.index.unfinished:
+                raise ValueError(
+                    f"table {self.name!r}: a loop has a batch without its step; change keys after the batch's step, "
+                    "or between loops"
+                )
+            self.untouched = False
+            yield
 
     def unknown_row(self, name: str = "") -> int:
         """Return the row that features with the out-of-vocabulary row `name` use for keys without a row.
@@ -54,8 +85,13 @@ class SteppedKeys(CheckpointedKeys):
                 if self.unknown == ZEROS:
                     self._write_zeros(np.array([row], np.int32))
                 else:
-                    self._fill(np.array([row], np.int32), 0 if self.history is None else self.history.steps)
+                    self._fill(np.array([row], np.int32), self.history.steps)
             return self._unknown[name]
+
+    def use_unknown(self, names: Iterable[str]) -> None:
+        """See `Owned`."""
+        for name in dict.fromkeys(names):
+            self.unknown_row(name)
 
     @property
     def unknown_rows(self) -> Mapping[str, int]:
@@ -86,7 +122,7 @@ class SteppedKeys(CheckpointedKeys):
         with self._lock:
             guests = self.index.take_guests(keys[strangers])
             rows[strangers] = guests
-            self._fill(guests, 0 if self.history is None else self.history.steps)
+            self._fill(guests, self.history.steps)
             return rows, GuestRows(guests, self.index.returned)
 
     def plan(
@@ -97,7 +133,7 @@ class SteppedKeys(CheckpointedKeys):
         `may_read` is whether all earlier steps are finished, with all rows on the host.
         """
         with self._lock:
-            if not self.index.unfinished and self.history is not None:
+            if not self.index.unfinished:
                 self._first_step = self.history.steps - self.index.step
             planned = self.index.plan(keys, uses, self._norms if may_read else None, total)
             try:
@@ -133,10 +169,7 @@ class SteppedKeys(CheckpointedKeys):
 
     def _forget(self, rows: Positions) -> None:
         """Free the memory and the disk that rows take which nothing uses any more."""
-        if isinstance(self.storage, DiskStorage):
-            if self.changes is not None:
-                self.changes.before_forget(rows)
-            self.storage.tier.forget(rows)
+        self.storage.forget(rows, self.changes)
 
     def retire(self, rows: Positions) -> None:
         """Allow the use of rows that a step has evicted, once nothing uses them any more; note them for `on_evict`."""
@@ -178,8 +211,7 @@ class SteppedKeys(CheckpointedKeys):
             self.storage.initial(self._key_shape, *self._initial, self.index.keys[part], block)
             row_slots = np.empty((len(part), self.storage.row_slots.shape[1]), np.float32)
             row_slots[:] = list(self.optimizer.row_slots.values())
-            if self.history is not None:
-                row_slots[:, -1] = step
+            self.history.stamp(row_slots, step)
             self._write_unused(part, block, row_slots)
 
     def _write_zeros(self, rows: Positions) -> None:

@@ -5,7 +5,7 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -24,13 +24,13 @@ from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.keys import INITIAL, SHARED, ZEROS
 from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
+from hostdev.core.table_dtypes import FP32, TableStep
 from hostdev.core.tables import initial_seed
-from hostdev.host.committed_keys import CommittedKeys
 from hostdev.host.disk.rows import RowFormat
-from hostdev.host.disk.storage import DiskStorage
-from hostdev.host.eviction_reports import EvictionReports
-from hostdev.host.guest_rows import GuestRows
+from hostdev.host.disk.storage import make_storage
+from hostdev.host.free_rows import GuestRows
+from hostdev.host.key_checkpoints import CheckpointedKeys
+from hostdev.host.key_eviction import EvictionReports
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_options import (
     KEY_BYTES,
@@ -41,9 +41,7 @@ from hostdev.host.key_options import (
     require_row_memory,
 )
 from hostdev.host.key_plan import KeyCount
-from hostdev.host.key_steps import SteppedKeys
-from hostdev.host.storage import Shape, make_storage
-from hostdev.host.writing import Writing
+from hostdev.host.storage import Shape
 from hostdev.kernels.arrays import Ids
 from hostdev.kernels.key_directory import EMPTY, PARTS
 from hostdev.kernels.unique import count_occurrences, unique
@@ -57,35 +55,8 @@ _LOCATION_BYTES = 8  # at most, for each key of a table on disk, to know where i
 _AT_ONCE = 1 << 16  # rows that are filled or read at a time
 
 
-class KeyTable(SteppedKeys):
-    """A `HostTable` whose ids are keys; `HostTable(None, ...)` creates it.
-
-    Public methods take keys. Methods that return tasks, and the pipeline, take row numbers, which are private: a key's
-    row depends on which rows were free.
-
-    Args:
-        rows: None.
-        dim: As for `HostTable`, like `optimizer`, `name`, `seed`, `dtype` and `slots`.
-        optimizer: See `dim`.
-        name: See `dim`.
-        seed: See `dim`; it also seeds `Probability`.
-        init: The initial weights: Normal, Uniform or Constant.
-        part: None for a table with all keys; or (rank, ranks), at most 256 ranks, for the keys that a rank owns, see
-            `owns`. Methods then take and return this rank's keys only.
-        dtype: See `dim`.
-        slots: See `dim`.
-        storage: See `dim`; memory for keys is beside that of a `Disk`.
-        capacity: Maximum number of keys with a row, or the memory for all keys, such as "24GiB"; None for what the free
-            memory allows. With `part`, this is the capacity of all ranks together.
-        admit: When a key gets a row; None for at once.
-        evict: When a key loses its row; None for never.
-        unknown: What keys without a row read: "shared", the out-of-vocabulary row of their feature, which is trained;
-            "zeros"; or "initial", each its own initial values, which are not trained before the key has a row.
-
-    Raises:
-        UserError: `capacity` exceeds the available memory.
-        TypeError, ValueError: An argument is wrong, or two contradict each other.
-    """
+class KeyedTable(CheckpointedKeys):
+    """The construction of a table by key, and the methods that programs call with keys; see `host.table.KeyTable`."""
 
     def __init__(
         self,
@@ -111,12 +82,9 @@ class KeyTable(SteppedKeys):
         if part is not None and not 0 <= part[0] < part[1] <= PARTS:
             raise UserError(f"table {name!r}: a table by key has {PARTS} parts, so part {part} does not exist")
         require_policies(name, capacity, admit, evict, unknown)
-        self.dtype, self.slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
-        self.name, self.seed, self.optimizer = name, initial_seed(seed), optimizer
-        self.part, self.start = part, 0
-        self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
+        self._begin_table(name, dim, optimizer, part, (dtype, slots), storage, by_key=True)
+        self.seed, self.start = initial_seed(seed), 0
         self._initial = (self.seed, require_initializer(init, dim, name))
-        self.disk = storage
         self.row_bytes = KEY_BYTES + (
             _LOCATION_BYTES if storage else TableShape(dim, optimizer, self.dtype, self.slots_dtype).nbytes(1)
         )
@@ -165,14 +133,8 @@ class KeyTable(SteppedKeys):
         )
         self._rows = self.total_rows = self.index.row_space
         self._key_shape = self._shape(self._dim)
-        if self.disk is None:
-            self.storage = make_storage(self.name, self._key_shape, self.dtype, self.slots_dtype)
-        else:
-            if isinstance(old := getattr(self, "storage", None), DiskStorage):
-                old.close()
-            get_keys = partial(_keys_of, self.index.keys)
-            format_ = RowFormat(self.name, self._key_shape, self.dtype, self.slots_dtype, *self._initial)
-            self.storage = DiskStorage(format_, self.disk, get_keys)
+        format_ = RowFormat(self.name, self._key_shape, self.dtype, self.slots_dtype, *self._initial)
+        self.storage = make_storage(format_, self.disk, partial(_keys_of, self.index.keys))
 
     @property
     def rows(self) -> int:
@@ -204,10 +166,35 @@ class KeyTable(SteppedKeys):
         """Return the keys of rows, which take the place of their ids."""
         return self.index.keys[ids]
 
-    def committed(self) -> CommittedKeys:
-        """Return the table's keys after its last finished step, with their rows."""
-        with self._lock:
-            return self.index.committed()
+    @property
+    def most_rows(self) -> int:
+        """See `Owned`."""
+        return -(-self.capacity // self.capabilities.ranks)
+
+    def describe_size(self) -> Mapping[str, Any]:
+        """See `Owned`."""
+        rules = {"admit": repr(self.admit), "evict": repr(self.evict), "unknown": self.unknown}
+        return {"capacity": self.capacity, **rules, "the number of the keys' steps": self.index.step}
+
+    def begin_load(self) -> None:
+        """See `Owned`."""
+        if not self.untouched:
+            self.reset()
+
+    def rows_at(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the rows of the keys at positions [N] in the order of `keys`."""
+        rows: npt.NDArray[np.int32] = self.committed().rows[positions]
+        return rows
+
+    def find_ids(self, ids: Ids, unknown: Sequence[tuple[int, Sequence[str]]]) -> tuple[Ids, GuestRows | None]:
+        """See `Owned.find_ids`; rows of keys without a row are those of the names, which are used in turn."""
+        distinct: Any
+        distinct, inverse = unique(ids)
+        rows, guests = self.find_or_guest(distinct)
+        own = [np.array([self.unknown_row(name) for name in names], np.int32) for _, names in unknown]
+        others = np.concatenate([np.resize(rows, count) for rows, (count, _) in zip(own, unknown, strict=True)])
+        rows = rows[inverse]
+        return np.where(rows == EMPTY, others, rows), guests
 
     def erase(self, ids: npt.ArrayLike) -> None:
         """Forget keys with their rows, optimizer state, and counts of uses; keys that are unknown have no effect.
@@ -227,8 +214,8 @@ class KeyTable(SteppedKeys):
             rows = self.index.erase(mine)
             self._write_zeros(rows)
             self._forget(rows)
-            if isinstance(self.storage, DiskStorage) and len(mine):  # also for keys whose rows were evicted
-                self.storage.tier.store.taint()
+            if len(mine):  # also for keys whose rows were evicted
+                self.storage.taint()
             self.index.keys[rows] = 0
             self.index.release(rows)
             if self.changes is not None:  # earlier checkpoints have the keys, so the next one cannot build on them
@@ -298,16 +285,6 @@ class KeyTable(SteppedKeys):
         self.retire(evicted)
         self.release(guests)
 
-    @contextmanager
-    def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:
-        """Edit copies of rows, as `HostTable.writing` does; without `ids`, of all keys in the order of `keys`.
-
-        Raises:
-            UserError: A key has no row.
-        """
-        with super().writing(ids) as one:
-            yield one
-
     def _to_edit(self, ids: npt.ArrayLike | None) -> Ids:
         self._before_write()
         if ids is None:
@@ -325,13 +302,13 @@ class KeyTable(SteppedKeys):
             if self.changes is not None:
                 self.changes.await_end()
             names = list(self._unknown)
+            self.storage.close()
             self._begin()
             for name in names:
                 self.unknown_row(name)
             if self.changes is not None:
                 self.note_changes(anew=True)
-            if self.history is not None:
-                self.history = History(self.history.how)
+            self.history = self.history.renewed()
             self._step = 0
         self._after_write(None)
 
@@ -344,21 +321,6 @@ class KeyTable(SteppedKeys):
     def __getstate__(self) -> NoReturn:
         """Raise TypeError: only address space is reserved for most rows."""
         raise TypeError(f"table {self.name!r} is a table by key, which cannot be copied; save a checkpoint and load it")
-
-    @contextmanager
-    def _rekeying(self) -> Iterator[None]:
-        """Change keys in a `with` block, while no step of an open loop is planned ahead."""
-        self._before_write()
-        for owner in self._owners:
-            owner.before_rekey(self)
-        with self._lock:
-            if self.index.unfinished:
-                raise ValueError(
-                    f"table {self.name!r}: a loop has a batch without its step; change keys after the batch's step, "
-                    "or between loops"
-                )
-            self.untouched = False
-            yield
 
     def _checked(self, ids: npt.ArrayLike) -> Ids:
         """Return the rows of keys after all steps so far; the out-of-vocabulary row for a key without a row."""

@@ -3,32 +3,41 @@
 S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.core.capabilities import Capabilities
 from hostdev.core.checks import check_rows
 from hostdev.core.disk_storage import Disk
+from hostdev.core.history import make_history
 from hostdev.core.ids import checked_ids, checked_positions
 from hostdev.core.initializers import Initializer
 from hostdev.core.memory import require_memory
+from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.rounding import plane_formats
-from hostdev.core.table_dtypes import BF16, FP32
+from hostdev.core.table_dtypes import require_slots_dtype, require_table_dtype
 from hostdev.core.tables import Owned
-from hostdev.host import current
-from hostdev.host.storage import Float32, Storage
-from hostdev.host.views import ReadOnlyRows
+from hostdev.host.storage import Storage
+from hostdev.host.views import ReadOnlyRows, current_columns, stored_columns
 from hostdev.kernels.arrays import Ids
-from hostdev.kernels.catch_up import packed_planes, packed_width
 from hostdev.kernels.norm import partial_squares, total
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.shards import get_ids_at, ids_of
 
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
+
+_NO_BLOCK = {  # why a table has no `block`, by capability
+    "late": "has an optimizer that changes all rows in each step, but rows in `block` lack the steps that did not use "
+    "them; use read_rows, which applies these steps",
+    "on_disk": "has rows on disk; use read_rows instead of block",
+    "formats": "stores weights or slots in fewer than 32 bits, and in separate arrays; use read_rows instead of block",
+}
 
 
 class ReadableTable(Owned):
@@ -42,10 +51,30 @@ class ReadableTable(Owned):
     _rows: int
     _initial: tuple[int, Initializer]
 
+    def _begin_table(
+        self,
+        name: str,
+        dim: int,
+        optimizer: SparseOptimizer,
+        part: tuple[int, int] | None,
+        dtypes: tuple[str, str],
+        disk: Disk | None,
+        *,
+        by_key: bool = False,
+    ) -> None:
+        """Set the properties of a new table; `dtypes` are those of weights and of state columns, as the program's."""
+        self.name, self.optimizer, self.part, self.disk = name, optimizer, part, disk
+        self.dtype = require_table_dtype(dtypes[0], name)
+        self.slots_dtype = require_slots_dtype(dtypes[1], name, dim)
+        formats, late = plane_formats(self.dtype, self.slots_dtype, optimizer), optimizer.catch_up is not None
+        self.capabilities = Capabilities(by_key, disk is not None, late, formats, 1 if part is None else part[1])
+        self.history = make_history(optimizer)
+        self.fetched_width = self.history.get_width(dim)
+
     @property
-    def is_on_disk(self) -> bool:
-        """Whether rows are on disk that are not in memory."""
-        return self.disk is not None
+    def window(self) -> int:  # type: ignore[override]
+        """Number of batches that a table on disk looks ahead; 0 for a table in memory."""
+        return self.storage.window
 
     @property
     def rows(self) -> int:
@@ -90,22 +119,11 @@ class ReadableTable(Owned):
         Raises TypeError if rows are not stored in this form, or if the optimizer changes all rows in each step: stored
         rows then lack the steps that they have missed.
         """
-        if self.history is not None:
-            raise TypeError(
-                f"table {self.name!r}: its optimizer changes all rows in each step, but rows in `block` lack the steps "
-                "that did not use them; use read_rows, which applies these steps"
-            )
-        if self.is_on_disk:
-            raise TypeError(f"table {self.name!r} has rows on disk; use read_rows instead of block")
-        if not isinstance(self.storage, Float32):
-            what = "weights" if self.dtype == BF16 else "slots"
-            kind = "as bfloat16" if BF16 in (self.dtype, self.slots_dtype) else "in 8 bits"
-            raise TypeError(
-                f"table {self.name!r} stores {what} {kind}, and weights and slots in separate arrays; use read_rows "
-                "instead of block"
-            )
+        for capability, reason in _NO_BLOCK.items():
+            if getattr(self.capabilities, capability):
+                raise TypeError(f"table {self.name!r} {reason}")
         self._before_read()
-        return _read_only(self.storage.block)
+        return _read_only(self.storage.block)  # type: ignore[attr-defined]  # of `Float32`
 
     @property
     def row_slots(self) -> Rows:
@@ -122,11 +140,7 @@ class ReadableTable(Owned):
         UserError if there is not enough memory for the copy.
         """
         self._before_read()
-        if self.dtype == BF16 or self.history is not None or self.is_on_disk:
-            self._require_copies("weights", 1)
-        if (clock := self.clock()) is not None:
-            return _read_only(current.CurrentColumn(self.storage, clock, 0)[:])
-        return _read_only(self.storage.weights())
+        return self._get_columns("weights", ("weights",))["weights"]
 
     @property
     def slots(self) -> Mapping[str, Rows]:
@@ -137,14 +151,8 @@ class ReadableTable(Owned):
         memory for the copies.
         """
         self._before_read()
-        if self.slots_dtype != FP32 or self.history is not None or self.is_on_disk:
-            self._require_copies("slots", len(self.optimizer.slots))
-        if (clock := self.clock()) is not None:
-            found = current.columns(self.storage, clock, self.optimizer)
-            return MappingProxyType({name: _read_only(found[name][:]) for name in found if name != "weights"})
-        slots = {name: self.storage.slot(i) for i, name in enumerate(self.optimizer.slots)}
-        row_slots = {name: self.storage.row_slots[:, i : i + 1][:] for i, name in enumerate(self.optimizer.row_slots)}
-        return MappingProxyType({name: _read_only(values) for name, values in (slots | row_slots).items()})
+        columns = self._get_columns("slots", self.optimizer.slots)
+        return MappingProxyType(columns | self._get_columns("per-row state", self.optimizer.row_slots))
 
     def lookup(self, ids: npt.ArrayLike, out: Rows | None = None, positions: Positions | None = None) -> Rows:
         """Return the weights of rows.
@@ -174,23 +182,12 @@ class ReadableTable(Owned):
     def lookup_now(self, ids: Ids, out: Rows, positions: Positions | None = None) -> None:
         """Do what `lookup` does, without any check."""
         for source, rows, at in self.storage.sources(ids, positions):
-            run_tasks(self.lookup_tasks_from(source, rows, out, at))
+            run_tasks(self.history.lookup_tasks(source, rows, out, at))
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return the work of `lookup` as tasks, for rows that are in memory."""
         check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
-        return self.lookup_tasks_from(self.storage, ids, out, positions)
-
-    def lookup_tasks_from(self, storage: Storage, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
-        """Return the work of `lookup` as tasks, for rows of one of the storage's `sources`."""
-        if (clock := self.clock()) is not None:
-            return storage.current_tasks(ids, clock, out, positions)
-        return storage.lookup_tasks(ids, out, positions)
-
-    @property
-    def fetched_width(self) -> int:
-        """The number of float32 values that `fetch_tasks` copies per row."""
-        return self.dim if self.history is None else packed_width(self.dim, self.history.how.betas is not None)
+        return self.history.lookup_tasks(self.storage, ids, out, positions)
 
     def fetch_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return tasks that look up rows for a batch while steps of earlier batches may be unfinished.
@@ -203,10 +200,8 @@ class ReadableTable(Owned):
             out: float32 [N, `fetched_width`].
             positions: As for `lookup`.
         """
-        if self.history is None:
-            return self.lookup_tasks(ids, out, positions)
         check_rows("out", out, (len(ids if positions is None else out), self.fetched_width), self.name)
-        return self.storage.pack_tasks(ids, out, positions, packed_planes(self.history.how.betas is not None))
+        return self.history.fetch_tasks(self.storage, ids, out, positions)
 
     def read_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Copy rows with their optimizer state.
@@ -224,20 +219,19 @@ class ReadableTable(Owned):
         positions = checked_positions(positions, len(ids), len(block), self.name)
         self._check_whole(ids, block, row_slots, positions)
         self._before_read()
-        if self.history is None:
-            self.read_now(ids, block, row_slots, positions)
-            return
-        at = slice(None) if positions is None else positions
-        block[at], row_slots[at] = self._read(ids)
+        self.read_now(ids, block, row_slots, positions)
+        self.history.bring(block, row_slots, positions)
 
     def _read(self, ids: Ids, formats: tuple[int, ...] | None = None) -> tuple[Rows, Rows]:
-        """Return copies of rows with their optimizer state, as they are after the last step; see `current.read`."""
-        if (clock := self.clock()) is not None:
-            return current.read(self.storage, clock, ids, formats)
+        """Return copies of rows with their optimizer state, as they are after the last step.
+
+        `formats` has the storage format of each plane, to which late steps are rounded; None if they are not rounded.
+        """
         _, planes, D = self.storage.shape
         block = np.empty((len(ids), planes, D), np.float32)
         row_slots = np.empty((len(ids), self.storage.row_slots.shape[1]), np.float32)
         self.read_now(ids, block, row_slots)
+        self.history.bring(block, row_slots, None, formats)
         return block, row_slots
 
     def read_now(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
@@ -258,28 +252,33 @@ class ReadableTable(Owned):
         self._before_read()
         return self._columns()
 
-    @property
-    def _formats(self) -> tuple[int, ...] | None:
-        return plane_formats(self.dtype, self.slots_dtype, self.optimizer)
-
     def _columns(self) -> dict[str, Any]:
-        found = {"weights": self.storage.column(0)}
-        found |= {name: self.storage.column(1 + i) for i, name in enumerate(self.optimizer.slots)}
-        row_slots = self.storage.row_slots
-        return found | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
+        return stored_columns(self.storage, self.optimizer)
+
+    def _current_columns(self, formats: tuple[int, ...] | None = None) -> dict[str, Any]:
+        """Return what `_columns` does, after the last step; see `_read` for `formats`."""
+        if not self.capabilities.late:
+            return self._columns()
+        return current_columns(self.storage, self.optimizer, partial(self._read, formats=formats))
+
+    def _get_columns(self, what: str, names: Iterable[str]) -> dict[str, Rows]:
+        """Return whole columns after the last step: views, or copies if these fit in memory."""
+        columns = self._current_columns()
+        chosen = [columns[name] for name in names]
+        copied = [column.shape[1] for column in chosen if not isinstance(column, np.ndarray)]
+        self._require_copies(what, sum(copied))
+        return {name: _read_only(column[:]) for name, column in zip(names, chosen, strict=True)}
 
     def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: all that can index an array's rows
         """Return an array of rows with optimizer state, float32 [any, 1 + S, D], and the indices of `ids` in it."""
-        if (clock := self.clock()) is not None:
-            return current.read(self.storage, clock, ids)[0], np.arange(len(ids))
-        if isinstance(self.storage, Float32):
-            return self.storage.block, ids
+        if self.capabilities.in_place:
+            return self.storage.block, ids  # type: ignore[attr-defined]  # of `Float32`
         return self._read(ids)[0], np.arange(len(ids))
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """Return the sums of squares of the weights, as `kernels.norm.partial_squares` does."""
         self._before_read()
-        if self.history is not None:
+        if self.capabilities.late:
             return partial_squares(np.ascontiguousarray(self.weights)[:, None])
         return self.storage.partial_squares()
 
@@ -287,10 +286,11 @@ class ReadableTable(Owned):
         """Return the sum of squares of all weights in float64, added in the order of `kernels.norm`."""
         return total(self.partial_squares())
 
-    def _require_copies(self, what: str, columns: int) -> None:
-        """Raise UserError unless a float32 copy, with `columns` columns of D values per row, fits in memory."""
-        copy = f"table {self.name!r}: a float32 copy of its {what}"
-        require_memory(4 * self.rows * self.dim * columns, copy, "look up only the rows that you need")
+    def _require_copies(self, what: str, width: int) -> None:
+        """Raise UserError unless a float32 copy with `width` values per row fits in memory."""
+        if width:
+            copy = f"table {self.name!r}: a float32 copy of its {what}"
+            require_memory(4 * self.rows * width, copy, "look up only the rows that you need")
 
     def _check_whole(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
         """Raise an error unless `block` and `row_slots` have the dtypes and shapes that `read_rows` describes."""

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
-from hostdev.host.table import HostTable, Rows
+from hostdev.host.reads import Rows
+from hostdev.host.table import HostTable
 
 
 class ParameterServer:

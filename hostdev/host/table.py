@@ -1,7 +1,6 @@
-"""An embedding table and its optimizer state in host memory."""
+"""An embedding table and its optimizer state in host memory, by row or by key."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -9,35 +8,28 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.admission import Admission
-from hostdev.core.checks import check_rows, require_finite, require_gradients, require_last, require_size
+from hostdev.core.checks import check_rows, require_gradients, require_size
 from hostdev.core.disk_storage import Disk
 from hostdev.core.eviction import Eviction
 from hostdev.core.history import History
 from hostdev.core.ids import checked_positions
 from hostdev.core.initializers import Given, Initializer, Normal, initializer
-from hostdev.core.launched import require_alone
-from hostdev.core.memory import available_bytes, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
+from hostdev.core.table_dtypes import FP32, TableStep
 from hostdev.core.tables import initial_seed
-from hostdev.host import current
-from hostdev.host.changes import Changes
 from hostdev.host.disk.rows import RowFormat
-from hostdev.host.disk.storage import DiskStorage, require_disk
-from hostdev.host.reads import ReadableTable, get_row_ids
-from hostdev.host.storage import Shape, Storage, make_storage
-from hostdev.host.writing import Writing
-from hostdev.kernels.arrays import Ids
-from hostdev.kernels.pool import Task, run_tasks
+from hostdev.host.disk.storage import make_filled
+from hostdev.host.key_table import KeyedTable
+from hostdev.host.reads import Positions, Rows, get_row_ids
+from hostdev.host.storage import Shape
+from hostdev.host.writes import WritableTable
+from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import range_of
-
-Rows = npt.NDArray[np.float32]
-Positions = npt.NDArray[np.int32]
 
 _ERASED = 1 << 16  # rows that are erased or rewritten at a time
 
 
-class HostTable(ReadableTable):
+class HostTable(WritableTable):
     """An embedding table in host memory: weights float32 [rows, dim], and optimizer state.
 
     Initial weights depend only on (seed, name, row, column). Memory: rows x (dim x (1 + S) + R) x 4 bytes, for S
@@ -95,8 +87,6 @@ class HostTable(ReadableTable):
     def __new__(cls, rows: int | None = 0, *_: Any, **__: Any) -> "HostTable":
         """Return a table by key if `rows` is None."""
         if rows is None and cls is HostTable:
-            from hostdev.host.key_table import KeyTable  # which is a HostTable
-
             return super().__new__(KeyTable)
         return super().__new__(cls)
 
@@ -127,87 +117,16 @@ class HostTable(ReadableTable):
         require_optimizer(optimizer, name)
         if part is not None and not 0 <= part[0] < part[1]:
             raise ValueError(f"table {name!r}: part must be (rank, ranks) with a rank in 0..ranks - 1, not {part}")
-        self.part, self.total_rows = part, rows
+        self._begin_table(name, dim, optimizer, part, (dtype, slots), storage)
+        self.seed, self.total_rows, self.capacity = initial_seed(seed), rows, rows
         self.start, stop = (0, rows) if part is None else range_of(rows, *part)
-        rows = stop - self.start
-        dtype, slots_dtype = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
-        if storage is None:
-            require_table(name, rows, dim, optimizer, dtype=dtype, slots_dtype=slots_dtype)
-        else:
-            require_disk(name, rows, storage, available_bytes())
-        self.name, self.seed = name, initial_seed(seed)
-        self.optimizer = optimizer
-        self._rows = rows
-        self.history = None if optimizer.catch_up is None else History(optimizer.catch_up)
-        self._initial = (self.seed, initializer(init, self.total_rows, dim, name))
+        self._rows = stop - self.start
+        self._initial = (self.seed, initializer(init, rows, dim, name))
         self.writes = int(isinstance(self._initial[1], Given))  # the program's own values
-        self.dtype, self.slots_dtype = dtype, slots_dtype
-        shape, self.disk = self._shape(dim), storage
-        self.storage: Storage
-        if storage is None:
-            self.storage = make_storage(name, shape, dtype, slots_dtype)
-            self.storage.fill(shape, *self._initial)
-        else:
-            get_keys = partial(get_row_ids, part, self.start, self.total_rows)  # not a method: the storage keeps it
-            self.storage = DiskStorage(RowFormat(name, shape, dtype, slots_dtype, *self._initial), storage, get_keys)
-        self.changes: Changes | None = None  # tracked from the first checkpoint on
-        self.untouched = True  # all rows have their initial values
-        self.may_train = part is not None  # if False, `_require_alone` decides
-
-    @contextmanager
-    def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:
-        """Edit copies of weights and optimizer state; at the end of the `with` block, write changed rows to the table.
-
-        ::
-
-            with table.writing() as w:  # all rows; or writing(ids), for large tables
-                w.weights *= 0.5
-                w.slots["m"][:] = 0
-
-        `w.weights` is float32 [V, D], and `w.slots[name]` is [V, D], or [V, 1] for per-row state; with `ids`, the first
-        dimension is N instead of V. Each copy is made when it is first used. After any error, the table is unchanged.
-
-        Args:
-            ids: int32 or int64 [N], each in [0, V), all different, or None for all rows.
-
-        Raises:
-            ValueError: Values are not finite or not representable in the table's dtypes, ids repeat, or the table is
-                written by other means inside the `with` block.
-            UserError: An id is outside the table, or there is not enough memory for the copies.
-        """
-        chosen = self._to_edit(ids)
-        if chosen is not None and len(np.unique(chosen)) < len(chosen):
-            raise ValueError(f"table {self.name!r}: the ids of writing() must be all different")
-        self._before_write()
-        clock = self.clock()
-        columns: Any = self._columns()
-        if clock is not None:
-            columns = current.columns(self.storage, clock, self.optimizer, self._formats)
-        one = Writing(self.name, columns, chosen, self.rows)
-        self._is_writing = True
-        try:
-            yield one
-            changed = one.changed()
-            one.require_exact(changed, ("weights", *self.optimizer.slots), self.storage.require_exact)
-        finally:
-            one.end()
-            self._is_writing = False
-        if len(changed):
-            self._write_changed(one, changed)
-            self._after_write(changed if chosen is None else chosen[changed])
-
-    def _to_edit(self, ids: npt.ArrayLike | None) -> Ids | None:
-        """Return the rows to edit, or None for all rows in order."""
-        return None if ids is None else self._checked(ids)
-
-    def _write_changed(self, one: Writing, changed: npt.NDArray[np.int64]) -> None:
-        for numbers, ids in one.parts(changed):
-            block, row_slots = self._read(ids, self._formats)
-            for number, name in enumerate(("weights", *self.optimizer.slots)):
-                one.put(name, numbers, block[:, number])
-            for number, name in enumerate(self.optimizer.row_slots):
-                one.put(name, numbers, row_slots[:, number : number + 1])
-            self.write_now(ids, block, row_slots)
+        format_ = RowFormat(name, self._shape(dim), self.dtype, self.slots_dtype, *self._initial)
+        # Not a method, since the storage keeps it.
+        self.storage = make_filled(format_, storage, partial(get_row_ids, part, self.start, rows))
+        self.changes, self.untouched, self.may_train = None, True, part is not None
 
     def erase(self, ids: npt.ArrayLike) -> None:
         """Reset weights and optimizer state of rows to their initial values; the table's step does not change.
@@ -227,13 +146,9 @@ class HostTable(ReadableTable):
             self.storage.initial(self._shape(D), *self._initial, self.row_ids(part).astype(np.int64), block)
             row_slots = np.empty((len(part), self.storage.row_slots.shape[1]), np.float32)
             row_slots[:] = list(self.optimizer.row_slots.values())
-            if self.history is not None:
-                row_slots[:, -1] = self.history.steps
+            self.history.stamp(row_slots)
             self.write_now(part, block, row_slots)
-        if isinstance(self.storage, DiskStorage):
-            if self.changes is not None:
-                self.changes.await_end()  # a checkpoint that is being written has the rows
-            self.storage.tier.store.taint()
+        self.storage.taint(self.changes)
         self._after_write(ids)
 
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
@@ -291,86 +206,11 @@ class HostTable(ReadableTable):
             run_tasks(self.update_tasks(some, grads, step, at))
         self._after_write(ids)
 
-    def update_tasks(
-        self, ids: Ids, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
-    ) -> list[Task]:
-        """Return the work of `update` as tasks; if `step` is None, this call begins a new step and counts it."""
-        check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
-        step = step or self.begin_step()
-        self._note_write(ids)
-        return self.storage.update_tasks(ids, grads, step, positions)
-
-    def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
-        """Overwrite rows and their state with arrays shaped as in `read_rows`; the ids must be unique (not checked).
-
-        Raises:
-            UserError, TypeError: As for `lookup`.
-            ValueError: As for `lookup`, or values are not finite or not representable in the table's dtypes. In these
-                cases, nothing is written.
-        """
-        ids = self._checked(ids)
-        positions = checked_positions(positions, len(ids), len(block), self.name)
-        self._check_values(ids, block, row_slots, positions)
-        self._before_write()
-        self.write_now(ids, block, row_slots, positions)
-        self._after_write(ids)
-
-    def write_now(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
-        """Do what `write_rows_tasks` does, for any distinct rows; nothing is checked."""
-        for some, at in self.storage.held(ids, positions, read=self.changes is not None):  # a snapshot may copy them
-            run_tasks(self.write_rows_tasks(some, block, row_slots, at))
-
-    def _check_values(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
-        """Raise an error unless `write_rows` can write these values."""
-        self._check_whole(ids, block, row_slots, positions)
-        mine = (block, row_slots) if positions is None else (block[positions], row_slots[positions])
-        require_finite(self.name, ids, *mine)
-        if self.history is not None:
-            require_last(self.name, ids, mine[1][:, -1], self.history.steps)
-        for plane in range(mine[0].shape[1]):
-            self.storage.require_exact(plane, mine[0][:, plane])
-
-    def write_rows_tasks(
-        self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None
-    ) -> list[Task]:
-        """Return the work of `write_rows` as tasks; the table's dtypes must be able to represent all values.
-
-        This is not checked.
-        """
-        self._check_whole(ids, block, row_slots, positions)
-        tasks = self.storage.write_tasks(ids, block, row_slots, positions)
-        self._note_write(ids)
-        return tasks
-
-    def _require_alone(self) -> None:
-        """Raise UserError if other processes train copies of this table, which would diverge."""
-        if not self.may_train:
-            require_alone(
-                f"the training of table {self.name!r}", "give HostTable part=ranks.part(), and Runtime ranks=ranks"
-            )
-            self.may_train = True
-
-    def _note_write(self, ids: Ids) -> None:
-        """Record that rows are about to be written; a snapshot in progress first copies those it has not read."""
-        self.untouched = False
-        if self.changes is not None:
-            self.changes.before_write(ids)
-
     def __getstate__(self) -> Mapping[str, Any]:
         """Return the state for a copy of the table, as `Owned` does; the copy does not track changes."""
-        if self.is_on_disk:
+        if self.capabilities.on_disk:
             raise TypeError(f"table {self.name!r} is on disk and cannot be copied; save a checkpoint and load it")
         return {**super().__getstate__(), "changes": None}
-
-    def close(self) -> None:
-        """Remove the files of a table on disk, whose rows are then lost; for other tables, this has no effect.
-
-        This also happens when the table is freed, or the program ends.
-        """
-        if isinstance(self.storage, DiskStorage):
-            if self.changes is not None:
-                self.changes.await_end()  # a checkpoint is being written
-            self.storage.close()
 
     def reset(self) -> None:
         """Reset all rows to their initial values, and the step to 0.
@@ -379,8 +219,7 @@ class HostTable(ReadableTable):
         """
         self._before_write()
         self._forget_all()
-        if self.history is not None:
-            self.history = History(self.history.how)
+        self.history = self.history.renewed()
         self._step, self.untouched = 0, True
         self._after_write(None)
 
@@ -406,10 +245,10 @@ class HostTable(ReadableTable):
                 them first.
         """
         self._before_write()
-        if not whole and self.history is not None:
+        if not whole:
             for start in range(0, self.rows, _ERASED):
                 ids = np.arange(start, min(self.rows, start + _ERASED))
-                block, row_slots = self._read(ids, self._formats)
+                block, row_slots = self._read(ids, self.capabilities.formats)
                 row_slots[:, -1] = history.steps
                 self.write_now(ids, block, row_slots)
         self.history = history
@@ -419,8 +258,33 @@ class HostTable(ReadableTable):
         where = self.start, self.total_rows, self.part is not None, self.ids
         return Shape(self.rows, dim, self.optimizer, *where, self.slots_dtype)
 
-    def note_changes(self, *, anew: bool = False) -> Changes:
-        """Track changes from now on and return the tracker; with `anew`, forget all earlier changes."""
-        if self.changes is None or anew:
-            self.changes = Changes(self.storage)
-        return self.changes
+
+class KeyTable(KeyedTable, HostTable):
+    """A `HostTable` whose ids are keys; `HostTable(None, ...)` creates it.
+
+    Public methods take keys. Methods that return tasks, and the pipeline, take row numbers, which are private: a key's
+    row depends on which rows were free.
+
+    Args:
+        rows: None.
+        dim: As for `HostTable`, like `optimizer`, `name`, `seed`, `dtype` and `slots`.
+        optimizer: See `dim`.
+        name: See `dim`.
+        seed: See `dim`; it also seeds `Probability`.
+        init: The initial weights: Normal, Uniform or Constant.
+        part: None for a table with all keys; or (rank, ranks), at most 256 ranks, for the keys that a rank owns, see
+            `owns`. Methods then take and return this rank's keys only.
+        dtype: See `dim`.
+        slots: See `dim`.
+        storage: See `dim`; memory for keys is beside that of a `Disk`.
+        capacity: Maximum number of keys with a row, or the memory for all keys, such as "24GiB"; None for what the free
+            memory allows. With `part`, this is the capacity of all ranks together.
+        admit: When a key gets a row; None for at once.
+        evict: When a key loses its row; None for never.
+        unknown: What keys without a row read: "shared", the out-of-vocabulary row of their feature, which is trained;
+            "zeros"; or "initial", each its own initial values, which are not trained before the key has a row.
+
+    Raises:
+        UserError: `capacity` exceeds the available memory.
+        TypeError, ValueError: An argument is wrong, or two contradict each other.
+    """

@@ -1,27 +1,39 @@
 """Warm-up: compile a training run's kernels, or load them from numba's cache, before the first step is timed."""
 
+import contextlib
 import itertools
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
+from hostdev.core.admission import MinCount
+from hostdev.core.errors import UserError
+from hostdev.core.eviction import Unused
+from hostdev.core.optimizers import FTRL, SGD, LazyAdam, SparseOptimizer
 from hostdev.core.rounding import plane_formats
 from hostdev.core.table_dtypes import FP32
-from hostdev.host.table import HostTable
+from hostdev.host.disk.readers import Planes
+from hostdev.host.disk.sizes import FRAME_BYTES
+from hostdev.host.disk.tier import Tier
+from hostdev.host.table import HostTable, KeyTable
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.bags import Feature, Uses, pool
 from hostdev.kernels.catch_up import unpack_tasks
 from hostdev.kernels.claims import Claims, claim, intersect, others
 from hostdev.kernels.clip import clipped
+from hostdev.kernels.disk_records import Format
 from hostdev.kernels.finite import largest
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of, unique_groups
 from hostdev.kernels.join import join
+from hostdev.kernels.key_directory import parts_of
+from hostdev.kernels.key_rows import number_rows
 from hostdev.kernels.pool import run_tasks
-from hostdev.kernels.rounding import round_rows
+from hostdev.kernels.stochastic_rounding import round_rows
 from hostdev.kernels.unique import unique
 
 Optimizers = Iterable[tuple[SparseOptimizer, int]]  # table optimizers, each with its table's dimension
@@ -142,3 +154,57 @@ def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, b
         elif weights is not None:
             gather_scaled(rows, inverse, weights, out)
         Uses([feature], 1).sum([Strided(out)], rows)
+
+
+def warm_up_keys() -> None:
+    """Call each kernel of the keys' directory and counts once, with one and with several threads' keys."""
+    many = np.arange(1 << 14, dtype=np.int64)
+    for sketch in (None, "64KiB"):
+        admit, evict = MinCount(2, sketch=sketch, expires=None if sketch else 1), Unused(steps=1, every=1)
+        table = KeyTable(None, 1, SGD(), name="warm-up", capacity=len(many), admit=admit, evict=evict)
+        table.may_train = True  # so that one of several processes may update this table
+        for keys in (many[:9], many, many, many[:9], many[:9]):
+            table.apply(keys, np.zeros((len(keys), 1), np.float32))
+        table.plan(many, np.ones(len(many), np.int32), may_read=True)
+        table.find_rows(many)
+        table.rollback()
+        _ = table.keys
+        table.erase(many[:3])
+        _, inverse = unique(many)
+        number_rows(np.full(len(many), -1, np.int32), inverse, [many], [[0]])
+    parts_of(many)
+
+
+_ROWS, _WIDTH, _FRAMES = 4096, 1024, 512  # two chunks of rows, of which some must leave the memory
+
+
+def warm_up_disk(id_dtype: npt.DTypeLike) -> None:
+    """Call each kernel once with row numbers of this dtype, on a small table in a temporary folder.
+
+    If there is no space for it, kernels compile when they are needed.
+    """
+    with contextlib.suppress(UserError, OSError), tempfile.TemporaryDirectory(prefix="hostdev-warm-up-") as folder:
+        _use_tier(Path(folder), id_dtype)
+
+
+def _use_tier(folder: Path, id_dtype: npt.DTypeLike) -> None:
+    format_ = Format.of(_WIDTH, 0)
+    nbytes = 4 * format_.chunk_bytes + _FRAMES * (_WIDTH + FRAME_BYTES)
+
+    def allocate(count: int, keys: npt.NDArray[np.int64]) -> Planes:
+        del keys
+        return Planes.of([np.zeros((count, _WIDTH), np.uint8)])
+
+    functions = allocate, lambda rows: rows, lambda frames, keys: None
+    tier = Tier("warm-up", folder, _ROWS, nbytes, _WIDTH, *functions, segment_bytes=0)
+    planes = allocate(_FRAMES, np.zeros(0, np.int64))
+    for turn in range(3):
+        for start in range(0, _ROWS, _FRAMES // 4):
+            rows = np.arange(start, start + _FRAMES // 4).astype(id_dtype)
+            with tier.held(rows, change=turn != 1):
+                tier.find(rows)
+            tier.let_go(rows[::2])
+            tier.keep(rows[:1])
+    tier.copy(np.arange(0, _ROWS, 16).astype(id_dtype), planes, lambda frames, keys: None)
+    tier.forget(rows)
+    tier.close()

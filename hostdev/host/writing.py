@@ -8,13 +8,13 @@ import numpy.typing as npt
 
 from hostdev.core.checks import require_finite
 from hostdev.core.memory import require_memory
-from hostdev.core.writing import Copies
+from hostdev.core.writing import ColumnCopies
 from hostdev.kernels.arrays import Rows
 
 _PART_BYTES = 1 << 24  # bytes compared or written at a time
 
 
-class Writing(Copies):
+class Writing(ColumnCopies):
     """The copies that `HostTable.writing` yields.
 
     Args:

@@ -7,7 +7,7 @@ from numba import uint32, uint64
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.jit import bare, kernel
 from hostdev.kernels.pool import parallel_for
-from hostdev.kernels.rounding import WEYL
+from hostdev.kernels.stochastic_rounding import WEYL
 
 _ROW = 1024  # values that share one 64-bit hash
 _GRAIN = 32  # rows per range

@@ -55,11 +55,12 @@ class Context:
         self.unique = Primitive("Unique", unique_groups, log=log).add_prim_attr("primitive_target", "CPU")
         self.before_stage = hooks.before_stage or (lambda stage, number: None)
         self.on_host = any(group.on_host for group in groups)
+        self.keyed = {number: group.keys for number, group in enumerate(groups) if group.keys is not None}
         self.tiers = find_tiers(groups)
         self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
         on_cpu = staging.device.type == "cpu"
         forwards = (staging.copies or hooks.forward) and not self.cached and not exchanges
-        if any(one.table.history is not None for group in groups for one in group.embeddings):
+        if any(group.late for group in groups):
             forwards = False  # forwarded rows are updated from the previous step only
         self.forwarding = Forwarding(groups) if forwards and depth else None
         self.turns = Turns(shares=on_cpu and not exchanges and hooks == PipelineHooks(), depth=depth)

@@ -80,6 +80,7 @@ class Group:
         self.is_cached = bool(self.cache.slots)
         self.rows = tables[0].row_space
         self.on_host = self.embeddings[0].target == "CPU"
+        self.late = any(table.capabilities.late for table in tables)  # rows miss steps
         for embedding, slots in zip(self.embeddings, self.cache.slots, strict=False):
             embedding.use_cache(slots, log)
 
@@ -107,8 +108,4 @@ class Group:
     @property
     def window(self) -> int:
         """Number of batches that the plans of the cache and of tables on disk look ahead; 0 without both."""
-        found = self.cache.window
-        for one in self.embeddings:
-            if isinstance(one.table, HostTable) and one.table.disk is not None:
-                found = max(found, one.table.disk.window)
-        return found
+        return max(self.cache.window, *(one.table.window for one in self.embeddings))

@@ -1,6 +1,6 @@
 """The pipeline: moves batches through the stages, with at most one training pass at a time."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,10 +12,12 @@ from hostdev.device.staging import Staging
 from hostdev.distributed.exchange import Exchange, make_exchanges
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims
+from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.groups import Group, Ids
 from hostdev.pipeline.hooks import PipelineHooks
-from hostdev.pipeline.results import Request, StepBatch
+from hostdev.pipeline.keys import KeyedRows
+from hostdev.pipeline.results import StepBatch
 from hostdev.pipeline.row_ids import RowOffsets
 from hostdev.pipeline.scheduling.overlapped import OverlappedPass
 from hostdev.pipeline.scheduling.passes import Pass, PassOptions, SerialPass
@@ -67,7 +69,7 @@ class Pipeline:
             world,
             [each[0].total_rows for each in tables],
             [[table.fetched_width for table in each] for each in tables],
-            [group.keys is not None for group in groups],
+            [each[0].capabilities.by_key for each in tables],
         )
         self._context = Context(
             groups, offsets, staging, claims, self.timeline, log, exchanges, hooks or PipelineHooks(), depth
@@ -75,6 +77,11 @@ class Pipeline:
         self._number = 0  # number of the last batch
         self._open_passes: list[Pass] = []
         self.training: Pass | None = None
+
+    @property
+    def keyed(self) -> Mapping[int, KeyedRows]:
+        """The keys of tables by key, by the numbers of their groups."""
+        return self._context.keyed
 
     @property
     def steps(self) -> int:
@@ -114,9 +121,9 @@ class Pipeline:
         if self.training is not None:
             raise RuntimeError("the tables are being trained; end or close the loop over `train` first")
         window = max(group.window for group in self.groups)
+        for keys in self._context.keyed.values():
+            keys.begin_pass()
         for group in self.groups:
-            if group.keys is not None:
-                group.keys.begin_pass()
             group.cache.refresh()
         try:
             opened = self._open(
@@ -132,8 +139,8 @@ class Pipeline:
                     embedding.uncount_unfinished()
             for group in self.groups:
                 group.cache.write_back()
-                if group.keys is not None:
-                    group.keys.end_pass()
+            for keys in self._context.keyed.values():
+                keys.end_pass()
 
     @contextmanager
     def predict(

@@ -11,17 +11,9 @@ from hostdev.device.pinned import PinnedBuffer
 from hostdev.distributed.exchange import Asked
 from hostdev.distributed.gradients import SelectedRows
 from hostdev.kernels.pool import urgent
+from hostdev.pipeline.batch_ids import PlannedGroup
 from hostdev.pipeline.context import Context
-from hostdev.pipeline.results import (
-    EarlyRows,
-    Gradients,
-    LookedUpBatch,
-    Outgoing,
-    PlannedGroup,
-    SentBatch,
-    StepBatch,
-    SteppedBatch,
-)
+from hostdev.pipeline.results import EarlyRows, Gradients, LookedUpBatch, Outgoing, SentBatch, StepBatch, SteppedBatch
 from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight
 
 _NONE = np.empty(0, np.int32)

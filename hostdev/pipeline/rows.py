@@ -324,7 +324,7 @@ def receive_rows(
 def count_bytes(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
     """Estimate the bytes of host memory that the copies of a batch's rows in a group need."""
     passing, whole = row_bytes((part.table.dim, part.table.optimizer) for part in group.embeddings)
-    if any(part.table.history is not None for part in group.embeddings):
+    if group.late:
         passing = whole
     if not group.on_host:
         return copied_bytes(0, 0, uses, passing, whole)

@@ -15,11 +15,9 @@ import numpy.typing as npt
 from hostdev.cache.planner import Planner
 from hostdev.core.signals import deferred, uninterruptible
 from hostdev.host.disk.sizes import count_kept
-from hostdev.host.disk.storage import DiskStorage
 from hostdev.host.disk.tier import Pinned, Tier
-from hostdev.host.table import HostTable
+from hostdev.pipeline.batch_ids import PlannedGroup, UniqueBatch
 from hostdev.pipeline.groups import Group
-from hostdev.pipeline.results import PlannedGroup, UniqueBatch
 
 Ids = npt.NDArray[Any]
 
@@ -174,11 +172,11 @@ class PassPins:
 
 def find_tiers(groups: Sequence[Group]) -> list[TableTier]:
     """Return the tables of the groups that are on disk."""
+    pairs: list[tuple[int, Any]] = [(n, one.table) for n, group in enumerate(groups) for one in group.embeddings]
     return [
-        TableTier(number, one.table.storage.tier, group.is_cached, one.table.storage.window)
-        for number, group in enumerate(groups)
-        for one in group.embeddings
-        if isinstance(one.table, HostTable) and isinstance(one.table.storage, DiskStorage)
+        TableTier(number, table.storage.tier, groups[number].is_cached, table.window)
+        for number, table in pairs
+        if table.capabilities.on_disk
     ]
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hostdev.distributed.agreement import UnlikeError, shown
-from hostdev.host.key_table import KeyTable
 from hostdev.host.table import HostTable
 from hostdev.runtime.features import FeatureBinding, GroupSpec, Table
 from hostdev.runtime.stacks import Stack
@@ -50,8 +49,7 @@ def get_settings(
     found["dense_exchange"] = dense_exchange
     for group, cache in zip(groups, caches, strict=True):
         found[f"the cache of table {group.tables[0].name!r}"] = cache
-    disks = [disk for table in tables if (disk := getattr(table, "disk", None)) is not None]
-    furthest = max((disk.window for disk in disks), default=None)
+    furthest = max((table.window for table in tables if table.capabilities.on_disk), default=None)
     text = "no table on disk" if furthest is None else f"tables on disk that look {furthest} batches ahead"
     found["the storage of tables"] = shown(furthest, text)
     return found
@@ -74,7 +72,7 @@ def make_marks(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
     The settings are the learning rates of the tables, which tables are frozen, and the keys that were erased.
     """
     rates = [float(table.optimizer.lr) for table in tables]
-    erased = [table.erased for table in tables if isinstance(table, KeyTable)]
+    erased = [table.erased for table in tables]
     marks = [zlib.crc32(np.array(values, np.float64).tobytes()) for values in (rates, frozen, erased)]
     return [*marks, *(-mark for mark in marks)]
 
@@ -92,13 +90,12 @@ MARKS = 6
 
 def get_erasures(tables: Sequence[Table]) -> Mapping[str, Any]:
     """Return what must be equal on all ranks before a checkpoint: the keys that were erased from tables by key."""
-    found = {table.name: f"checksum {table.erased:08x}" for table in tables if isinstance(table, KeyTable)}
-    return {f"the keys given to erase() of table {name!r}": text for name, text in found.items()}
+    return {f"the keys given to erase() of table {table.name!r}": f"checksum {table.erased:08x}" for table in tables}
 
 
 def _get_table(table: Table) -> dict[str, Any]:
     return {
-        **_get_size(table),
+        **table.describe_size(),
         "dim": table.dim,
         "the optimizer": repr(table.optimizer),
         "the seed": table.seed,
@@ -107,13 +104,6 @@ def _get_table(table: Table) -> dict[str, Any]:
         "slots": table.slots_dtype,
         "the number of steps": table.step,
     }
-
-
-def _get_size(table: Table) -> dict[str, Any]:
-    if isinstance(table, KeyTable):
-        rules = {"admit": repr(table.admit), "evict": repr(table.evict), "unknown": table.unknown}
-        return {"capacity": table.capacity, **rules, "the number of the keys' steps": table.index.step}
-    return {"the number of rows": table.total_rows}
 
 
 def _describe_feature(one: FeatureBinding, groups: Sequence[GroupSpec]) -> str:

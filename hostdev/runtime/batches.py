@@ -13,8 +13,9 @@ from weakref import WeakSet
 import torch
 
 from hostdev.distributed.channel import PeerLostError
+from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.pipeline import Pipeline
-from hostdev.pipeline.results import Request, StepBatch
+from hostdev.pipeline.results import StepBatch
 from hostdev.runtime.body_batch import BodyBatch
 from hostdev.runtime.features import Table
 from hostdev.runtime.finite import Flags

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hostdev.core.capabilities import Capabilities
 from hostdev.core.digest import (
-    Column,
+    DigestColumn,
     Fetch,
     StateDigest,
     in_order,
@@ -22,7 +23,6 @@ from hostdev.core.digest import (
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.dense_state import DenseState
 from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.host.key_table import KeyTable
 from hostdev.kernels.pool import host_threads
 from hostdev.kernels.shards import partition, range_of
 
@@ -32,6 +32,7 @@ _CHUNK_BYTES = 1 << 24  # of rows that a rank sends at once
 class _Table(Protocol):
     name: str
     step: int
+    capabilities: Capabilities
 
     @property
     def total_rows(self) -> int: ...
@@ -65,10 +66,11 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, world: World = ALO
 def add_table(digest: StateDigest, table: _Table, world: World = ALONE_WORLD) -> None:
     """Add a table's weights and optimizer state to a digest; all rows of several ranks are gathered on rank 0."""
     known = keys = None
-    if isinstance(table, KeyTable):
+    if table.capabilities.by_key:
         # the keys of all ranks, one rank after the other, are in the order of their hashes
-        keys, stored = table.key_arrays().map(world.control.gather_first), table.stored_columns()
-        length, total = rows_per_range(table.dim), sum(world.control.share(len(stored["weights"])))
+        by_key: Any = table
+        keys, stored = by_key.key_arrays().map(world.control.gather_first), by_key.stored_columns()
+        length, total = rows_per_range(by_key.dim), sum(world.control.share(len(stored["weights"])))
         gather = _gather_by_rank
     else:
         stored, total = table.columns(), table.total_rows
@@ -76,20 +78,20 @@ def add_table(digest: StateDigest, table: _Table, world: World = ALONE_WORLD) ->
         if (changes := getattr(table, "changes", None)) is not None:
             known = changes.known_digests()
     if world.size == 1:
-        columns = [Column(name, tuple(rows.shape), _ranges(rows, length)) for name, rows in stored.items()]
+        columns = [DigestColumn(name, tuple(rows.shape), _ranges(rows, length)) for name, rows in stored.items()]
         digest.table(table.name, table.step, columns, known, keys=keys)
         return
     columns = []
     for name, rows in stored.items():
         pieces = partial(gather, world.control, rows)
-        columns.append(Column(name, (total, rows.shape[1]), partial(ranges_in_order, pieces, length)))
+        columns.append(DigestColumn(name, (total, rows.shape[1]), partial(ranges_in_order, pieces, length)))
     if world.rank == 0:
         digest.table(table.name, table.step, columns, keys=keys)
         return
     _take_part(columns)
 
 
-def _take_part(columns: Sequence[Column]) -> None:
+def _take_part(columns: Sequence[DigestColumn]) -> None:
     """Take part in rank 0's gathering of columns."""
     for column in in_order(columns):
         deque(column.ranges(()), maxlen=0)

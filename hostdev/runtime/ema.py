@@ -55,7 +55,7 @@ class EMA:
             raise TypeError(f"EMA takes a hostdev.HostTable or a DeviceTable, not a {type(table).__name__}")
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ValueError(f"table {table.name!r}: decay must be in [0, 1), not {decay!r}")
-        if table.history is not None:
+        if table.capabilities.late:
             raise ValueError(
                 f"table {table.name!r}: EMA tracks only the rows that a step writes, but each step of "
                 f"{table.optimizer!r} changes all rows; use an optimizer without weight_decay, or LazyAdam in place "

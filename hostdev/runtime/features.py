@@ -12,7 +12,6 @@ from hostdev.core.errors import UserError
 from hostdev.core.ids import BeyondInt64Error, to_int64, to_keys, wrap_padding
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.world import World
-from hostdev.host.key_table import KeyTable
 from hostdev.host.table import HostTable
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of
 from hostdev.runtime.spec import Bag, Feature, FeatureInput
@@ -80,11 +79,10 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
     for key, table in tables.items():
         same: tuple[Any, ...] = (table.primitive_target, table.total_rows, *users[key])
         unknown: list[tuple[str, ...]] = []
-        if isinstance(table, KeyTable):
+        if table.capabilities.by_key:
             given = list(specs.values())
             same, unknown = (key,), [given[number].unknown_names for number in users[key]]
-            for name in dict.fromkeys(name for names in unknown for name in names):
-                table.unknown_row(name)
+            table.use_unknown(name for names in unknown for name in names)
         groups.setdefault(same, GroupSpec([], users[key], unknown)).tables.append(table)
     places = {
         id(table): (number, place)

@@ -8,7 +8,6 @@ import torch
 
 from hostdev.core.timeline import STAGES
 from hostdev.device.table import DeviceTable
-from hostdev.host.key_table import KeyTable
 
 MOST_ROWS = 100_000  # per table, in a histogram
 _PART_BYTES = 1 << 24  # of rows that are read at a time
@@ -97,10 +96,9 @@ def row_norms(table: Any, most: int = MOST_ROWS) -> npt.NDArray[np.float32]:
 
 def _choose(table: Any, most: int) -> npt.NDArray[Any]:
     """Return row numbers, in order; those of a table by key in the order of its keys."""
-    rows = table.committed().rows if isinstance(table, KeyTable) else None
-    count = table.rows if rows is None else len(rows)
+    count = table.rows
     at = np.arange(count) if count <= most else np.linspace(0, count - 1, most).astype(np.int64)
-    found: npt.NDArray[Any] = at if rows is None else rows[at]
+    found: npt.NDArray[Any] = table.rows_at(at)
     return found.astype(np.int32) if count < 1 << 31 else found  # int32 as in training, whose kernels are compiled
 
 

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops import get_ops
-from hostdev.host.key_table import KeyTable
-from hostdev.kernels.key_directory import EMPTY
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
-from hostdev.pipeline.results import Request
+from hostdev.pipeline.batch_ids import Request
 from hostdev.runtime.features import FeatureBinding, FeatureIds, GroupSpec, on_host
 from hostdev.runtime.rows import Value
 from hostdev.runtime.spec import FeatureInput
@@ -63,15 +61,8 @@ class _Group:
 
     def __init__(self, group: GroupSpec, given: Sequence[npt.NDArray[Any]], device: torch.device) -> None:
         ids = given[0] if len(given) == 1 else np.concatenate(given)
-        if isinstance(keyed := group.tables[0], KeyTable):
-            distinct: Any
-            distinct, inverse = unique(ids)
-            rows, self._guests = keyed.find_or_guest(distinct)  # while the rows are read
-            ids = rows[inverse]
-            rows_of = [[keyed.unknown_row(name) for name in names] for names in group.unknown]
-            pairs = zip(rows_of, given, strict=True)
-            unknown = np.concatenate([np.resize(np.array(rows, np.int32), len(part)) for rows, part in pairs])
-            ids = np.where(ids == EMPTY, unknown, ids)
+        unknown = list(zip(map(len, given), group.unknown, strict=False))
+        ids, self._guests = group.tables[0].find_ids(ids, unknown)  # the guests stay while the rows are read
         self._device, self._features = device, group.features
         self._edges = list(accumulate(map(len, given), initial=0))
         self._inverse: npt.NDArray[np.int32] | None = None  # None: the rows are in the order of the ids
@@ -86,7 +77,7 @@ class _Group:
             elif len(ids) > _FEW:
                 self._rows.append(np.empty((len(ids), table.dim), np.float32))
                 for source, rows, at in table.storage.sources(ids):
-                    self.tasks += table.lookup_tasks_from(source, rows, self._rows[-1], at)
+                    self.tasks += table.history.lookup_tasks(source, rows, self._rows[-1], at)
             else:  # waking the host's threads would take longer
                 block, at = table.where(ids)
                 self._rows.append(block[at, 0])

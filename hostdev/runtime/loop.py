@@ -67,7 +67,7 @@ class TrainLoop(Loop[Item]):
             runtime.dense_channel, micro_batches, runtime.dense_exchange, runtime.other_channels
         )
         self._late: list[RowParameter] = []  # rows of a batch that `submit` finished before the loop continued
-        self._keyed = [number for number, group in enumerate(runtime.group_specs) if group.has_keys]
+        self._keyed = list(runtime.pipeline.keyed)  # numbers of the groups of tables by key
         self._must_replan = False  # whether the batches read ahead must be planned again
         self._is_suspended = False  # whether the pass has ended meanwhile
 
@@ -104,8 +104,7 @@ class TrainLoop(Loop[Item]):
         """Open a pass over the remaining batches."""
         self._must_replan = self._is_suspended = False
         for number in self._keyed:
-            keys, table = self._runtime.pipeline.groups[number].keys, self._runtime.group_specs[number].tables[0]
-            keys.trains = self._trains(table)
+            self._runtime.pipeline.keyed[number].trains = self._trains(self._runtime.group_specs[number].tables[0])
         opened = self._runtime.pipeline.train(self._wanted, position=self._position, **self._how)
         return self._of_pass.enter_context(opened)
 

@@ -14,11 +14,10 @@ from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.agreement import take_least
 from hostdev.distributed.world import World
-from hostdev.host.key_table import KeyTable
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.keys import KeyedRows
 from hostdev.runtime import room
-from hostdev.runtime.features import GroupSpec, Table, on_host
+from hostdev.runtime.features import GroupSpec, on_host
 from hostdev.runtime.spec import CacheSpec
 
 CacheSize = int | str | CacheSpec
@@ -67,7 +66,8 @@ def make_cache(
     if spec is None:
         return None
     counts, rows = spec.counts, spec.rows
-    if isinstance(table := group.tables[0], KeyTable):
+    table = group.tables[0]
+    if table.capabilities.by_key:
         if counts is not None:
             raise ValueError(f"table {table.name!r}: counts are by row, but this is a table by key; leave out counts")
         rows = rows_of(rows, table.capacity)
@@ -84,7 +84,7 @@ def make_groups(
     found = []
     for group, spec in zip(groups, specs, strict=True):
         cache, table = make_cache(group, spec, device, world, log), group.tables[0]
-        keys = KeyedRows(table, group.unknown, cache) if isinstance(table, KeyTable) else None
+        keys = KeyedRows(table, group.unknown, cache) if table.capabilities.by_key else None  # type: ignore[arg-type]
         found.append(Group(group.tables, cache, log, keys))  # type: ignore[arg-type]
     return found
 
@@ -93,7 +93,7 @@ def require_parts(groups: list[GroupSpec], world: World) -> None:
     """Raise ValueError unless every table holds this rank's part, or, without other ranks, all rows."""
     wanted = world.part()
     for table in (table for group in groups for table in group.tables):
-        part = getattr(table, "part", None)
+        part = table.part
         if part != wanted:
             raise ValueError(
                 f"table {table.name!r} holds {'all rows' if part is None else f'part {part[0]} of {part[1]}'}, but "
@@ -104,7 +104,7 @@ def require_parts(groups: list[GroupSpec], world: World) -> None:
 
 def agree_on_capacity(groups: list[GroupSpec], world: World) -> None:
     """Set the capacity of tables by key that were given none: the least that the memory of all ranks allows."""
-    tables = [table for group in groups for table in group.tables if isinstance(table, KeyTable)]
+    tables: list[Any] = [table for group in groups for table in group.tables]
     mine = {table.name: table.capacity for table in tables}
     least = take_least(mine, world.control.share(mine))
     for table in tables:
@@ -116,7 +116,7 @@ def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: 
     """Raise UserError if the free host memory is too small for what a runtime needs besides its tables."""
     sizes = [
         room.GroupSize(
-            _most_rows(group.tables[0]),
+            group.tables[0].most_rows,
             [TableShape(table.dim, table.optimizer, table.dtype, table.slots_dtype) for table in group.tables],
             on_host(group),
             spec,
@@ -129,10 +129,3 @@ def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: 
     for name in ("tables", "directories of keys"):  # they exist, or the table has checked them
         beside.pop(name, None)
     room.require(beside, room.free_with_counts(beside))
-
-
-def _most_rows(table: Table) -> int:
-    """Return the most rows that a table may have in this process; of a table by key on several ranks, about so many."""
-    if not isinstance(table, KeyTable):
-        return table.rows
-    return -(-table.capacity // (1 if table.part is None else table.part[1]))

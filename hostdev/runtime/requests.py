@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from hostdev.pipeline.results import Request
+from hostdev.pipeline.batch_ids import Request
 from hostdev.runtime.features import FeatureBinding, FeatureIds, GroupSpec, check_ranges, describe, read_ids
 from hostdev.runtime.reading import Reading
 from hostdev.runtime.spec import FeatureInput

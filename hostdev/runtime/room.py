@@ -34,20 +34,23 @@ class GroupSize(NamedTuple):
     disks: Sequence[Disk | None] = ()  # for each table, where its rows are that are not in memory; empty for nowhere
 
     @property
+    def on_disk(self) -> list[tuple[TableShape, Disk]]:
+        """The tables on disk."""
+        return [(table, disk) for table, disk in zip(self.tables, self.disks, strict=False) if disk is not None]
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of memory that the tables' rows take."""
-        disks = self.disks or [None] * len(self.tables)
-        pairs = zip(self.tables, disks, strict=True)
-        return sum(table.nbytes(self.rows) if disk is None else disk.nbytes for table, disk in pairs)
+        whole = sum(table.nbytes(self.rows) for table in self.tables)
+        return whole + sum(disk.nbytes - table.nbytes(self.rows) for table, disk in self.on_disk)
 
     def disk_bytes(self, uses: int) -> int:
         """Return the bytes of memory that it takes to know which rows are where, if a batch looks up `uses` ids."""
         found, unique = 0, min(uses, self.rows)
-        for table, disk in zip(self.tables, self.disks, strict=False):
-            if disk is not None:
-                frames = min(self.rows, disk.nbytes // table.nbytes(1))
-                found += get_location_bytes(self.rows) * self.rows
-                found += planner_bytes(self.rows, frames, unique, disk.window) + 4 * (disk.window + 1) * unique
+        for table, disk in self.on_disk:
+            frames = min(self.rows, disk.nbytes // table.nbytes(1))
+            found += get_location_bytes(self.rows) * self.rows
+            found += planner_bytes(self.rows, frames, unique, disk.window) + 4 * (disk.window + 1) * unique
         return found
 
 
@@ -84,9 +87,8 @@ def kept(
         row, whole = row_bytes(group.tables)
         parts["tables"] += group.row_bytes
         parts["places of rows on disk"] += group.disk_bytes(uses)
-        window = max([window, *(disk.window for disk in group.disks if disk is not None)])
-        if group.by_key:
-            parts["directories of keys"] += KEY_BYTES * group.rows * len(group.tables)
+        window = max([window, *(disk.window for _, disk in group.on_disk)])
+        parts["directories of keys"] += KEY_BYTES * group.rows * len(group.tables) * group.by_key
         if depth:
             parts["last writers of rows"] += group.rows
         if copies:

@@ -23,8 +23,6 @@ from hostdev.checkpoint.tree import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError, in_words
-from hostdev.core.history import History
-from hostdev.core.optimizers import take_over_form
 from hostdev.runtime.random_streams import Place
 from hostdev.runtime.table_optimizer import TableOptimizer
 
@@ -50,18 +48,14 @@ def _load_unverified(path: Path, tables: dict[str, Any]) -> Found:
         _require_extra(chain)
         load_tables(chain, tables, check=True)
 
-    before = {
-        name: (table.optimizer.lr, table.seed, None if table.history is None else table.history.how)
-        for name, table in tables.items()
-    }
+    before = {name: (table.optimizer.lr, table.seed, table.history.renewed()) for name, table in tables.items()}
     try:
         return find_newest_valid(path, load)
     except BaseException:  # including Ctrl-C
         for name, table in tables.items():
-            table.optimizer.lr, table.seed, how = before[name]
-            if how is not None and how != table.history.how:
-                table.adopt(History(how), whole=True)
-                take_over_form(table.optimizer, how)
+            table.optimizer.lr, table.seed, history = before[name]
+            if history.how != table.history.how:
+                history.hand_over(table, whole=True)
             if not table.untouched:
                 table.reset()
         raise

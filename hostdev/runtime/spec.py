@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from hostdev.cache.options import WINDOW
 from hostdev.core.admission import Admission
+from hostdev.core.capabilities import Capabilities
 from hostdev.core.disk_storage import Disk
 from hostdev.core.eviction import Eviction
 from hostdev.core.initializers import Initializer, Normal
@@ -55,6 +56,16 @@ class TableSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", require_table_dtype(self.dtype, "of a model"))
         object.__setattr__(self, "slots", require_slots_dtype(self.slots, "of a model", self.dim))
+
+    @property
+    def capacity(self) -> int:
+        """The most rows that the table can have."""
+        return self.rows
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the table will be able to do in host memory; `formats` is left out."""
+        return Capabilities(self.keys is not None, self.disk is not None, self.optimizer.catch_up is not None)
 
     @property
     def slots_dtype(self) -> str:

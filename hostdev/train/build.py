@@ -19,9 +19,14 @@ from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
-from hostdev.host.disk.warm_up import warm_up_disk
-from hostdev.host.key_warm_up import warm_up_keys
-from hostdev.host.warm_up import warm_up_batches, warm_up_deduplication, warm_up_feature, warm_up_table
+from hostdev.host.warm_up import (
+    warm_up_batches,
+    warm_up_deduplication,
+    warm_up_disk,
+    warm_up_feature,
+    warm_up_keys,
+    warm_up_table,
+)
 from hostdev.kernels.compiling import run_calls
 from hostdev.kernels.counter import key64
 from hostdev.models import registry
@@ -203,7 +208,13 @@ def warm_up_kernels(
     by_key = any(spec.keys is not None for spec in specs)
     # int32 for slot numbers, for row numbers of tables by key, and for frames
     on_disk = any(spec.disk is not None for spec in specs)
-    dtypes = {np.dtype(id_type), *([np.dtype(np.int32)] if cached or by_key or on_disk else [])}
+    row_dtype = np.dtype(np.int32 if by_key else id_type)
+    dtypes = {np.dtype(id_type), row_dtype, *([np.dtype(np.int32)] if cached or on_disk else [])}
+    further: dict[Callable[[], object], bool] = {
+        warm_up_keys: by_key,
+        partial(warm_up_planner, row_dtype): cached or on_disk,
+        partial(warm_up_disk, row_dtype): on_disk,
+    }
     kinds = {(type(spec.optimizer), spec.dim == 1): (spec.optimizer, spec.dim) for spec in specs}
     stored = {(FP32, FP32), *((spec.dtype, spec.slots_dtype) for spec in specs)}  # float32 for cached rows
     features = {}
@@ -217,7 +228,6 @@ def warm_up_kernels(
             features[dim, *how.values()] = partial(warm_up_feature, dim, **how)
     run_calls(
         [
-            *([partial(warm_up_planner, np.dtype(np.int32 if by_key else id_type))] if cached or on_disk else []),
             *(partial(each, dtype) for dtype in dtypes for each in (warm_up_deduplication, warm_up_batches)),
             *(
                 partial(warm_up_table, dtype, how, optimizer, dim, squares=squares)
@@ -226,8 +236,7 @@ def warm_up_kernels(
                 for how in sorted(stored)
             ),
             *features.values(),
-            *([warm_up_keys] if by_key else []),
-            *([partial(warm_up_disk, np.dtype(np.int32 if by_key else id_type))] if on_disk else []),
+            *(call for call, is_needed in further.items() if is_needed),
         ],
         processes,
     )

@@ -16,9 +16,9 @@ from hostdev.checkpoint.folder import (
     FolderInUseError,
     Found,
     is_checkpoint,
-    is_on_disk,
     names_in,
     read_chain,
+    still_exists,
 )
 from hostdev.checkpoint.loading import find_newest_valid, values_of, verify, verify_others
 from hostdev.checkpoint.manager import CheckpointManager
@@ -384,9 +384,8 @@ class CheckpointSchedule:
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
         """Save the run's last checkpoint, unless the run was resumed and has taken no step since then."""
         loaded = self._loaded
-        due = (
-            loaded is None or loaded is not self.manager.last or loaded.manifest.step != step or not is_on_disk(loaded)
-        )
+        same = loaded is not None and loaded is self.manager.last and loaded.manifest.step == step
+        due = loaded is None or not same or not still_exists(loaded)
         if self._world.control.share(due)[0]:  # ranks may see different files on a shared disk
             self.save(step, state_sha256)
             if self.manager.must_repeat():

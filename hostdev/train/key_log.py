@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hostdev.core import pictures
 from hostdev.core.errors import naming
 from hostdev.core.run_files import KEYS_LOG, KEYS_PICTURE
-from hostdev.host.key_table import KeyTable
+from hostdev.host.table import KeyTable
 
 _COLUMNS = ("step", "live", "waiting", "admitted", "evicted")
 _MOST_POINTS = 4000
@@ -107,7 +107,7 @@ class KeyLog:
 
 def make_key_log(folder: Path, tables: Iterable[Any]) -> KeyLog | None:
     """Return the log of a run's tables by key, or None if it has none."""
-    found = [table for table in tables if isinstance(table, KeyTable)]
+    found = [table for table in tables if table.capabilities.by_key]
     return KeyLog(folder, min(found, key=lambda table: table.name)) if found else None
 
 

@@ -27,7 +27,6 @@ from hostdev.core.run_files import (
 )
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.advice import unknown_lines
-from hostdev.host.key_table import KeyTable
 from hostdev.kernels.numa import in_words
 from hostdev.train.evaluation import Evaluation
 from hostdev.train.key_log import describe
@@ -67,7 +66,7 @@ def start_lines(
         statistics: The statistics in the data set's manifest.
     """
     where = "host memory" if config["host_device_mix"] else "device memory"
-    if any(getattr(table, "disk", None) is not None for table in tables.values()):
+    if any(table.capabilities.on_disk for table in tables.values()):
         where += " and disk"
     if interleaving := in_words():
         where += f", {interleaving}"
@@ -113,7 +112,7 @@ def _disk_lines(tables: Iterable[Any]) -> list[str]:
         f"disk     {table.name} in {table.disk.path}, {table.storage.tier.count:,} of its rows in "
         f"{format_bytes(table.disk.nbytes)} of memory"
         for table in sorted(tables, key=lambda table: table.name)
-        if getattr(table, "disk", None) is not None
+        if table.capabilities.on_disk
     ]
 
 
@@ -125,16 +124,13 @@ def kind(table: Any) -> str:
 
 
 def _rows(table: Any) -> int:
-    """Return the number of rows of a table over all processes; of a table by key, the most rows."""
-    if isinstance(table, KeyTable):
-        return table.capacity
-    found: int = getattr(table, "total_rows", table.rows)
-    return found
+    """Return the most rows of a table, or of a table specification, over all processes."""
+    rows: int = table.capacity
+    return rows
 
 
 def _size(table: Any) -> str:
-    by_key = isinstance(table, KeyTable) or getattr(table, "keys", None) is not None
-    return f"up to {_rows(table):,} keys" if by_key else f"{_rows(table):,}"
+    return f"up to {_rows(table):,} keys" if table.capabilities.by_key else f"{_rows(table):,}"
 
 
 def _cache_line(cache: EmbeddingCache) -> str:

@@ -12,8 +12,6 @@ from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, Embed
 from hostdev.data.manifest import Manifest
 from hostdev.distributed.two_levels import TwoLevelChannel
 from hostdev.distributed.world import World
-from hostdev.host.disk.storage import DiskStorage
-from hostdev.host.table import HostTable
 from hostdev.train.trainer import Trainer
 
 
@@ -36,11 +34,7 @@ def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict
 
 def get_disks(tables: Iterable[Any]) -> dict[str, Any]:
     """Return the entry "disk" of summary.json: for each table on disk, what has moved; empty if there is none."""
-    found = {
-        table.name: table.storage.summary()
-        for table in tables
-        if isinstance(table, HostTable) and isinstance(table.storage, DiskStorage)
-    }
+    found = {table.name: table.storage.summary() for table in tables if table.capabilities.on_disk}
     return {"disk": found} if found else {}
 
 

@@ -20,9 +20,8 @@ from hostdev.checkpoint.state import state_digest
 from hostdev.checkpoint.writer import Content
 from hostdev.errors import DiskFullError
 from hostdev.ext.checkpoints import cli as command
-from hostdev.ext.checkpoints.compact import merge
+from hostdev.ext.checkpoints.compact import merge, rewrite
 from hostdev.ext.checkpoints.diff import differences
-from hostdev.ext.checkpoints.reshard import rewrite
 from hostdev.host.disk import segments as segments_module
 from hostdev.kernels import disk_records
 from hostdev.kernels.shards import ids_of

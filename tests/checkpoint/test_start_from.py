@@ -205,7 +205,7 @@ def test_earlier_rows_are_the_checkpoints_and_new_ones_initial(days, tmp_path, m
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_go_by_their_ids_to_the_ranks_that_hold_them(days, first, tmp_path, ranks):
     """A row's position depends on the number of rows, which has grown."""
-    from hostdev.ext.checkpoints.reshard import rewrite
+    from hostdev.ext.checkpoints.compact import rewrite
 
     chain = read_chain(first / "checkpoints" / names_in(first / "checkpoints")[-1])
     rewrite(chain, tmp_path / "spread", 2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hostdev.core.digest import (
-    Column,
+    DigestColumn,
     RangeDigests,
     StateDigest,
     range_digests,
@@ -42,7 +42,7 @@ def made():
 def digest_of(columns, dense, *, threads=None, ranges=ranges_of, known=None):
     digest = StateDigest(threads)
     length = rows_per_range(D)
-    found = [Column(name, rows.shape, partial(ranges, rows, length)) for name, rows in columns.items()]
+    found = [DigestColumn(name, rows.shape, partial(ranges, rows, length)) for name, rows in columns.items()]
     digest.table("t", 7, found, known)
     digest.array("layer.weight", "float32", dense.shape, [dense[:1], dense[1:]])
     return digest.hexdigest()

@@ -22,9 +22,7 @@ def test_bfloat16_weights_are_what_can_be_read_and_written(dtype):
     np.testing.assert_array_equal(table.lookup(np.arange(50)), weights)
     with pytest.raises(ValueError, match="read-only"):
         weights[3] = 1
-    with pytest.raises(
-        TypeError, match="table 't' stores weights as bfloat16, and weights and slots in separate arrays; use read_rows"
-    ):
+    with pytest.raises(TypeError, match="table 't' stores weights or slots in fewer than 32 bits.*use read_rows"):
         table.block  # noqa: B018
     with table.writing([4]) as w:
         w.slots["m"][:] = 1.2345678
@@ -53,9 +51,7 @@ def test_bfloat16_slots_are_what_can_be_read_and_written(slots):
     initial = table.slots["accum"].copy()
     np.testing.assert_array_equal(initial, torch.full((50, 6), 0.1).bfloat16().float())  # to nearest
     np.testing.assert_array_equal(table.weights, HostTable(50, 6, SGD(), name="t", seed=2).weights)
-    with pytest.raises(
-        TypeError, match="table 't' stores slots as bfloat16, and weights and slots in separate arrays; use read_rows"
-    ):
+    with pytest.raises(TypeError, match="table 't' stores weights or slots in fewer than 32 bits.*use read_rows"):
         table.block  # noqa: B018
     with pytest.raises(ValueError, match="read-only"):
         table.slots["accum"][3] = 1

@@ -223,12 +223,12 @@ def test_rows_that_the_host_has_no_memory_for_are_refused(tmp_path, small, monke
     _, table = pair(tmp_path, kept=300)
     step, apply = table.step, lambda: table.apply(np.arange(2_000), np.ones((2_000, 8), np.float32))
     with monkeypatch.context() as patch:
-        patch.setattr("hostdev.host.disk.tier.available_bytes", lambda: 100_000)
+        patch.setattr("hostdev.host.disk.frame_pool.available_bytes", lambda: 100_000)
         with pytest.raises(UserError, match=r"table 't': 2,000 rows .* 97.7 KiB are free"):
             apply()
     assert table.step == step
     apply()  # the memory is there now
-    monkeypatch.setattr("hostdev.host.disk.frame_arrays.free_addresses", lambda: 200_000)
+    monkeypatch.setattr("hostdev.host.disk.frame_pool.free_addresses", lambda: 200_000)
     _, table = pair(tmp_path, kept=300)
     with pytest.raises(UserError, match=r"table 't': 2,000 rows .*ulimit -v"):
         apply()

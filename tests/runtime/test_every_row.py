@@ -8,7 +8,7 @@ import torch
 
 import hostdev
 from hostdev.checkpoint import folder, manifest
-from hostdev.ext.checkpoints import compact, reshard
+from hostdev.ext.checkpoints import compact
 from tests.checkpoint.test_runtime import OPTIONS, extra_of, go_on
 from tests.runtime.cases import (
     BF16,
@@ -165,7 +165,7 @@ def test_a_merged_and_a_resharded_checkpoint(tmp_path):
     train(case, BATCHES[5:9], 5).runtime.save(tmp_path / "c", extra={**extra_of(case), "batches": 9})
     saved = weights_of(case.tables["items"])
     chain = folder.read_chain(tmp_path / "c" / sorted(folder.names_in(tmp_path / "c"))[-1])
-    reshard.rewrite(chain, tmp_path / "parts", 3)
+    compact.rewrite(chain, tmp_path / "parts", 3)
     compact.compact(chain)
     for path in ("c", "parts"):
         np.testing.assert_array_equal(hostdev.open(tmp_path / path)["items"].lookup(np.arange(60)), saved)

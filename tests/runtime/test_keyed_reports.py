@@ -13,12 +13,12 @@ from hostdev.checkpoint import manager
 from hostdev.core.admission import Probability
 from hostdev.errors import UserError
 from hostdev.host import key_checkpoints, key_table
-from hostdev.host.eviction_reports import EvictionReports
+from hostdev.host.key_eviction import EvictionReports
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_plan import PlannedKeys
 from hostdev.host.key_snapshot import KeySnapshot
-from hostdev.host.key_table import KeyTable
 from hostdev.host.snapshot import Snapshot
+from hostdev.host.table import KeyTable
 from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline import keys as pipeline_keys
 from tests.runtime.test_keyed_tables import MODES, POLICIES, Program, batches
@@ -295,7 +295,7 @@ def check_one_seed_one_result(folder):
 
 
 def draw_from_a_global_generator(patch):
-    patch.setattr(Probability, "draw", lambda self, keys, *given: np.random.random(len(keys)) < self.p)
+    patch.setattr(Probability, "admit", lambda self, keys, *given, **names: np.random.random(len(keys)) < self.p)
 
 
 REPORTS = [

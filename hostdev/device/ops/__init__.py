@@ -139,7 +139,7 @@ class Ops(Protocol):
     def round_rows(
         self, block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, formats: tuple[int, ...]
     ) -> None:
-        """Round planes of rows to values that can be stored, in place, as `kernels.rounding.round_rows` does.
+        """Round planes of rows to values that can be stored, in place: `kernels.stochastic_rounding.round_rows`.
 
         Args:
             block: The rows, float32 [any, 1 + S, D].

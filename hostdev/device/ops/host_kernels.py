@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hostdev.device.ops.catch_up import Clocks
 from hostdev.device.ops.uses import Expansion, FeatureUses
-from hostdev.kernels import bags, clip, rounding
+from hostdev.kernels import bags, clip, stochastic_rounding
 from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.buffers import identity
@@ -162,7 +162,7 @@ def update(
 def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, formats: tuple[int, ...]) -> None:
     """See `Ops`."""
     at = identity(len(row_ids)) if ids is None else ids.numpy()
-    rounding.round_rows(block.numpy(), at, row_ids.numpy(), key, formats)
+    stochastic_rounding.round_rows(block.numpy(), at, row_ids.numpy(), key, formats)
 
 
 def exchange(

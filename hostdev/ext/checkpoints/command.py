@@ -17,7 +17,7 @@ from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
 from hostdev.core.sync import sending
 from hostdev.core.table_dtypes import FP32
-from hostdev.ext.checkpoints import compact, deliver, diff, reshard
+from hostdev.ext.checkpoints import compact, deliver, diff
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -168,7 +168,7 @@ def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
     for line in found.notes():
         note(f"{arguments.prog}: {line}")
     with sending(arguments.out, FILE_NAME):
-        line = reshard.rewrite(found.chain, arguments.out, ranks)
+        line = compact.rewrite(found.chain, arguments.out, ranks)
     print(line)
     return 0
 

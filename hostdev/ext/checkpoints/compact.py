@@ -1,4 +1,4 @@
-"""Offline merging of a checkpoint and its parents into one full checkpoint, range by range."""
+"""Offline merging of a checkpoint with its parents into a full one, also for another number of processes, by ranges."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,11 +14,13 @@ from hostdev.checkpoint.items import FROM_FIRST, Item, Located
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import VERSION, Table
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS
 from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
 from hostdev.ext.checkpoints import best
 from hostdev.host.disk.segments import SegmentFile
+from hostdev.kernels.shards import get_ids_at, range_of
 
 Rows = npt.NDArray[np.float32]
 
@@ -60,7 +62,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
     newest = chain[-1]
     path = newest.path.parent
     with folder.locked(path):
-        if not all(map(folder.is_on_disk, chain)):
+        if not all(map(folder.still_exists, chain)):
             raise UserError(f"{newest.path} was merged or removed by another process; run the command again")
         before = _size(path)
         if len(chain) == 1:
@@ -128,3 +130,60 @@ def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
 
 def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+class _Rows:
+    """A `writer.Source` of a table's rows: in id order or, with `spread`, in the order that is divided among ranks."""
+
+    def __init__(self, layers: Layers, table: Table, *, spread: bool) -> None:
+        self._layers, self._table, self._spread = layers, table, spread
+        self.count = table.rows
+
+    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return all rows in [first, last)."""
+        return np.arange(first, last)
+
+    def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
+        """See `writer.Source`."""
+        about = self._table
+        wanted = get_ids_at(about.rows, first, last) if self._spread else np.arange(first, last)
+        for to, name in zip(columns, (WEIGHTS, *about.slots), strict=True):
+            np.copyto(to, self._layers.lookup(about.name, name, wanted))
+        for to, name in zip(row_columns, about.row_slots, strict=True):
+            np.copyto(to, self._layers.lookup(about.name, name, wanted)[:, 0])
+
+
+def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
+    """Write a checkpoint and its parents as one full checkpoint into the folder `out`; return a line about it.
+
+    Args:
+        chain: The checkpoint, with its parents.
+        out: A folder without checkpoints.
+        ranks: Number of processes, each with its own files, or None for one process with rows in id order.
+
+    Raises:
+        UserError: `out` has checkpoints, or another process is writing to it.
+        OSError: The checkpoint cannot be written.
+    """
+    _require_none(out)
+    is_spread = ranks is not None
+    layers = Layers(chain)
+    out.mkdir(parents=True, exist_ok=True)
+    items = []
+    for table in layers.manifest.tables:
+        if table.keys is not None:
+            items.append(merged_item(layers, table))
+            continue
+        about = replace(table, files=[], segments=None, whole=False, order=SPREAD if is_spread else "ids")
+        cuts = [range_of(table.rows, rank, ranks)[0] for rank in range(ranks)] if ranks else []
+        rows = _Rows(layers, table, spread=is_spread)
+        items.append(Item(about, rows, True, lambda: None, lambda saved: None, cuts=cuts))
+    with folder.locked(out):
+        _require_none(out)  # again, now that the folder is locked
+        made = write_anew(layers, items, out)
+    return f"{made}: {chain[-1].path} rewritten for {f'{ranks} processes' if is_spread else 'one process'}"
+
+
+def _require_none(out: Path) -> None:
+    if folder.names_in(out):
+        raise UserError(f"{out} already has checkpoints; choose another --out")

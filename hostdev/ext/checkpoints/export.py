@@ -23,7 +23,6 @@ from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import read_values
 from hostdev.core.printable import printable
 from hostdev.core.progress import ProgressBar, bar
-from hostdev.ext.checkpoints.export_state import write_state
 from hostdev.ext.checkpoints.vocabulary import read_vocabulary
 
 IDS, DENSE = "ids.parquet", "dense.pt"
@@ -238,3 +237,53 @@ def _write_dense(out: Path, layers: Layers) -> None:
         content = io.BytesIO()  # torch's file writer hides the error of a full disk
         torch.save(read_values(layers, dense["model"]), content)
         (out / DENSE).write_bytes(content.getbuffer())
+
+
+STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
+
+
+def write_state(out: Path, layers: Layers) -> None:
+    """Write state.json, and optimizer.pt for a checkpoint of hostdev.train, or extra.pt for one of `Runtime.save`.
+
+    state.json has the checkpoint's step, and each table's step, optimizer with hyperparameters, names of optimizer
+    state, and training dtypes. `torch.load` reads the other files without hostdev; NumPy arrays in `extra` become
+    tensors.
+    """
+    found = layers.manifest
+    names: tuple[str, ...] = ("rows", "dim", "step", "optimizer", "hyperparameters", "slots", "row_slots")
+    names += ("dtype", "slots_dtype", "seed")
+    content = {
+        "step": found.step,
+        "tables": {
+            table.name: {name: getattr(table, name) for name in names} | {"hyperparameters": table.arguments}
+            for table in found.tables
+        },
+        "state_sha256": found.state_sha256,
+        "state_sha256_version": found.version,
+        "versions": found.versions,
+        "created": found.created,
+    }
+    (out / STATE).write_text(json.dumps(content, indent=2) + "\n")
+    state = found.state if isinstance(found.state, dict) else {}
+    dense = state.get("dense")
+    if isinstance(dense, dict) and "optimizer" in dense:
+        _write_tree(out / OPTIMIZER, dense["optimizer"], layers)
+    if "extra" in state:
+        _write_tree(out / EXTRA, state["extra"], layers)
+
+
+def _write_tree(path: Path, tree: Any, layers: Layers) -> None:
+    content = io.BytesIO()  # torch's file writer hides the error of a full disk
+    torch.save(_as_tensors(read_values(layers, tree)), content)
+    path.write_bytes(content.getbuffer())
+
+
+def _as_tensors(value: Any) -> Any:
+    """Convert the NumPy arrays in nested values to tensors: torch.load(..., weights_only=True) rejects arrays."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, dict):
+        return {key: _as_tensors(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_as_tensors(each) for each in value)
+    return value

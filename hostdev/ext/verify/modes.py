@@ -22,7 +22,6 @@ from hostdev.distributed.dense_state import DenseState
 from hostdev.distributed.mesh import Layout
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.training.initial_vectors import make_model
-from hostdev.host.key_table import KeyTable
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import set_host_threads
@@ -190,11 +189,11 @@ def train(
     )
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
-        table = group.tables[0]
-        if isinstance(table, KeyTable):
+        table: Any = group.tables[0]
+        if table.capabilities.by_key:
             local_ids.append(table.index.keys)
         else:
-            local_ids.append(table.ids(0, table.rows) if world.size > 1 else None)  # type: ignore[union-attr]
+            local_ids.append(table.ids(0, table.rows) if world.size > 1 else None)
     with bar(len(batches), str(mode), "step") as progress:
         for number, result in enumerate(trainer.train(batches)):
             record.losses.append(tuple(result.value))

@@ -41,7 +41,7 @@ class Planes(NamedTuple):
         return int(self.widths.sum())
 
 
-class Source(NamedTuple):
+class RecordSource(NamedTuple):
     """Open files of records, or such that are mapped into memory.
 
     Attributes:
@@ -73,7 +73,13 @@ class Read:
     """
 
     def __init__(
-        self, source: Source, positions: Any, keys: Any, targets: Any, planes: Planes, done: Callable[["Read"], None]
+        self,
+        source: RecordSource,
+        positions: Any,
+        keys: Any,
+        targets: Any,
+        planes: Planes,
+        done: Callable[["Read"], None],
     ) -> None:
         order = np.argsort(positions)
         self._source, self._planes, self._done = source, planes, done

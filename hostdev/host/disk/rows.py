@@ -1,5 +1,6 @@
-"""Rows of a table on disk while they are in memory, and their initial values."""
+"""How rows of a table are stored in memory, and their initial values."""
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,8 @@ import numpy.typing as npt
 
 from hostdev.core.initializers import Initializer
 from hostdev.host.disk.readers import Planes
-from hostdev.host.storage import Float32, Shape, Split, make_storage
+from hostdev.host.layouts import Float32, Split, make_layout
+from hostdev.host.storage import Shape
 from hostdev.kernels.pool import run_tasks
 
 Positions = npt.NDArray[np.int32]
@@ -29,15 +31,18 @@ class RowFormat:
 
     def __init__(self, name: str, shape: Shape, dtype: str, slots_dtype: str, seed: int, init: Initializer) -> None:
         self.shape, self.seed, self.init = shape, seed, init
-        self.name, self._dtypes = name, (dtype, slots_dtype)
-        one = self.allocate(np.zeros(1, np.int64))
-        self.row_bytes = Planes.of(one.planes).row_bytes
+        self.name, self.dtypes = name, (dtype, slots_dtype)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row in memory."""
+        return Planes.of(self.allocate(np.zeros(1, np.int64)).planes).row_bytes
 
     def allocate(self, keys: npt.NDArray[np.int64]) -> Float32 | Split:
         """Return storage for rows in memory, one for each of the keys."""
         of, count = self.shape, len(keys)
-        shape = Shape(count, of.dim, of.optimizer, 0, count, False, of.ids, self._dtypes[1], keys)
-        return make_storage(self.name, shape, *self._dtypes)
+        shape = Shape(count, of.dim, of.optimizer, 0, count, False, of.ids, self.dtypes[1], keys)
+        return make_layout(self.name, shape, *self.dtypes)
 
     def fill(self, storage: Float32 | Split, rows: Positions, keys: npt.NDArray[np.int64]) -> None:
         """Write the initial values of the rows of some keys to these rows of storage in memory."""

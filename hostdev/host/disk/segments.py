@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hostdev.core.errors import DiskFullError, UserError, in_words
 from hostdev.core.memory import format_bytes
-from hostdev.host.disk.readers import Read, Source
+from hostdev.host.disk.readers import Read, RecordSource
 from hostdev.kernels.buffers import reserve
 from hostdev.kernels.disk_records import DAMAGED, GOOD, UNREADABLE, Format
 
@@ -72,7 +72,7 @@ class Segments:
         _allow_open_files(most)
         self.chunks = format_.per_segment // format_.per_chunk
         files, tags = np.full(most, -1, np.int32), np.zeros(most, np.uint64)
-        self.source = Source(files, tags, format_, np.zeros(most, np.int64))
+        self.source = RecordSource(files, tags, format_, np.zeros(most, np.int64))
         self.live = np.zeros(most, np.int64)
         self.written, self.ends = np.zeros(most, np.int32), np.zeros(most, np.int32)
         self.tainted = np.zeros(most, np.bool_)

@@ -10,13 +10,14 @@ import numpy.typing as npt
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.initializers import Initializer
-from hostdev.core.memory import format_bytes
+from hostdev.core.memory import available_bytes, format_bytes, require_table
 from hostdev.core.table_dtypes import TableStep
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.rows import COPIED_BYTES, RowFormat
 from hostdev.host.disk.sizes import get_location_bytes
 from hostdev.host.disk.tier import Tier
-from hostdev.host.storage import Float32, Shape, Split, Storage
+from hostdev.host.layouts import Float32, Split, make_layout
+from hostdev.host.storage import Shape, Storage
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.clock import Clock
 from hostdev.kernels.norm import PART
@@ -27,16 +28,6 @@ Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
 _HELD_OF = 16  # a call outside of the pipeline holds at most one frame in 16 at a time
-
-
-def require_disk(name: str, rows: int, disk: Disk, free: int) -> None:
-    """Raise UserError unless the `free` bytes of memory suffice for a table of `rows` rows on disk."""
-    needed = disk.nbytes + get_location_bytes(rows) * rows
-    if needed > free:
-        raise UserError(
-            f"table {name!r}: its Disk takes {format_bytes(disk.nbytes)} of memory, and {get_location_bytes(rows)} "
-            f"bytes for each of {rows:,} rows, but {format_bytes(free)} of host memory are free; give it less memory"
-        )
 
 
 class DiskStorage:
@@ -65,8 +56,22 @@ class DiskStorage:
         self.tier = Tier(format_.name, disk.path, shape.rows, disk.nbytes, *shared, keys_change=keys_change)
         self.row_slots: Any = RowSlots(self)
 
-    def close(self) -> None:
-        """Remove the rows' files."""
+    def forget(self, ids: Ids, changes: Any) -> None:
+        """See `Storage`; a checkpoint that is being written first copies the rows."""
+        if changes is not None:
+            changes.before_forget(ids)
+        self.tier.forget(ids)
+
+    def taint(self, changes: Any = None) -> None:
+        """See `Storage`; a checkpoint that is being written is awaited, since it has the rows."""
+        if changes is not None:
+            changes.await_end()
+        self.tier.store.taint()
+
+    def close(self, changes: Any = None) -> None:
+        """See `Storage`; a checkpoint that is being written is awaited."""
+        if changes is not None:
+            changes.await_end()
         self.tier.close()
 
     def summary(self) -> dict[str, Any]:
@@ -139,17 +144,9 @@ class DiskStorage:
         """See `Storage`."""
         return self.tier.held(np.unique(ids), change=True)
 
-    def weights(self) -> Rows:
-        """See `Storage`."""
-        return _read_only(self.column(0)[:])
-
     def column(self, number: int) -> Any:
         """See `Storage`."""
-        return Column(self, self.shape[2], lambda source: source.column(number)[:])
-
-    def slot(self, number: int) -> Rows:
-        """See `Storage`."""
-        return _read_only(self.column(1 + number)[:])
+        return DiskColumn(self, self.shape[2], lambda source: source.column(number)[:])
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
@@ -208,7 +205,7 @@ class DiskStorage:
         return self.frames.taken_row_slots(self.tier.find(ids))
 
 
-class Column:
+class DiskColumn:
     """Values of all rows, by slices or row ids: float32 [any, width].
 
     Args:
@@ -237,7 +234,7 @@ class Column:
 class RowSlots:
     """The per-row state of all rows, float32 [V, R], by slices or row ids; a second index, a slice, selects columns.
 
-    `[:, columns]` reads nothing yet, and returns a `Column`.
+    `[:, columns]` reads nothing yet, and returns a `DiskColumn`.
     """
 
     def __init__(self, storage: DiskStorage) -> None:
@@ -250,10 +247,33 @@ class RowSlots:
     def __getitem__(self, index: Any) -> Any:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         width = len(range(*columns.indices(self.shape[1])))
-        found = Column(self._storage, width, lambda source: source.row_slots[:, columns])
+        found = DiskColumn(self._storage, width, lambda source: source.row_slots[:, columns])
         return found if isinstance(index, tuple) and rows == slice(None) else found[rows]
 
 
-def _read_only(values: Rows) -> Rows:
-    values.flags.writeable = False
-    return values
+def make_storage(format_: RowFormat, disk: Disk | None, get_keys: Callable[[Ids], Ids]) -> Storage:
+    """Return storage for the rows of a table, in memory if `disk` is None; rows in memory are not filled.
+
+    `get_keys` is as for `DiskStorage`.
+    """
+    if disk is None:
+        return make_layout(format_.name, format_.shape, *format_.dtypes)
+    return DiskStorage(format_, disk, get_keys)
+
+
+def make_filled(format_: RowFormat, disk: Disk | None, get_keys: Callable[[Ids], Ids]) -> Storage:
+    """Return what `make_storage` does, with initial values in all rows; raise UserError if memory is lacking."""
+    shape, (dtype, slots_dtype) = format_.shape, format_.dtypes
+    if disk is None:
+        require_table(format_.name, shape.rows, shape.dim, shape.optimizer, dtype=dtype, slots_dtype=slots_dtype)
+        storage = make_storage(format_, disk, get_keys)
+        storage.fill(shape, format_.seed, format_.init)
+        return storage
+    location_bytes, free = get_location_bytes(shape.rows), available_bytes()
+    if disk.nbytes + location_bytes * shape.rows > free:
+        raise UserError(
+            f"table {format_.name!r}: its Disk takes {format_bytes(disk.nbytes)} of memory, and {location_bytes} "
+            f"bytes for each of {shape.rows:,} rows, but {format_bytes(free)} of host memory are free; give it less "
+            "memory"
+        )
+    return make_storage(format_, disk, get_keys)

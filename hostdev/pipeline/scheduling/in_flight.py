@@ -3,16 +3,14 @@
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hostdev.distributed.gradients import SelectedRows
 from hostdev.kernels.arrays import Positions
 from hostdev.pipeline.forwarding import Forwarded
 from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 from hostdev.pipeline.rows import FetchedRows
-
-if TYPE_CHECKING:
-    from hostdev.pipeline.tiers import BatchPins
+from hostdev.pipeline.tiers import BatchPins
 
 
 class InFlight:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, Protocol
 
 from hostdev.kernels.arrays import AnyIds
 from hostdev.pipeline import remote
+from hostdev.pipeline.batch_ids import ReadBatch, Request, UniqueBatch
 from hostdev.pipeline.context import Context
-from hostdev.pipeline.results import Gradients, ReadBatch, Request, StepBatch, UniqueBatch
+from hostdev.pipeline.results import Gradients, StepBatch
 from hostdev.pipeline.scheduling.in_flight import InFlight
 from hostdev.pipeline.scheduling.queues import End, Stopped
 from hostdev.pipeline.stages.deduplicate import announce, deduplicate

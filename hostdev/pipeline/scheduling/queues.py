@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from hostdev.pipeline.results import ReadBatch, SentBatch, SteppedBatch
+from hostdev.pipeline.batch_ids import ReadBatch
+from hostdev.pipeline.results import SentBatch, SteppedBatch
 from hostdev.pipeline.scheduling.in_flight import InFlight, InFlightBatches, SharedRows
 
 _LONGEST_PAUSE = 2.0  # seconds that a stage waits for the end of a step that runs alone

@@ -5,9 +5,9 @@ from typing import Any
 
 from hostdev.cache.plan import renumber
 from hostdev.kernels.pool import run_tasks
+from hostdev.pipeline.batch_ids import ReadBatch, UniqueBatch, UniqueGroup
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.keys import Assigned, assign_on_ranks
-from hostdev.pipeline.results import ReadBatch, UniqueBatch, UniqueGroup
 
 
 def deduplicate(
@@ -31,11 +31,10 @@ def deduplicate(
         if request.check is not None:
             request.check()
         groups = [UniqueGroup(*found) for found in context.unique(request.ids)]
-        for n, group in enumerate(context.groups):
-            if group.keys is not None and not context.exchanges:
-                keys, inverse, *_ = groups[n]
-                mine = group.keys.assign(keys, inverse, request.ids[n], update=update, is_first=is_first)
-                groups[n] = UniqueGroup(mine.rows, inverse, None, mine.plans, mine.guests)
+        for n, table in context.keyed.items() if not context.exchanges else ():
+            keys, inverse, *_ = groups[n]
+            mine = table.assign(keys, inverse, request.ids[n], update=update, is_first=is_first)
+            groups[n] = UniqueGroup(mine.rows, inverse, None, mine.plans, mine.guests)
         span["rows"] = sum(len(group.ids) for group in groups)
     if context.exchanges:
         groups = _exchange(context, batch, groups, update=update, is_first=is_first)
@@ -50,7 +49,7 @@ def _exchange(
     nothing = Assigned(None, False, None)
     requested: list[Any] = [group.ids for group in groups]
     assigned: dict[int, Assigned] = {}
-    keyed = {n: group.keys for n, group in enumerate(context.groups) if group.keys is not None}
+    keyed = context.keyed
     with context.timeline.span("exchange ids", number):
         if exchange.keys is not None:
             found = assign_on_ranks(

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 
 from hostdev.kernels.pool import run_tasks
+from hostdev.pipeline.batch_ids import Inverse, PlannedGroup, UniqueBatch
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.hazards import find_conflicts
-from hostdev.pipeline.results import Inverse, PlannedBatch, PlannedGroup, UniqueBatch
+from hostdev.pipeline.results import PlannedBatch
 from hostdev.pipeline.row_ids import ConcatenatedIds
 from hostdev.pipeline.scheduling.in_flight import Conflicts, Unfinished
 

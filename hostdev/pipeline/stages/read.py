@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from hostdev.pipeline.batch_ids import ReadBatch, Request
 from hostdev.pipeline.context import Context
-from hostdev.pipeline.results import ReadBatch, Request
 
 
 def read(context: Context, source: Iterator[Request], number: int) -> ReadBatch | None:

@@ -55,11 +55,13 @@ def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> 
                     group.cache.left(mine.planned.plan, table)
     _report(context, batch)
     unpin(batch)
-    for group, mine, stepped in zip(context.groups, batch.groups, batch.stepped, strict=True):
-        if group.keys is not None and mine.planned.plans_keys and stepped[0]:
-            group.keys.finish_step()
-        elif group.keys is not None:
-            group.keys.finish_read(mine.planned.guests)
+    for number, keys in context.keyed.items():
+        planned = batch.groups[number].planned
+        if planned.plans_keys and batch.stepped[number][0]:
+            keys.finish_step()
+        else:
+            keys.finish_read(planned.guests)
+    for group, stepped in zip(context.groups, batch.stepped, strict=True):
         for embedding, one in zip(group.embeddings, stepped, strict=True):
             embedding.steps += one
     context.steps += 1
