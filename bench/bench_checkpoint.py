@@ -28,8 +28,9 @@ from bench.record import make_parser, record
 from bench.workload import draw_ids
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.loading import load_tables, verify
-from hostdev.data import lookalike, manifest
+from hostdev.data import manifest
 from hostdev.data.batch import Batch
+from hostdev.data.preprocess import lookalike
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic

@@ -15,7 +15,8 @@ import torch
 from bench.record import make_parser, record
 from bench.wide_deep import make_trainer, read_fields
 from hostdev.core.primitive import OpLog, Primitive
-from hostdev.data import lookalike, manifest
+from hostdev.data import manifest
+from hostdev.data.preprocess import lookalike
 from hostdev.data.shards import ShardReader
 
 CALLS = 20_000

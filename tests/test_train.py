@@ -14,7 +14,8 @@ import pyarrow as pa
 import pytest
 
 from hostdev.core import cli
-from hostdev.data import lookalike, manifest
+from hostdev.data import manifest
+from hostdev.data.preprocess import lookalike
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend

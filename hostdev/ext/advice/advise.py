@@ -17,9 +17,10 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.keys import is_raw
 from hostdev.core.memory import available_bytes, dense_bytes, format_bytes
-from hostdev.data import lookalike, manifest
+from hostdev.data import manifest
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
+from hostdev.data.preprocess import lookalike
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.bus import Bus, measure

@@ -23,8 +23,9 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import DiskFullError, TableFullError, UserError
 from hostdev.core.run_events import CallbackError, RunObserver
 from hostdev.core.run_files import REPORT
-from hostdev.data import lookalike, manifest
+from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
+from hostdev.data.preprocess import lookalike
 from hostdev.data.remote import describe_place
 from hostdev.device import backend
 from hostdev.distributed.rank_environment import find_rank_environment

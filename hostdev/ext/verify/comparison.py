@@ -10,8 +10,9 @@ import numpy as np
 
 from hostdev.cache.cache import CacheTooLargeError
 from hostdev.core.addresses import shown_place
-from hostdev.data import lookalike, manifest
+from hostdev.data import manifest
 from hostdev.data.batch import Batch
+from hostdev.data.preprocess import lookalike
 from hostdev.data.preprocess.options import ids_in_words
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader

@@ -18,8 +18,9 @@ import torch
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.data import lookalike, manifest
+from hostdev.data import manifest
 from hostdev.data.batch import Batch
+from hostdev.data.preprocess import lookalike
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.distributed.mesh import Layout, Mesh
