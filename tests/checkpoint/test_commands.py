@@ -274,7 +274,7 @@ def test_export_with_slots_has_what_extra_holds(tmp_path):
 
 def test_export_in_bfloat16(saved, tmp_path, capsys):
     path, _ = saved
-    options = ["export", path, "--out", tmp_path / "out", "--dtype", "bf16"]
+    options = ["export", path, "--out", tmp_path / "out", "--dtype", "bfloat16"]
     assert run(checkpoint, *options) == 2
     assert "parquet has no bfloat16; use --format safetensors" in capsys.readouterr().err
     assert run(checkpoint, *options, "--format", "safetensors") == 0
