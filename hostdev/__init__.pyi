@@ -1,6 +1,7 @@
 # The public names, each with its module: type checkers read this list, and each name is imported at its first use.
 from . import distributed as distributed
 from . import errors as errors
+from . import frameworks as frameworks
 from . import ops as ops
 from . import parallel as parallel
 from . import testing as testing

@@ -260,7 +260,7 @@ def test_cells_of_tables_have_their_columns_names():
     assert found.endswith('<tr><td data-label="a b">1</td><td data-label="c">2</td></tr></table><td>')
 
 
-ROOMS_OF_NAMES = ["distributed", "errors", "ops", "parallel", "testing", "tracking"]
+ROOMS_OF_NAMES = ["distributed", "errors", "frameworks", "ops", "parallel", "testing", "tracking"]
 
 
 def test_every_public_name_and_option_is_in_the_reference(monkeypatch):

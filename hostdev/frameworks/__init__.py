@@ -1,1 +1,5 @@
-"""Other frameworks: the public names of `hostdev.ext.frameworks`."""
+"""Other frameworks: what their programs use with hostdev."""
+
+from hostdev.frameworks import lightning
+
+__all__ = ["lightning"]
