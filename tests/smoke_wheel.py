@@ -40,6 +40,17 @@ def check_contents(wheel):
     assert {name.split("/")[0].split("-")[0] for name in inside} == {"hostdev"}, "more than the package at top level"
 
 
+def check_stranger(work, python, pip, elsewhere):
+    """Check that a package outside hostdev adds its things to the installed wheel, which pass hostdev's checks."""
+    source, out = work / "stranger", work / "theirs"
+    shutil.copytree(ROOT / "tests/stranger", source)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source, cwd=work)
+    [wheel] = out.glob("*.whl")
+    run(*pip, "install", "--quiet", "--no-deps", wheel, cwd=work)
+    assert "all checks passed" in run(python, "-m", "acme.checks", elsewhere / "checks", cwd=elsewhere)
+    assert run(python, "-m", "hostdev", "greet", "--name", "you", cwd=elsewhere) == "hello, you\n"
+
+
 def main():
     """Build, install, train."""
     start = time.monotonic()
@@ -61,6 +72,7 @@ def main():
         run(*pip, "check", cwd=work)
         elsewhere = work / "elsewhere"
         elsewhere.mkdir()
+        check_stranger(work, python, pip, elsewhere)
         for package in ("models", "data", "tests"):
             run(python, "-c", f"import {package}", cwd=elsewhere, expect=1)
         place = run(python, "-c", "import hostdev; print(hostdev.__file__)", cwd=elsewhere)

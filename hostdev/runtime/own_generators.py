@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from hostdev.core import registry
 from hostdev.runtime.generators import is_global
 
-LOADER_STATES = "loader-states"  # the kind of `reading.LoaderStates` in the registry; its names are loaders' modules
+LOADER_STATES = "loader_states"  # the kind of `reading.LoaderStates` in the registry; its names are loaders' modules
 
 _MOST_OBJECTS = 2000  # that are searched; also the length of the longest container
 _DATA = (types.NoneType, str, bytes, int, float, complex, range, np.generic, pathlib.PurePath)
