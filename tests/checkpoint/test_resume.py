@@ -13,7 +13,7 @@ import torch
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.ranges import HashedFile
-from hostdev.core import cli
+from hostdev.core import cli, outputs
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.training import cli as train
@@ -257,10 +257,20 @@ def test_a_run_without_checkpoints_is_not_overwritten(trained, small_data, tmp_p
     assert (tmp_path / "run/loss.log").read_text() == before
 
 
-@pytest.mark.parametrize("name", ["eval.log", "ops.log", ".config.json.partial", ".summary.json.partial"])
-def test_a_full_disk_under_the_run_directory_is_named(trained, small_data, tmp_path, name):
+@pytest.mark.parametrize("name", ["eval.log", "ops.log", "config.json", "summary.json"])
+def test_a_full_disk_under_the_run_directory_is_named(trained, small_data, tmp_path, monkeypatch, name):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).symlink_to("/dev/full")
+    if name.endswith(".log"):
+        (tmp_path / "run" / name).symlink_to("/dev/full")
+    else:  # written to a hidden file with random digits first
+
+        def beside(path, digits=outputs._add_digits):
+            if path.name.startswith(f".{name}."):
+                path.symlink_to("/dev/full")
+                return path
+            return digits(path)
+
+        monkeypatch.setattr(outputs, "_add_digits", beside)
     code, _, error = trained(*small(small_data, "run", *MIX, "--max-steps", 2))
     assert (code, error) == (2, "hostdev.train: error: run: No space left on device\n")
 

@@ -16,6 +16,7 @@ class Feature(NamedTuple):
 
     data      the data set: "small" (Criteo's columns), "films" (bags, shared ids), "events" (raw ids, for keys)
     cached    whether a cache may hold rows
+    on_disk   whether its tables may be on disk
     by_key    whether its tables are by key: on the host, with caches that need no counts
     quick     whether the simulated accelerator has it in the quick rung
     """
@@ -23,6 +24,7 @@ class Feature(NamedTuple):
     data: str
     flags: tuple = ()
     cached: bool = True
+    on_disk: bool = True
     by_key: bool = False
     quick: bool = False
 
@@ -33,7 +35,7 @@ KEYS = ("--tables", "dynamic", "--capacity", "20MiB", "--order", "stored", *DEEP
 FEATURES = {
     "plain": Feature("small", quick=True),
     "l2 of batches": Feature("small", ("--l2", "batch")),
-    "l2 of tables": Feature("small", ("--l2", "table"), cached=False, quick=True),
+    "l2 of tables": Feature("small", ("--l2", "table"), cached=False, on_disk=False, quick=True),
     "dense bfloat16": Feature("small", ("--precision", "bf16", "--l2", "batch"), quick=True),
     "bfloat16 weights": Feature("small", ("--table-dtype", "bfloat16")),
     "slots of 8 bits": Feature("small", ("--table-slots", "8bit")),
@@ -64,7 +66,7 @@ MODES = {
 def is_possible(feature, mode):
     """Return whether a mode works with a feature."""
     flags = MODES[mode]
-    if CACHE in flags and not feature.cached:
+    if (CACHE in flags and not feature.cached) or ("disk" in flags and not feature.on_disk):
         return False
     if feature.by_key and (HOST not in flags or "static" in flags):
         return False
