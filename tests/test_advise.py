@@ -16,6 +16,7 @@ from hostdev.cache.plan import Statistics
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import Simulated
 from hostdev.core import pictures
+from hostdev.core.capabilities import Capabilities
 from hostdev.core.memory import parse_bytes
 from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
@@ -153,7 +154,7 @@ def test_what_rows_take_the_host_is_measured():
     class Table:
         name, dim, optimizer, primitive_target = "t", 16, LazyAdam(), "CPU"
         dtype = slots_dtype = "fp32"
-        history = None
+        fetched_width, capabilities = 16, Capabilities()
 
     lookup, update = {"total_us": 6.0, "bytes": 2 * 64 * 30}, {"total_us": 14.0, "bytes": 7 * 64 * 20}
     ops = {
