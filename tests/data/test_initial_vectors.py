@@ -169,7 +169,7 @@ def test_the_same_bits_in_every_mode_and_after_resuming(in_process, data, vector
         ),
         (
             ["--initial-vectors", "item=v.parquet", "--frozen-vectors", "item", "--table-weight-decay", 0.1],
-            "--table-weight-decay would change the rows of --frozen-vectors",
+            "--frozen-vectors cannot be combined with --table-weight-decay",
         ),
         (["--initial-vectors", "item=v.parquet,item=two.parquet"], "--initial-vectors names 'item' twice"),
         (["--initial-vectors", "item=none.parquet"], "none.parquet has no vector for any value of 'item' in the data"),
