@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from hostdev.checkpoint.manifest import (
     KEYED_VERSION,
@@ -226,14 +225,9 @@ class DeviceRows:
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
         """See `writer.Source`."""
         assert ids is None
-        np.copyto(columns, _host(self._block[first:last]).transpose(1, 0, 2))
-        np.copyto(row_columns, _host(self._row_slots[first:last]).T)
+        np.copyto(columns, self._block[first:last].cpu().numpy().transpose(1, 0, 2))
+        np.copyto(row_columns, self._row_slots[first:last].cpu().numpy().T)
 
     def stop(self) -> None:
         """Free the copies."""
         self._block, self._row_slots = self._block[:0], self._row_slots[:0]
-
-
-def _host(values: Tensor) -> Rows:
-    found: Rows = values.cpu().numpy()
-    return found

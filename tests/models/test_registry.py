@@ -135,7 +135,7 @@ def test_a_model_of_ones_own(mine):
     [
         (
             "deepfmm",
-            "there is no model 'deepfmm'; choose one of wide_deep, deepfm, dlrm, dcn, shared_bottom, mmoe, or",
+            "there is no model 'deepfmm'; choose one of dcn, deepfm, dlrm, mmoe, shared_bottom, wide_deep, or",
         ),
         ("", "there is no model ''; choose one of"),
         ("shop.models", "there is no model 'shop.models'"),
@@ -199,7 +199,7 @@ def test_an_error_of_ones_own_module_comes_as_it_is(mine):
 
 def test_names_without_torch(tmp_path):
     """The list of names, for a command's help, does not import torch."""
-    code = "import sys; sys.modules['torch'] = None\nfrom hostdev.models import names; print(*names)"
+    code = "import sys; sys.modules['torch'] = None\nfrom hostdev.models import names; print(*names())"
     found = subprocess.run(
         [sys.executable, "-c", code],
         check=True,
