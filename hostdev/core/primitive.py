@@ -271,7 +271,7 @@ class Primitive:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run and time the op."""
-        times = self.times
+        times = self._times or self.times
         mark = self._clock.begin()
         result = self.run(*args, **kwargs)
         self._clock.end(mark, times.add)
@@ -314,5 +314,6 @@ class PartialCall:
         """Report the time and the bytes of all parts."""
         spans = [span for span in self._spans if span]
         self._parts += [max(end for _, end in span) - min(begin for begin, _ in span) for span in spans]
-        self._op.times.add(sum(self._parts))
-        self._op.times.count(self._nbytes)
+        times = self._op.times
+        times.add(sum(self._parts))
+        times.count(self._nbytes)

@@ -114,12 +114,14 @@ class Loop:
         """Run ranges until none is left or the flag is set; the main thread often returns to Python, for Ctrl-C."""
         begun = address_of(self._begun) + 8 * _AT
         most = 1 if threading.current_thread() is threading.main_thread() else self.pieces
-        while self.is_left() and not halt:
+        while True:
             begin = time.perf_counter_ns()
             done = self._loop(begun, halt.address, most, *self._args)
             end = time.perf_counter_ns()
             if done and self._times is not None:
                 self._times.append((begin, end))
+            if done < most or not self.is_left():
+                return  # no range is left, or the flag is set
             if end - begin < _VISIT_NS:
                 most *= 2
 
