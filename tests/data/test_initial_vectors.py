@@ -13,7 +13,6 @@ from hostdev.core.initializers import GivenRows, Normal
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.training import cli as train
-from hostdev.ext.verify import cli as verify
 
 N, ITEMS, DIM = 600, 30, 4
 RUN = ["--data", "data", "--batch-size", 50, "--emb-dim", DIM, "--device", "cpu", "--run-dir", "run"]
@@ -124,11 +123,9 @@ def test_no_optimizer_moves_frozen_rows(in_process, data, vectors, optimizer, dt
     assert (every != trained).any()
 
 
-def test_the_same_bits_in_every_mode_and_after_resuming(in_process, data, vectors):
+def test_a_resumed_run_has_the_same_bits(in_process, data, vectors):
     FORMS["list.parquet"](data / "v.parquet", vectors)
     given = ["--initial-vectors", "item=v.parquet", "--frozen-vectors", "item", "--model", "deepfm"]
-    code, out, error = in_process(verify, *RUN[:-2], *given, "--steps", 4)
-    assert code == 0 and "agree" in out, out + error
     mix = [*given, "--host-device-mix", "--epochs", 2]
     assert in_process(train, *RUN, *mix, "--checkpoint-every", 7, "--max-steps", 7)[0] == 0
     assert in_process(train, *RUN[:-2], *mix, "--run-dir", "whole")[0] == 0

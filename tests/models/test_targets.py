@@ -1,4 +1,4 @@
-"""Several labels, numbers as labels, and weights: losses of plain torch, the same bits in every mode, refusals."""
+"""Several labels, numbers as labels, and weights: losses of plain torch, a batch in parts, refusals."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,6 @@ from hostdev.data.schema import Schema
 from hostdev.data.targets import Targets
 from hostdev.models import make, names
 from hostdev.models.losses import TargetLoss
-from hostdev.runtime.spec import CacheSpec
 from hostdev.train.target_scores import Errors
 from tests.models.samples import SMALL, batch_of, schema_of
 from tests.models.twins import train_twin
@@ -44,22 +43,15 @@ def test_50_steps_of_plain_torch(name, targets):
     assert np.mean(losses[-10:]) < np.mean(losses[:10])
 
 
-def test_every_mode_has_the_same_bits():
+def test_a_batch_in_parts():
     schema = schema_of(dense=3, ids=4, bags=2, targets=SEVERAL)
     batches = [batch_of(schema, 60, seed) for seed in range(6)]
 
-    def digest(**mode):
-        trainer = trainer_of("mmoe", schema, **mode)
-        losses = [result.value for result in trainer.train(batches)]
-        return losses, trainer.state_sha256(), trainer.evaluate(batches)
+    def losses(micro_batches):
+        trainer = trainer_of("mmoe", schema, depth=2, micro_batches=micro_batches)
+        return [result.value.wide for result in trainer.train(batches)]
 
-    expected = digest(depth=0)
-    assert digest(depth=2) == expected
-    assert digest(depth=2, cache=CacheSpec("20%", window=4)) == expected
-    assert digest(depth=1, mix=False) == expected
-    divided = digest(depth=2, micro_batches=3)
-    assert digest(depth=0, micro_batches=3) == divided
-    np.testing.assert_allclose([one.wide for one in divided[0]], [one.wide for one in expected[0]], rtol=1e-4)
+    np.testing.assert_allclose(losses(3), losses(1), rtol=1e-4)
 
 
 def test_the_evaluation_has_figures_for_each_label():

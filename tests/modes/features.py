@@ -14,7 +14,8 @@ CACHE = "--cache-rows"
 class Feature(NamedTuple):
     """Flags of a training.
 
-    data      the data set: "small" (Criteo's columns), "films" (bags, shared ids), "events" (raw ids, for keys)
+    data      the data set: "small" (Criteo's columns), "films" (bags, shared ids), "events" (raw ids, for keys),
+              "targets" (two labels, weights of rows, a bag with weights)
     cached    whether a cache may hold rows
     on_disk   whether its tables may be on disk
     by_key    whether its tables are by key: on the host, with caches that need no counts
@@ -32,6 +33,7 @@ class Feature(NamedTuple):
 DEEPFM = ("--model", "deepfm")
 ROUNDED = ("--table-dtype", "bfloat16", "--table-slots", "8bit")
 KEYS = ("--tables", "dynamic", "--capacity", "20MiB", "--order", "stored", *DEEPFM)
+VECTORS = ("--initial-vectors", "user=vectors.parquet", "--frozen-vectors", "user")
 FEATURES = {
     "plain": Feature("small", quick=True),
     "l2 of batches": Feature("small", ("--l2", "batch")),
@@ -44,6 +46,10 @@ FEATURES = {
     "micro-batches": Feature("small", ("--micro-batches", 4)),
     "films": Feature("films", DEEPFM),
     "films, stored": Feature("films", (*DEEPFM, *ROUNDED, "--order", "stored")),
+    "dlrm": Feature("films", ("--model", "dlrm", "--table-optimizer", "lazy_adam")),
+    "dcn": Feature("films", ("--model", "dcn")),
+    "labels and weights": Feature("targets", ("--model", "shared_bottom")),
+    "vectors that do not change": Feature("targets", ("--model", "mmoe", *VECTORS)),
     "keys": Feature("events", KEYS, by_key=True),
     "keys, admitted and evicted": Feature("events", (*KEYS, "--admit-count", 2, "--evict-unused", 12), by_key=True),
 }
