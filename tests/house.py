@@ -246,7 +246,7 @@ def exceed(counts: dict[str, int]) -> list[str]:
 def trace(kind: str) -> str:
     """Return the files and calls of a training step, or of a served request, as a process of its own counts them."""
     done = subprocess.run([sys.executable, "-m", "tests.house_trace", kind], cwd=ROOT, capture_output=True, text=True)
-    return done.stderr.strip().splitlines()[-1] if done.returncode == 0 else f"{kind}: {done.stderr.strip()[-300:]}"
+    return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"{kind}: {done.stderr.strip()[-300:]}"
 
 
 def main() -> int:
