@@ -8,6 +8,7 @@ import tomllib
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from torch import nn
 
@@ -77,13 +78,34 @@ def test_its_command_source_model_tracker_and_exporter(call, tmp_path):
     assert json.loads((tmp_path / "data/manifest.json").read_text())["sources"][0]["source"] == "acme clicks"
     assert "scheduler" in call("preprocess", "clicks", 3000, *roles, "--out", "other", "--scheduler", "local:1", code=2)
     train = ("train", "--data", "data", "--device", "cpu", "--host-device-mix", "--epochs", 1, "--batch-size", 500)
-    call(*train, "--model", "acme", "--run-dir", "run", "--checkpoint-every", 5)
+    call(*train, "--model", "acme", "--run-dir", "run", "--checkpoint-every", 5, "--log-to", "jsonl")
+    reported = [json.loads(line) for line in (tmp_path / "run/acme.jsonl").read_text().splitlines()]
+    assert {"loss/wide_loss", "test/auc"} <= {line.get("tag") for line in reported}
+    assert reported[-1] == {"status": "finished"}
+    assert "choose one or more of jsonl,mlflow,tensorboard" in call(*train, "--log-to", "csv", code=2)
     export = ("checkpoint", "export", "run", "--format")
     assert "1 tables" in call(*export, "text", "--upper", "--out", "text")
     assert (tmp_path / "text/tables.txt").read_text().startswith("ALL ")
     error = call(*export, "text", "--slots", "--out", "other", code=2)
     assert "--slots has no effect with --format text" in error
     assert "--upper has no effect with --format npy" in call(*export, "npy", "--upper", "--out", "other", code=2)
+
+
+def test_its_rules_in_a_file_of_options(call, tmp_path):
+    roles = ("--label", "clicked", "--numeric", "price", "--categorical", "shop", "--bag", "seen", "--ids", "raw")
+    call("preprocess", "clicks", 3000, *roles, "--out", "data")
+    (tmp_path / "run.toml").write_text('admission = "acme.rules:Even"\neviction = "acme.rules:Rarest"\n')
+    train = ("train", "--data", "data", "--device", "cpu", "--host-device-mix", "--epochs", 1, "--batch-size", 500)
+    by_key = (*train, "--model", "acme", "--config", "run.toml", "--tables", "dynamic", "--capacity")
+    call(*by_key, 50, "--run-dir", "run", "--checkpoint-every", 100)
+    call("checkpoint", "export", "run", "--format", "parquet", "--out", "out")
+    keys = pq.read_table(tmp_path / "out/all.parquet")["key"].to_numpy()
+    assert 10 < len(keys) <= 50 and not (keys % 2).any()
+    assert "--tables dynamic" in call(*train, "--config", "run.toml", code=2)
+    (tmp_path / "run.toml").write_text('admission = "acme.rules:Odd"\n')
+    assert "has no 'Odd'; its classes are Even, Rarest" in call(*by_key, 50, "--run-dir", "other", code=2)
+    (tmp_path / "run.toml").write_text('admission = "acme.rules:Rarest"\n')
+    assert "must be a hostdev.Admission" in call(*by_key, 50, "--run-dir", "other", code=2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from hostdev.core.errors import UserError
+
+_T = TypeVar("_T")
 
 
 def load_class(path: str, what: str, name: str | None = None, choices: Iterable[str] = ()) -> Any:
@@ -47,3 +49,25 @@ def load_class(path: str, what: str, name: str | None = None, choices: Iterable[
         there = f"; its classes are {', '.join(classes)}" if classes else ", and it defines no class"
         raise UserError(f"{what} {name!r}: module {module!r} has no {attribute!r}{there}")
     return getattr(imported, attribute)
+
+
+def load_object(path: str, what: str, kind: type[_T]) -> _T:
+    """Import the object of class `kind` that "package.module:NAME" names; a class is called without arguments.
+
+    Args:
+        path: The module and the name.
+        what: What the object is, such as "admission", for messages.
+        kind: The class that the object must have.
+
+    Raises:
+        UserError: There is no such object. Errors of the user's module are raised unchanged.
+    """
+    found = load_class(path, what)
+    if isinstance(found, type) and issubclass(found, kind):
+        try:
+            found = found()
+        except TypeError as error:
+            raise UserError(f"{what} {path!r} cannot be created without arguments: {error}; name an object") from error
+    if not isinstance(found, kind):
+        raise UserError(f"{what} {path!r} must be a hostdev.{kind.__name__}, not {found!r}")
+    return found

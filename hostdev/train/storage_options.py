@@ -69,6 +69,24 @@ class KeyOptions(OptionGroup):
     evict_unused: int | None = count(
         "remove keys that N steps have not used (default: never)", unit="step", needs={_DYNAMIC: ""}, is_fixed=True
     )
+    admission: str | None = option(
+        "your rule for which keys get a row, as package.module:NAME: an object of hostdev.Admission, or a class of it",
+        str,
+        metavar="RULE",
+        needs={_DYNAMIC: ""},
+        excludes={"admit_count": ""},
+        is_flag=False,
+        is_fixed=True,
+    )
+    eviction: str | None = option(
+        "your rule for which keys lose their row, as package.module:NAME: an object of hostdev.Eviction, or a class",
+        str,
+        metavar="RULE",
+        needs={_DYNAMIC: ""},
+        excludes={"evict_unused": ""},
+        is_flag=False,
+        is_fixed=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

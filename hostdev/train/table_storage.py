@@ -4,12 +4,13 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from hostdev.checkpoint.manager import SAVING_BYTES
-from hostdev.core.admission import MinCount
+from hostdev.core.admission import Admission, MinCount
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
-from hostdev.core.eviction import Unused
+from hostdev.core.eviction import Eviction, Unused
 from hostdev.core.keys import SHARED, is_raw
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
+from hostdev.core.named_classes import load_object
 from hostdev.data.schema import Schema
 from hostdev.distributed.agreement import take_least
 from hostdev.distributed.process_group import ranks
@@ -42,10 +43,7 @@ def set_keys(model: Model, settings: TrainConfig) -> None:
     """
     if settings.tables != "dynamic":
         return
-    admit = None if settings.admit_count is None else MinCount(settings.admit_count)
-    evict = (
-        None if settings.evict_unused is None else Unused(settings.evict_unused, every=min(100, settings.evict_unused))
-    )
+    admit, evict = _find_admission(settings), _find_eviction(settings)
     each = sum(spec.shape.nbytes(1) + KEY_BYTES for spec in model.tables.values())
     given, joined = parse_capacity(settings.capacity), ranks()
     processes = 1 if joined is None else joined.size  # which have about the same number of keys each
@@ -70,6 +68,19 @@ def set_keys(model: Model, settings: TrainConfig) -> None:
         )
     keys = KeySpec(admit, evict, settings.unknown_ids or SHARED)
     model.tables = {name: replace(spec, rows=rows, keys=keys) for name, spec in model.tables.items()}
+
+
+def _find_admission(settings: TrainConfig) -> Admission | None:
+    if settings.admission is not None:
+        return load_object(settings.admission, "admission", Admission)
+    return None if settings.admit_count is None else MinCount(settings.admit_count)
+
+
+def _find_eviction(settings: TrainConfig) -> Eviction | None:
+    if settings.eviction is not None:
+        return load_object(settings.eviction, "eviction", Eviction)
+    steps = settings.evict_unused
+    return None if steps is None else Unused(steps, every=min(100, steps))
 
 
 def _find_capacity(model: Model, settings: TrainConfig) -> int:

@@ -128,7 +128,8 @@ def test_a_server_that_closes_connections(in_process, small_data, tmp_path, clie
 
 def test_a_store_that_is_not_there(in_process, small_data, tmp_path, client, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    monkeypatch.setattr("hostdev.ext.tracking.options.find_spec", lambda name: None if name == "sqlalchemy" else name)
+    module = "hostdev.ext.tracking.mlflow_tracker"
+    monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == "sqlalchemy" else name)
     code, _, error = in_process(train, "--data", small_data, *FLAGS, "--run-dir", "run", *LOG)
     assert code == 2 and len(error.splitlines()) == 1 and "MLFLOW_TRACKING_URI" in error
     assert not (tmp_path / "run").exists()

@@ -148,7 +148,7 @@ def test_a_tracker_that_fails(in_process, small_data, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [("tensorbord", "tensorboard,mlflow"), ("tensorboard,tensorboard", "twice"), ("", "tensorboard")],
+    [("tensorbord", "mlflow,tensorboard"), ("tensorboard,tensorboard", "twice"), ("", "tensorboard")],
 )
 def test_a_wrong_name(in_process, small_data, tmp_path, value, words):
     code, _, error = in_process(train, "--data", small_data, *FLAGS, "--run-dir", "run", f"--log-to={value}")
@@ -157,7 +157,8 @@ def test_a_wrong_name(in_process, small_data, tmp_path, value, words):
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
 def test_a_package_that_is_missing(in_process, small_data, tmp_path, monkeypatch, name):
-    monkeypatch.setattr("hostdev.ext.tracking.options.find_spec", lambda wanted: None if wanted == name else object())
+    module = {"tensorboard": "tensorboard", "mlflow": "mlflow_tracker"}[name]
+    monkeypatch.setattr(f"hostdev.ext.tracking.{module}.find_spec", lambda wanted: None if wanted == name else object())
     code, _, error = in_process(train, "--data", small_data, *FLAGS, "--run-dir", "run", "--log-to", name)
     assert code == 2 and len(error.splitlines()) == 1 and "pip install" in error and name in error
     assert not (tmp_path / "run").exists()

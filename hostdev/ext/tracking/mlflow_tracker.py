@@ -3,10 +3,11 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from hostdev.core import json_files
-from hostdev.core.errors import HostdevError
+from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.outputs import write_json
 from hostdev.core.printable import printable
 from hostdev.core.run_files import CONFIG, CURVE, MLFLOW, REPORT, SUMMARY
@@ -42,6 +43,17 @@ class MLflowTracker(Tracker):
         self._run_id = ""
         self._sent: dict[str, int] = {}  # the last step of each metric
         self._before: dict[str, int] = {}  # the same, of an earlier process
+
+    @classmethod
+    def require(cls) -> None:
+        """See `Tracker`."""
+        if find_spec("mlflow") is None:
+            raise UserError("--log-to mlflow needs a package; run pip install mlflow-skinny")
+        if "MLFLOW_TRACKING_URI" not in os.environ and find_spec("sqlalchemy") is None:
+            raise UserError(
+                "--log-to mlflow: set MLFLOW_TRACKING_URI to a server, such as http://HOST:5000; a database file needs "
+                "the full package: pip install mlflow"
+            )
 
     def on_start(self, run: RunInfo) -> None:
         """Begin to connect."""

@@ -1,16 +1,14 @@
 """The options of trackers and callbacks: where a run reports to, and what the options name."""
 
-import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
+from hostdev.core import registry
 from hostdev.core.errors import UserError
 from hostdev.core.named_classes import load_class
 from hostdev.core.options import OptionError, OptionGroup, option
 from hostdev.ext.tracking.callback import METHODS
-
-TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny"}  # by name, the package to install
+from hostdev.ext.tracking.tracker import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +19,7 @@ class TrackingOptions(OptionGroup):
     title: ClassVar[str] = "what the run writes"
     log_to: str | None = option(
         "also write losses, metrics, speed and histograms to tensorboard (RUN/tensorboard), mlflow "
-        "(MLFLOW_TRACKING_URI), or both, separated by a comma",
+        "(MLFLOW_TRACKING_URI) or another installed tracker; separate several by commas",
         str,
         metavar="NAMES",
     )
@@ -48,23 +46,30 @@ class TrackingOptions(OptionGroup):
             for name in names:
                 if names.count(name) > 1:
                     raise OptionError(key, f" names {name!r} twice; name it once")
+        known = registry.names("tracker") if self.trackers else ()
         for name in self.trackers:
-            if name not in TRACKERS:
-                raise OptionError("log_to", f" has no {name!r}; choose one or both of {','.join(TRACKERS)}")
+            if name not in known:
+                raise OptionError("log_to", f" has no {name!r}; choose one or more of {','.join(known)}")
 
 
 def require_tracking(settings: TrackingOptions) -> None:
-    """Raise UserError if a package of --log-to is missing, or a class of --callback cannot be used."""
+    """Raise UserError if a tracker of --log-to or a class of --callback cannot be used."""
     for name in settings.trackers:
-        if find_spec(name) is None:
-            raise UserError(f"--log-to {name} needs a package; run pip install {TRACKERS[name]}")
-    if "mlflow" in settings.trackers and "MLFLOW_TRACKING_URI" not in os.environ and find_spec("sqlalchemy") is None:
-        raise UserError(
-            "--log-to mlflow: set MLFLOW_TRACKING_URI to a server, such as http://HOST:5000; a database file needs the "
-            "full package: pip install mlflow"
-        )
+        _find_tracker(name).require()
     for name in settings.callback_classes:
         _load(name)
+
+
+def make_trackers(settings: TrackingOptions) -> list[Tracker]:
+    """Return the trackers of --log-to."""
+    return [_find_tracker(name)() for name in settings.trackers]
+
+
+def _find_tracker(name: str) -> type[Tracker]:
+    found = registry.find("tracker", name)
+    if not (isinstance(found, type) and issubclass(found, Tracker)):
+        raise UserError(f"--log-to {name}: {found!r} must be a class, derived from hostdev.tracking.Tracker")
+    return found
 
 
 def make_callbacks(settings: TrackingOptions) -> list[tuple[str, Any]]:

@@ -2,10 +2,10 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
+from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 from hostdev.core.run_files import TENSORBOARD
 from hostdev.ext.tracking.callback import EndInfo, RunInfo, StepInfo
@@ -26,12 +26,20 @@ class TensorBoardTracker(Tracker):
         self._again: StepInfo | None = None
         self._hook: Callable[[Any], Any] | None = None
 
+    @classmethod
+    def require(cls) -> None:
+        """See `Tracker`."""
+        if find_spec("tensorboard") is None:
+            raise UserError("--log-to tensorboard needs a package; run pip install tensorboard")
+
     def take_again(self, step: StepInfo | None) -> None:
         """See `Tracker`."""
         self._again = step
 
     def on_start(self, run: RunInfo) -> None:
         """Open the event file; events of steps after the checkpoint of a resumed run become invisible."""
+        from torch.utils.tensorboard import SummaryWriter  # imports for seconds
+
         first = run.first_step
         purge = None if not first else first if self._again is not None else first + 1
         self._hook, threading.excepthook = threading.excepthook, _without_traceback(threading.excepthook)

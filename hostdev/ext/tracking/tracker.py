@@ -1,4 +1,4 @@
-"""The base of TensorBoard's and MLflow's trackers: turns what a run reports into scalars by tag."""
+"""The base of trackers, such as TensorBoard's and MLflow's: turns what a run reports into scalars by tag."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -16,11 +16,18 @@ Norms = npt.NDArray[np.float32]
 class Tracker(Callback):
     """A callback that writes to a tool for people's eyes. Its errors do not end the run.
 
+    A package registers its tracker as an entry point of `hostdev.tracker`; `hostdev train --log-to NAME` then imports
+    the class, and creates an object without arguments. `hostdev.testing.check_tracker` checks a tracker.
+
     Attributes:
         name: The name that messages use.
     """
 
     name = ""
+
+    @classmethod
+    def require(cls) -> None:
+        """Raise UserError if this tracker cannot be used here; called before a run reads data."""
 
     def add_scalar(self, tag: str, value: float, global_step: int) -> None:
         """Write a value of this step."""

@@ -11,7 +11,7 @@ from hostdev.core.errors import in_words
 from hostdev.core.progress import note
 from hostdev.core.run_events import CallbackError, CheckpointInfo, EndInfo, EpochInfo, RunInfo, RunObserver, StepInfo
 from hostdev.distributed.monitor import run_within
-from hostdev.ext.tracking.options import TrackingOptions, make_callbacks
+from hostdev.ext.tracking.options import TrackingOptions, make_callbacks, make_trackers
 from hostdev.ext.tracking.tracker import Tracker
 from hostdev.runtime.figures import RuntimeFigures
 from hostdev.runtime.generators import get_generators
@@ -30,7 +30,7 @@ class RunCallbacks(RunObserver):
 
     Args:
         users: Objects of the classes in --callback, with their names.
-        trackers: TensorBoard's and MLflow's.
+        trackers: Those of --log-to.
         stop: Ends the run.
     """
 
@@ -196,16 +196,4 @@ def make_run_callbacks(settings: TrackingOptions, stop: GracefulStop, *, first: 
     Raises:
         UserError: A class cannot be used.
     """
-    return RunCallbacks(make_callbacks(settings) if first else (), _make_trackers(settings) if first else (), stop)
-
-
-def _make_trackers(settings: TrackingOptions) -> Iterator[Tracker]:
-    for name in settings.trackers:
-        if name == "tensorboard":
-            from hostdev.ext.tracking.tensorboard import TensorBoardTracker  # its imports take seconds
-
-            yield TensorBoardTracker()
-        else:
-            from hostdev.ext.tracking.mlflow_tracker import MLflowTracker
-
-            yield MLflowTracker()
+    return RunCallbacks(make_callbacks(settings) if first else (), make_trackers(settings) if first else (), stop)
