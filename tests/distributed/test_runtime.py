@@ -276,13 +276,15 @@ def test_wrong_numbers(options, words):
 
 def test_accumulation_over_ranks_has_another_name(monkeypatch):
     case = Case()
-    monkeypatch.setattr(case.runtime, "ranks", Second())
+    monkeypatch.setattr(case.runtime, "world", Second())
     with pytest.raises(ValueError, match=r"micro_batches=3 instead of accumulate=3"):
         case.loop(batches_of(3), accumulate=3)
 
 
 class Second:
     """Return ranks of which this is the second, as far as a runtime asks before it meets them."""
+
+    micro_batches = 1
 
     def part(self):
         return 1, 2
