@@ -21,7 +21,7 @@ test: $(VENV)/.ready
 	@$(MAKE) --no-print-directory --jobs 2 test-device wheel
 
 # Two tests at a time. Torch's threads of one must not spin while they wait: the other's would have no core.
-# All durations are in build/durations; `python -m tests.durations` prints the slowest.
+# All durations are in durations; `python -m tests.durations` prints the slowest.
 PYTEST = HOSTDEV_DURATIONS=$@ OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The tests of the first rung: kernels, core, and the contracts of tables, data and the runtime.

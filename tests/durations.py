@@ -2,7 +2,7 @@
 
 A line for each phase of a test: wall seconds, and the CPU seconds of this process and of its children that have ended,
 which say more on a machine that does something else, too. The first test that needs a shared fixture pays for it. The
-file is build/durations/NAME.jsonl, where the environment variable names it (the Makefile: by rung), else last.jsonl.
+file is durations/NAME.jsonl, where the environment variable names it (the Makefile: by rung), else last.jsonl.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parent.parent / "build/durations"
+FOLDER = Path(__file__).resolve().parent.parent / "durations"
 VARIABLE = "HOSTDEV_DURATIONS"
 
 
@@ -89,7 +89,7 @@ def table(seconds, key, count):
 
 def main():
     parser = argparse.ArgumentParser(prog="tests.durations", description="Print where the tests' time goes.")
-    parser.add_argument("files", nargs="*", type=Path, help="default: all files of build/durations")
+    parser.add_argument("files", nargs="*", type=Path, help="default: all files of durations")
     parser.add_argument("--slowest", type=int, default=60, metavar="N", help="tests")
     arguments = parser.parse_args()
     paths = arguments.files or sorted(path for path in FOLDER.glob("*.jsonl") if path.name != "last.jsonl")
