@@ -28,6 +28,7 @@ def cached(size, policy="lookahead", window=3):
     return {"cache": {"capacity_rows": size, "policy": policy, "window": window, "counts": COUNTS}}
 
 
+@pytest.mark.drawn
 @pytest.mark.slow_on_standin
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("size", SIZES)

@@ -298,6 +298,7 @@ def test_lookahead_costs_little_more_than_the_least_where_the_popular_rows_drift
     check_costs(drifting(20_000, 100, 7800, 100), 20_000)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("rows", [20_000, 200_000])
 def test_lookahead_costs_little_more_than_the_least_on_zipf(rows):
     check_costs(zipf(rows, 60, size=39_000), rows)

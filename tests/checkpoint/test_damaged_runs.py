@@ -9,6 +9,7 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError
 from tests.checkpoint.runs import MIX, logs, names, small
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "damaged",
     [

@@ -34,6 +34,7 @@ def resumed(path, mode=(0, None), seed=99, **policy):
     return program
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_resumed_twenty_times_with_the_same_bits(policy, tmp_path):
     data = batches()

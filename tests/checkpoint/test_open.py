@@ -35,6 +35,7 @@ def saved(path, dtype="fp32", steps=3):
     return {"users": users, "items": items}, extra
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_rows_are_those_that_were_saved(tmp_path, dtype):
     tables, extra = saved(tmp_path / "saved", dtype)

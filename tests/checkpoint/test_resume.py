@@ -43,6 +43,7 @@ def plain(small_data, tmp_path_factory):
     return train_plain
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("steps", "then"),
     [

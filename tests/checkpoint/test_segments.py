@@ -87,6 +87,7 @@ def segments_of(checkpoint):
     return sorted(each for each in (checkpoint.path / "tables/0").iterdir() if each.suffix != ".arrow")
 
 
+@pytest.mark.drawn
 @EVERY
 def test_a_checkpoint_has_the_rows_of_its_moment(kind, tmp_path):
     one, other = make(kind), make(kind, tmp_path / "disk")

@@ -71,6 +71,7 @@ def read_all(snapshot, table, step, ids=True):
     return found
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("optimizer", [LazyAdam, FTRL, RowWiseAdagrad, RowWiseAdam])
 @pytest.mark.parametrize("limit", [1, 1 << 30])
 @pytest.mark.parametrize(("dtype", "slots"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "8bit")])

@@ -141,6 +141,7 @@ def columns_of(n):
     }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("mode", ["max", "log", "standard"])
 def test_the_data_set_does_not_depend_on_how_many_rows_come_at_once(tmp_path, monkeypatch, mode):
     columns = columns_of(9000)

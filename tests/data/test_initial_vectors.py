@@ -86,6 +86,7 @@ def test_rows_begin_with_the_vectors(in_process, data, vectors, form):
     np.testing.assert_array_equal(all_rows[others], before[others])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("model", "frozen"),
     [("wide_deep", False), *((name, True) for name in ("wide_deep", "deepfm", "dlrm", "dcn", "shared_bottom", "mmoe"))],
@@ -104,6 +105,7 @@ def test_every_model_trains_the_others(in_process, data, vectors, model, frozen)
     assert all(same) if frozen else not any(same)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
     [*((name, "fp32") for name in OPTIMIZERS if name != "ftrl"), ("lazy_adam", "bfloat16")],

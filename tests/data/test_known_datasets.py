@@ -21,6 +21,7 @@ def test_every_section_has_files():
     assert list(SECTIONS) == list(published.FILES)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("title", SECTIONS)
 def test_from_files_to_a_model(title, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -95,6 +95,7 @@ def check(encoding, rows):
     return True
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("options", [(), ("--last", "tags=2"), ("--hash-buckets", 50)], ids=["all", "last", "hashed"])
 @pytest.mark.parametrize("trained", TRAINED)
 def test_the_same_as_by_arrow(tmp_path, trained, options):

@@ -111,6 +111,7 @@ QUERIES = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("sql", "many"), QUERIES.values(), ids=QUERIES)
 def test_the_same_rows_on_any_number_of_threads(query, sql, many):
     """`many`: the query may have many threads; otherwise the result could depend on them."""

@@ -133,6 +133,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("dim", [1, 3, 80])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=len)

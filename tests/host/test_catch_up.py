@@ -78,6 +78,7 @@ def test_adam_is_adam_with_all_steps_taken(decay, beta2, hat):
     assert longest.max() > len(table.history.clock().recent)  # beyond which the sums are frozen
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "dtype", "slots"), CASES, ids=str)
 def test_host_device_and_numpy_agree_to_the_bit(name, dtype, slots):
     tables = [make(name, dtype, slots, kind, weight_decay=0.3) for kind in (HostTable, DeviceTable, DeviceTable)]

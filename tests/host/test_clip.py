@@ -54,6 +54,7 @@ def test_the_formula(dim):
     np.testing.assert_array_equal(table.weights, -clipped)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @of_any_ids
@@ -88,6 +89,7 @@ def test_the_sum_of_an_ids_gradients_is_clipped():
     np.testing.assert_allclose(table.weights[[1, 2]], [[-0.6, -0.8], [-0.5, 0]], rtol=1e-6)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("cache", [None, "40%"])
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("optimizer", [LazyAdam, RowWiseAdagrad, FTRL])

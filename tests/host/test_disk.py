@@ -20,6 +20,7 @@ from tests.conftest import ROOT
 from tests.host.disk_tables import FORMATS, ROWS, filled, on_disk, pair, require_equal
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("optimizer", "formats"),
     [(LazyAdam, 0), (LazyAdam, 2), (Adam, 0), (Adam, 1), (FTRL, 0), (RowWiseAdam, 0), (SGD, 1)],

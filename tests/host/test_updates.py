@@ -304,6 +304,7 @@ def test_a_wrong_hyperparameter_is_named(make):
         make()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_gradient_that_is_not_finite_changes_nothing(name, dtype):

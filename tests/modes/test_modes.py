@@ -82,7 +82,7 @@ def cases():
     for name, feature in FEATURES.items():
         for mode in MODES:
             if mode != "serial" and is_possible(feature, mode):
-                marks = [] if mode == strongest(feature) else [pytest.mark.drawn(6)]
+                marks = [] if mode == strongest(feature) else [pytest.mark.drawn(10)]
                 marks += [] if feature.quick else [pytest.mark.slow_on_standin]
                 yield pytest.param(name, mode, id=f"{name}-{mode}", marks=marks)
 

@@ -107,6 +107,7 @@ WAYS = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("way", WAYS)
 def test_results_do_not_depend_on_what_is_in_memory(way, tmp_path):
     options = WAYS[way]
@@ -176,6 +177,7 @@ def test_an_interrupt_at_the_end_of_a_loop_leaves_no_plan_and_no_pins(place, dep
             (rows["user"].sum() + rows["bag"].sum()).backward()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("way", ["uniform", "zipf 1.2", "unused keys evicted"])
 def test_two_percent_of_the_rows_in_memory(way, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "ROWS", 100_000)

@@ -51,6 +51,7 @@ def hooks_of(seed):
     return PipelineHooks(forward=True, before_stage=hold_up)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("bf16", [(), BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer(forwarded, optimizer, bf16):

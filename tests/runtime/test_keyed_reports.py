@@ -314,6 +314,7 @@ REPORTS = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("check", "fault"), REPORTS, ids=[check.__name__ for check, _ in REPORTS])
 def test_a_report(check, fault, tmp_path, monkeypatch):
     (tmp_path / "right").mkdir()

@@ -99,6 +99,7 @@ def run(mode, data, policy, after=None, **options):
     return found
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "policy",
     [
@@ -125,6 +126,7 @@ def test_the_same_bits_in_every_mode(device, policy):
         assert len(found) == 1
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "options",
     [

@@ -52,6 +52,7 @@ def _label_of(item):
     return torch.from_numpy(np.array(item[0]["label"])), item[1]
 
 
+@pytest.mark.drawn
 @pytest.mark.slow_on_standin
 @pytest.mark.parametrize(("depth", "cache"), [(0, None), (0, "20%"), (2, None), (2, "20%")])
 @pytest.mark.parametrize("end", ["well", "break", "body", "loader", "stage", "not finite", "late"])

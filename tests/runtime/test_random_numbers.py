@@ -274,6 +274,7 @@ OWN = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.filterwarnings("ignore:the loop over runtime.train.. does not read ahead")
 @pytest.mark.filterwarnings("ignore:the last batch's gradients were left")
 @pytest.mark.parametrize("kind", OWN)
