@@ -62,11 +62,11 @@ class RecordBatches:
         """
         raise NotImplementedError
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:  # Any: JSON
         """Return what the data set's manifest says of the rows: plain values, by name."""
         return {"source": self.name}
 
-    def fingerprint(self) -> list[Any] | None:
+    def fingerprint(self) -> list[Any] | None:  # Any: JSON
         """Return what differs if the rows do, such as versions or times; None if rows can be read only once.
 
         A preparation that was killed goes on only if this is equal.

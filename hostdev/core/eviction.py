@@ -84,7 +84,7 @@ class Eviction:
         """Return which keys lose their row before a step, bool [N]; each key's answer is a function of its own use."""
         raise NotImplementedError
 
-    def scores(self, use: KeyUse) -> npt.NDArray[Any]:
+    def scores(self, use: KeyUse) -> npt.NDArray[Any]:  # Any: uint32 or float64
         """Return the keys' scores, uint32 [N] or non-negative float64 [N]: those with the smallest are evicted.
 
         Equal keys are ordered by a hash. Each key's score must be a function of its own use.

@@ -96,18 +96,18 @@ class Owned:
         """The most rows that this rank can have; of a table by key on several ranks, about so many."""
         return self.rows
 
-    def describe_size(self) -> Mapping[str, Any]:
+    def describe_size(self) -> Mapping[str, Any]:  # Any: numbers and texts
         """Return what decides which rows the table has, and must be equal on all ranks, by name."""
         return {"the number of rows": self.total_rows}
 
     def begin_load(self) -> None:
         """Prepare for all rows of a checkpoint: a table by key forgets its own keys."""
 
-    def rows_at(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def rows_at(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:  # Any: integers of 32 or 64 bits
         """Return the rows at positions [N] among the `rows` rows in use, which for a table by id are these numbers."""
         return positions
 
-    def find_ids(self, ids: Any, unknown: Any) -> tuple[Any, Any]:
+    def find_ids(self, ids: Any, unknown: Any) -> tuple[Any, Any]:  # Any: each kind of table has its own
         """Return the local rows of ids [N], which for a table by id are these numbers; and None.
 
         A table by key also takes, for each feature in order, its number of ids and the names of its out-of-vocabulary

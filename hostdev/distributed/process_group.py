@@ -146,6 +146,7 @@ class Ranks(World):
 
     def find_together(self, find: Callable[[], T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> T:
         """Call `find` on rank 0, and return its result on all ranks: see `World.find_together`."""
+        # Any: what the channel shares
         if self.rank:
             return unpack(self.control.share(None)[0])
         result = find()
@@ -163,7 +164,7 @@ class Ranks(World):
         """Raise ValueError with this message, because other ranks have gradients of the step."""
         raise ValueError(message)
 
-    def take_part(self, values: Any, ids: Callable[[], Any]) -> Any:
+    def take_part(self, values: Any, ids: Callable[[], Any]) -> Any:  # Any: of NumPy or torch
         """Return the values of this rank's rows, whose ids `ids` returns, among those of all rows."""
         return values[ids()]
 

@@ -119,6 +119,7 @@ class World:
             pack: Returns the result as a JSON value for the other ranks.
             unpack: Returns the result from that value.
         """
+        # Any: what the channel shares
         return find()
 
     def require_own_rows(self, table: str) -> None:
@@ -127,7 +128,7 @@ class World:
     def require_own_gradients(self, message: str) -> None:
         """Raise ValueError with this message if other ranks have gradients of the step."""
 
-    def take_part(self, values: Any, ids: Callable[[], Any]) -> Any:
+    def take_part(self, values: Any, ids: Callable[[], Any]) -> Any:  # Any: of NumPy or torch
         """Return the values of this rank's rows, whose ids `ids` returns, among those of all rows."""
         return values
 

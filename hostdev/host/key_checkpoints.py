@@ -134,7 +134,7 @@ class CheckpointedKeys(SteppedKeys):
             self._gone = []
             return snapshot
 
-    def end_snapshot(self, changes: Changes, snapshot: Any, *, saved: bool) -> None:
+    def end_snapshot(self, changes: Changes, snapshot: Any, *, saved: bool) -> None:  # Any: of either kind
         """See `HostTable.end_snapshot`; the keys of a snapshot that was not saved also count as changed again."""
         if not saved and changes is self.changes:
             self._gone.append(snapshot.gone)

@@ -171,7 +171,7 @@ class KeyedTable(CheckpointedKeys):
         """See `Owned`."""
         return -(-self.capacity // self.capabilities.ranks)
 
-    def describe_size(self) -> Mapping[str, Any]:
+    def describe_size(self) -> Mapping[str, Any]:  # Any: numbers and texts
         """See `Owned`."""
         rules = {"admit": repr(self.admit), "evict": repr(self.evict), "unknown": self.unknown}
         return {"capacity": self.capacity, **rules, "the number of the keys' steps": self.index.step}
@@ -181,7 +181,7 @@ class KeyedTable(CheckpointedKeys):
         if not self.untouched:
             self.reset()
 
-    def rows_at(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def rows_at(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:  # Any: integers of 32 or 64 bits
         """Return the rows of the keys at positions [N] in the order of `keys`."""
         rows: npt.NDArray[np.int32] = self.committed().rows[positions]
         return rows

@@ -159,7 +159,7 @@ class WritableTable(ReadableTable):
         """
         return self.note_changes().begin(budget, everything=everything, copies=copies)
 
-    def end_snapshot(self, changes: Changes, snapshot: Any, *, saved: bool) -> None:
+    def end_snapshot(self, changes: Changes, snapshot: Any, *, saved: bool) -> None:  # Any: of either kind
         """End a snapshot; if it was not saved, its rows count as changed again.
 
         `changes` is the tracker that was in use when the snapshot began.

@@ -96,12 +96,17 @@ class Logged:
                 f"log_to needs a writer with the methods {' and '.join(_METHODS)}, such as SummaryWriter of "
                 f"torch.utils.tensorboard; {writer!r} lacks {' and '.join(missing)}{more}"
             )
+        self.require_open()
         histograms_every = 10 * every if histograms_every is None else histograms_every
         if every < 1 or histograms_every < 0:
             raise ValueError(
                 f"every must be at least 1, and histograms_every at least 0, not {every} and {histograms_every}"
             )
         self._add_log(RuntimeLog(writer, RuntimeFigures(proxy(self)), every, histograms_every))
+
+    def require_open(self) -> None:
+        """See `Runtime`."""
+        raise NotImplementedError
 
     def _add_log(self, log: RuntimeLog) -> None:
         raise NotImplementedError
