@@ -33,7 +33,7 @@ import numpy.typing as npt
 from numba import float32, int32, uint8, uint32
 
 from hostdev.kernels.arrays import Rows
-from hostdev.kernels.jit import inline, kernel, prefetch_to_read
+from hostdev.kernels.jit import inline_code, kernel, prefetch_to_read
 from hostdev.kernels.pool import get_grain, parallel_for
 
 Codes = npt.NDArray[np.uint8]
@@ -70,7 +70,7 @@ def _make_map(unsigned: int) -> Rows:
 MAPS: Rows = np.stack([_make_map(0), _make_map(1)])  # float32 [2, 256], signed and never negative
 
 
-@inline
+@inline_code
 def find_scale(values):
     """Return a slot's scale: its value of largest magnitude, positive if both signs have this magnitude.
 
@@ -87,7 +87,7 @@ def find_scale(values):
     return scale if positive == largest else float32(-scale)
 
 
-@inline
+@inline_code
 def _place(a, slope, offset, base, near_zero):
     """Return t, the position of a quotient `a` among the codes; `a` must be in [0, 1]."""
     s, y = float32(1), a
@@ -101,7 +101,7 @@ def _place(a, slope, offset, base, near_zero):
     return least if least < t else t
 
 
-@inline
+@inline_code
 def encode(values, scale, unsigned, random, codes):
     """Write the codes of values, float32 [D], to codes, uint8 [D].
 
@@ -118,7 +118,7 @@ def encode(values, scale, unsigned, random, codes):
         codes[j] = uint8(negative if x < float32(0) else code)
 
 
-@inline
+@inline_code
 def _decode(codes, scale, unsigned, out):
     """Write the values of codes, uint8 [D], to out, float32 [D]."""
     values = MAPS[np.uint64(unsigned)]
@@ -126,14 +126,14 @@ def _decode(codes, scale, unsigned, out):
         out[j] = float32(float32(values[codes[j]] * scale) + float32(0))
 
 
-@inline
+@inline_code
 def decode_plane(plane, unsigned, out):
     """Write the values of a stored slot, uint8 [P], to out, float32 [D], and return `out`."""
     _decode(plane, plane[len(plane) - 4 :].view(np.float32)[0], unsigned, out)
     return out
 
 
-@inline
+@inline_code
 def store_plane(values, unsigned, random, plane):
     """Quantize values, float32 [D], and store them in the slot `plane`, uint8 [P]; `random` is as in `encode`."""
     scale, D = find_scale(values), len(values)
@@ -144,7 +144,7 @@ def store_plane(values, unsigned, random, plane):
         encode(values, scale, unsigned, random, plane[:D])
 
 
-@inline
+@inline_code
 def round_plane(values, unsigned, random, codes):
     """Round values, float32 [D], in place to values that a slot can store; codes, uint8 [D], is scratch memory."""
     scale = find_scale(values)

@@ -17,7 +17,7 @@ from hostdev.kernels.arrays import AnyIds, Rows
 from hostdev.kernels.bfloat16 import as_exact, to_float32
 from hostdev.kernels.counter import hashed
 from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode_plane, store_plane
-from hostdev.kernels.jit import bare, inline, kernel, prefetch_to_read, prefetch_update
+from hostdev.kernels.jit import bare, inline_code, kernel, prefetch_to_read, prefetch_update
 from hostdev.kernels.pool import Task, get_grain, tasks_over
 from hostdev.kernels.shards import id_at
 from hostdev.kernels.stochastic_rounding import draw, rounded_bits, steps_of
@@ -190,7 +190,7 @@ def _is_rounded(rows: Any, field: str) -> bool:
     return not isinstance(rows[rows.fields.index(field)].dtype, types.Float)
 
 
-@inline
+@inline_code
 def _hash_row(block, row):
     """Return the hash of a step's key and the row's id in the whole table, or its key."""
     if len(block.keys):
@@ -220,7 +220,7 @@ def _overload_round_plane(word: Any, steps: Any, values: Any, unsigned: Any, wor
     return to_codes if stored.dtype == types.uint8 else to_bfloat16
 
 
-@inline
+@inline_code
 def _round_slots(word, block, row, planes, words):
     """Round the slots of a row; planes is float32 [1 + S, D]."""
     for slot in range(np.uint64(block.slots.shape[1])):

@@ -22,7 +22,7 @@ from numba import uint16, uint32, uint64
 from hostdev.kernels.arrays import AnyIds, Rows
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.eight_bits import round_plane, to_nearest
-from hostdev.kernels.jit import bare, inline, kernel
+from hostdev.kernels.jit import bare, inline_code, kernel
 from hostdev.kernels.plane_formats import BFLOAT16, EIGHT_BITS, FLOAT32, UNSIGNED_8
 from hostdev.kernels.pool import get_grain, parallel_for
 
@@ -38,7 +38,7 @@ def steps_of(dim: int, planes: int = 1) -> npt.NDArray[np.uint32]:
     return np.arange(planes * pairs, dtype=np.uint32).reshape(planes, pairs) * np.uint32(WEYL)
 
 
-@inline
+@inline_code
 def draw(word, steps, words):
     """Fill words, uint32 [ceil(D / 2)], with a plane's random numbers, one word for each pair of columns.
 
@@ -49,7 +49,7 @@ def draw(word, steps, words):
         words[pair] = uint32(mix32(uint32(low ^ steps[pair])) ^ high)
 
 
-@inline
+@inline_code
 def rounded_bits(bits, r):
     """Return the bfloat16 bits to which the random number r rounds the float32 with the given bits."""
     kept = uint32(uint32(bits + uint32(r)) >> uint32(16))
