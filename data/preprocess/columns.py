@@ -27,7 +27,11 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
     ">": np.greater,
     "<": np.less,
 }
-_BINARY = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+_BINARY = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
 TEXT_OR_WHOLE = "text or integers"  # a result of `get_written_form`
 _FEW_LABELS = 20  # `distinct_numbers` examines at most this many distinct values
 _SHOWN = 40  # characters of a wrong value in a message
@@ -257,7 +261,8 @@ def whole_numbers_below_limit(values: pa.Array) -> None:
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     if len(wrong := np.flatnonzero(np.isinf(numbers))):
         raise WrongValueError(
-            int(wrong[0]), f"{numbers[wrong[0]]} is not an integer; categorical values must be integers or text"
+            int(wrong[0]),
+            f"{numbers[wrong[0]]} is not an integer; categorical values must be integers or text",
         )
     if len(wrong := np.flatnonzero(np.abs(numbers) >= 2.0**digits)):
         at = int(wrong[0])

@@ -31,7 +31,13 @@ from hostdev.data.preprocess.plain_rows import PlainColumn, PlainRows
 from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.reading import all_readings, own_settings
 from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
-from hostdev.data.preprocess.vectors import WrongNumberError, read_numbers, require_numbers, vectors_in, with_elements
+from hostdev.data.preprocess.vectors import (
+    WrongNumberError,
+    read_numbers,
+    require_numbers,
+    vectors_in,
+    with_elements,
+)
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
 from hostdev.kernels.arrays import LongIds

@@ -107,7 +107,11 @@ class ManifestWriter:
             vocabulary=None if vocabulary is None else vocabulary.name,
             vocabulary_sha256=None if vocabulary is None else vocabulary_sha256 or checksum(vocabulary),
             rejected_sha256=checksum(folder / REJECTED_FILE),
-            options={**self._source.options(), **self._options.as_json(), **self._earlier.options()},
+            options={
+                **self._source.options(),
+                **self._options.as_json(),
+                **self._earlier.options(),
+            },
             statistics={
                 "rows": rows,
                 "rejected": sum(fact.rejected for fact in self._facts),

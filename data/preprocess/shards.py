@@ -49,7 +49,15 @@ def make_shard(
     apart = second_pass.apart(rows, how.schema) if is_first and not how.hashed else []
     near = second_pass.squeezed(rows, how.schema.dense, how.dense) if is_first else []
     sha256 = write_shard(path, rows, how.schema)
-    return {"file": name, "rows": len(rows), "sha256": sha256, "out": out, "uses": uses, APART: apart, SQUEEZED: near}
+    return {
+        "file": name,
+        "rows": len(rows),
+        "sha256": sha256,
+        "out": out,
+        "uses": uses,
+        APART: apart,
+        SQUEEZED: near,
+    }
 
 
 class Shards:

@@ -59,7 +59,34 @@ CARDINALITIES = np.array(
     ]
 )
 EMPTY_RATES = np.array(
-    [0, 0, 0.03, 0.03, 0, 0.12, 0, 0, 0, 0, 0, 0.03, 0, 0, 0, 0.03, 0, 0, 0.44, 0.44, 0.03, 0.76, 0, 0.03, 0.44, 0.44]
+    [
+        0,
+        0,
+        0.03,
+        0.03,
+        0,
+        0.12,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0.03,
+        0,
+        0,
+        0,
+        0.03,
+        0,
+        0,
+        0.44,
+        0.44,
+        0.03,
+        0.76,
+        0,
+        0.03,
+        0.44,
+        0.44,
+    ]
 )
 ZIPF_EXPONENT = 1.1
 # Integer columns: log-normal with these medians, shifted down, and the share of missing values.

@@ -285,5 +285,14 @@ class _Keys:
             by_space = {space: arrow.make_texts(*values.take(np.arange(len(values)))) for space, values in seen}
             missing = {space: int(values.find(*_NOTHING)[0]) for space, values in seen}
         return RawRows(
-            label, numbers, ids.T, bags, rejected, splits, texts=by_space, missing=missing, forms=forms, weight=weight
+            label,
+            numbers,
+            ids.T,
+            bags,
+            rejected,
+            splits,
+            texts=by_space,
+            missing=missing,
+            forms=forms,
+            weight=weight,
         )

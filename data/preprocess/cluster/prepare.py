@@ -116,7 +116,14 @@ class _Preparation:
             (folder / "shards" / split).mkdir(exist_ok=True)
         how = describe(self._source)
         assert how is not None
-        job = Job(str(folder), how, stamps(self._source), self._options, len(self._splits), self._earlier.reference)
+        job = Job(
+            str(folder),
+            how,
+            stamps(self._source),
+            self._options,
+            len(self._splits),
+            self._earlier.reference,
+        )
         self._reference: Reference = write_job(job, folder / "job.pickle")
         self._job = WorkerJob(job)
 
