@@ -20,10 +20,10 @@ from hostdev.core.arrow_files import as_numpy
 from hostdev.core.checksums import NoDigest, hash_stream
 from hostdev.core.errors import ChangedError, UserError, raise_if_transient
 from hostdev.data import ragged
+from hostdev.data.batch import Piece
+from hostdev.data.folder import RemoteFiles
 from hostdev.data.manifest import Manifest, Shard, shard_schema
-from hostdev.data.remote import RemoteFiles
-from hostdev.data.rows import Piece
-from hostdev.data.targets import find_wrong, find_wrong_weights
+from hostdev.data.schema import find_wrong, find_wrong_weights
 from hostdev.kernels.lookup import first_outside
 
 

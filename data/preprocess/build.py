@@ -17,20 +17,17 @@ from hostdev.core.checksums import Crc32, checksum
 from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
-from hostdev.data.advice import PADDED
-from hostdev.data.manifest import SPLITS, Manifest, Shard
-from hostdev.data.manifest_values import BY_COLUMN, check_scaling
+from hostdev.data.manifest import BY_COLUMN, PADDED, SPLITS, Manifest, Shard, check_scaling
 from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess import second_pass
-from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, NO_EARLIER, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, ManifestWriter
 from hostdev.data.preprocess.pieces import Facts, PieceFile
 from hostdev.data.preprocess.raw import Source, SourceLayout
-from hostdev.data.preprocess.shard_memory import ShardMemory
-from hostdev.data.preprocess.shards import ShardOptions, Shards, make_shard, shard_name
+from hostdev.data.preprocess.scaling import Scaling
+from hostdev.data.preprocess.second_pass import ShardMemory, ShardOptions, Shards, make_shard, shard_name
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
 from hostdev.data.preprocess.work import WorkFolder, claim
 from hostdev.data.schema import Schema

@@ -16,21 +16,23 @@ from hostdev.core.printable import printable
 from hostdev.core.progress import counted
 from hostdev.data import manifest
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
-from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
 from hostdev.data.preprocess.earlier_vocabulary import recorded
 from hostdev.data.preprocess.stored import (
     REMEDY,
+    Counter,
     DamagedError,
     StoredRows,
+    StoredVocabulary,
     Wrong,
+    count_bytes,
     each_shard,
     get_size,
     read_parts,
     require_checksum,
+    require_room,
     wrong_values,
 )
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
-from hostdev.data.targets import columns_of
+from hostdev.data.schema import columns_of
 
 _NO_CHECKSUM = "no checksum recorded"
 _SHOWN = 40  # characters shown of a value

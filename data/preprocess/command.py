@@ -11,14 +11,12 @@ from hostdev.core import pictures
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
-from hostdev.data import advice
-from hostdev.data.manifest import REJECTED_FILE, Manifest
-from hostdev.data.preprocess import check, earlier_flags, info, info_picture, info_text, suggest, table_flags
+from hostdev.data.manifest import REJECTED_FILE, Manifest, format_warnings
+from hostdev.data.preprocess import check, earlier_flags, info, info_output, suggest, table_flags
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
-from hostdev.data.preprocess.flags import THRESHOLD, parse_scheduler
-from hostdev.data.preprocess.options import FLAGS, Options, ids_in_words, parse_options
+from hostdev.data.preprocess.options import FLAGS, THRESHOLD, Options, ids_in_words, parse_options, parse_scheduler
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import TableSource, open_table
@@ -46,7 +44,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     lines += growth(manifest)
     for bag, values in statistics.get("bag_values", {}).items():
         lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values per training row")
-    lines += advice.lines(statistics)
+    lines += format_warnings(statistics)
     for name, means in _label_means(manifest).items():
         of = f"all labels {name!r}" if manifest.schema.targets.more else "all labels"
         for split, share in means.items():
@@ -185,9 +183,9 @@ def _info(arguments: argparse.Namespace) -> None:
     out = arguments.out or pictures.new_path("info")
     pictures.require_new(out)
     found = info.gather(arguments.path)
-    for line in info_text.format_lines(found):
+    for line in info_output.format_lines(found):
         print(line)
-    info_picture.draw(found, out)
+    info_output.draw(found, out)
     print(f"\npicture  {out}")
 
 

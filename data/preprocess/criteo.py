@@ -13,8 +13,7 @@ import pyarrow.compute as pc
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.inputs import AnyInput, open_input
-from hostdev.data.preprocess.raw import BEGINNING, RawBlock, RawRows, SourceLayout, SourcePosition
-from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.raw import BEGINNING, RawBlock, RawRows, RejectedLines, SourceLayout, SourcePosition
 from hostdev.data.preprocess.text import LONGEST, whole_lines, window_lines
 from hostdev.data.schema import Column
 from hostdev.kernels.criteo import EMPTY, HEX_DIGITS, parse_lines

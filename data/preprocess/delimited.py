@@ -17,11 +17,20 @@ from hostdev.core.errors import UserError
 from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, UnparsedRows
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
-from hostdev.data.preprocess.quoted import Scan, TextRows, chain, scan_windows, unclosed
-from hostdev.data.preprocess.raw import InvalidRowError
-from hostdev.data.preprocess.recoded import Recoded, recode
-from hostdev.data.preprocess.rejected import RejectedLines
-from hostdev.data.preprocess.text import LONGEST, newline, whole_lines, window_lines
+from hostdev.data.preprocess.raw import InvalidRowError, RejectedLines
+from hostdev.data.preprocess.text import (
+    LONGEST,
+    Recoded,
+    Scan,
+    TextRows,
+    chain,
+    newline,
+    recode,
+    scan_windows,
+    unclosed,
+    whole_lines,
+    window_lines,
+)
 from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 
 BLOCK_BYTES = 1 << 24

@@ -8,8 +8,8 @@ from typing import Any
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import scaling
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
+from hostdev.data.preprocess.lists import vectors_in
 from hostdev.data.preprocess.reading import own_settings
-from hostdev.data.preprocess.vectors import vectors_in
 
 _MOST = 120  # characters of a column list in a message
 _SAME = "leave the flag out: --vocabulary takes the columns from that data set"

@@ -13,16 +13,14 @@ import pyarrow as pa
 from hostdev.core.checksums import checksum, json_checksum
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
-from hostdev.data.manifest import Manifest
-from hostdev.data.manifest_values import SCALING_STATISTICS, check_learned
+from hostdev.data.manifest import SCALING_STATISTICS, Manifest, check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
-from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.pieces import Survey
 from hostdev.data.preprocess.raw import Source, SourceLayout
-from hostdev.data.preprocess.stored import DamagedError
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+from hostdev.data.preprocess.scaling import Scaling
+from hostdev.data.preprocess.stored import DamagedError, StoredVocabulary
 from hostdev.data.preprocess.vocabulary import HashBuckets, KnownIds, Vocabulary
 from hostdev.data.schema import Schema, Space
 from hostdev.kernels.arrays import Numbers

@@ -17,27 +17,27 @@ import pyarrow.compute as pc
 from hostdev.core.errors import UserError
 from hostdev.data import ragged
 from hostdev.data.batch import Batch
-from hostdev.data.manifest import Manifest
-from hostdev.data.manifest_values import check_learned
+from hostdev.data.manifest import Manifest, check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
-from hostdev.data.preprocess.bag_weights import WeightedValues, can_be_weights, read_weighted, require_weighted
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.forms import Written
-from hostdev.data.preprocess.known import ValueIds, written_by_space
-from hostdev.data.preprocess.labels import Labels
-from hostdev.data.preprocess.naming import listed
-from hostdev.data.preprocess.plain_rows import PlainColumn, PlainRows
-from hostdev.data.preprocess.raw import SourceLayout
-from hostdev.data.preprocess.reading import all_readings, own_settings
-from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
-from hostdev.data.preprocess.vectors import (
+from hostdev.data.preprocess.known import PlainColumn, PlainRows, ValueIds, written_by_space
+from hostdev.data.preprocess.lists import (
+    WeightedValues,
     WrongNumberError,
+    can_be_weights,
     read_numbers,
+    read_weighted,
     require_numbers,
+    require_weighted,
     vectors_in,
     with_elements,
 )
+from hostdev.data.preprocess.naming import listed
+from hostdev.data.preprocess.raw import SourceLayout
+from hostdev.data.preprocess.reading import Labels, all_readings, own_settings
+from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
 from hostdev.kernels.arrays import LongIds

@@ -19,10 +19,9 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, InputFile, unreadable
-from hostdev.data.preprocess.raw import InvalidRowError
-from hostdev.data.preprocess.recoded import Recoded
-from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.raw import InvalidRowError, RejectedLines
 from hostdev.data.preprocess.row_groups import RowGroups, RowGroupSize, open_parquet
+from hostdev.data.preprocess.text import Recoded
 
 CHUNK_ROWS = 1 << 16
 AS_WRITTEN: Mapping[str, str] = MappingProxyType({})  # `TableFile.respelled` of readers that change no text

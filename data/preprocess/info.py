@@ -13,11 +13,20 @@ from hostdev.core.keys import is_raw
 from hostdev.core.memory import available_bytes
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
-from hostdev.data.preprocess.counting import Counter, add_counts, count_bytes, require_room
-from hostdev.data.preprocess.stored import DamagedError, StoredRows, each_shard, get_size, read_parts, wrong_values
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
-from hostdev.data.schema import Space
-from hostdev.data.targets import columns_of
+from hostdev.data.preprocess.stored import (
+    Counter,
+    DamagedError,
+    StoredRows,
+    StoredVocabulary,
+    add_counts,
+    count_bytes,
+    each_shard,
+    get_size,
+    read_parts,
+    require_room,
+    wrong_values,
+)
+from hostdev.data.schema import Space, columns_of
 from hostdev.kernels.arrays import Counts, Numbers
 
 TOPS = (1, 10, 100, 1000)

@@ -9,9 +9,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.data.batch import Batch
-from hostdev.data.manifest import Manifest
-from hostdev.data.manifest_values import SCALING_STATISTICS
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+from hostdev.data.manifest import SCALING_STATISTICS, Manifest
+from hostdev.data.preprocess.stored import StoredVocabulary
 from hostdev.data.schema import Schema
 
 _AT_ONCE = 1 << 20  # ids

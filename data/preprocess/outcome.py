@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError
-from hostdev.data.advice import PADDED
-from hostdev.data.manifest import REJECTED_FILE, Manifest
+from hostdev.data.manifest import PADDED, REJECTED_FILE, Manifest
 from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, Earlier
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.pieces import Facts, PieceFile
 from hostdev.data.preprocess.raw import Source, SourceLayout
-from hostdev.data.preprocess.shards import Shards
+from hostdev.data.preprocess.second_pass import Shards
 from hostdev.data.schema import Schema
 
 VOCABULARY_FILE = "vocabulary.arrow"

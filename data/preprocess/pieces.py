@@ -9,7 +9,8 @@ A piece is an Arrow file with a single row, in which each column holds one list.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,15 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hostdev.core.checksums import Crc32
+from hostdev.core.checksums import Crc32, Digest, HashedFile
+from hostdev.core.errors import naming
 from hostdev.core.json_files import parse
+from hostdev.core.outputs import replacing
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.raw import RawRows, SourceLayout, SourcePosition
-from hostdev.data.preprocess.rejected import Rejected, read_rejected
+from hostdev.data.preprocess.raw import RawRows, Rejected, SourceLayout, SourcePosition, read_rejected
 from hostdev.data.preprocess.vocabulary import HashBuckets
-from hostdev.data.preprocess.writer import write_arrow
-from hostdev.data.targets import columns_of
+from hostdev.data.schema import columns_of
 from hostdev.kernels.cardinality import Sample, draw_sample, estimate, join, make_registers, total
 from hostdev.kernels.columns import narrowed
 from hostdev.kernels.strings import hash_texts
@@ -302,3 +303,12 @@ def write_lists(path: Path, content: Mapping[str, Any]) -> str:
     lists = [pa.LargeListArray.from_arrays([0, len(values)], values) for values in arrays.values()]
     record = pa.RecordBatch.from_arrays(lists, names=list(arrays))
     return write_arrow(path, record.schema, [record], Crc32)
+
+
+def write_arrow(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], digest: Callable[[], Digest]) -> str:
+    """Write an Arrow file atomically; return its checksum."""
+    with naming(path), replacing(path) as partial, closing(HashedFile(partial, digest)) as file:
+        with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        return file.finish(to_disk=False)

@@ -14,8 +14,20 @@ import pyarrow.compute as pc
 
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import WrongValueError
-from hostdev.data.preprocess.forms import BOOLS, MISSING, NUMBERS, PADDED, TIMES, TIMESTAMPS, Texts, Written, each_form
-from hostdev.data.preprocess.times import time_texts, timestamp_texts, timestamps_from_text
+from hostdev.data.preprocess.forms import (
+    BOOLS,
+    MISSING,
+    NUMBERS,
+    PADDED,
+    TIMES,
+    TIMESTAMPS,
+    Texts,
+    Written,
+    each_form,
+    time_texts,
+    timestamp_texts,
+    timestamps_from_text,
+)
 from hostdev.kernels import forms as kernel
 from hostdev.kernels.arrays import Mask
 

@@ -21,7 +21,7 @@ from hostdev.core.progress import note
 from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, UnparsedRows
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
-from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.raw import RejectedLines
 from hostdev.data.preprocess.text import LONGEST, whole_lines, window_lines
 
 _BLOCK = 1 << 22  # bytes

@@ -1,11 +1,15 @@
 """Synthetic Criteo data of any length: Zipf-distributed categoricals, skewed integers, labels from a planted model.
 
-Row i is a pure function of (seed, i), so a longer data set begins with the rows of a shorter one.
+Row i is a pure function of (seed, i), so a longer data set begins with the rows of a shorter one. A small data set for
+runs without --data is created once in the user's cache folder.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar
+from hostdev.core.user_cache import user_cache
+from hostdev.data.manifest import FILE_NAME, VERSION
+from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text
+from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.raw import BEGINNING, RawBlock, RawRows, SourcePosition
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
@@ -214,3 +222,35 @@ def _text_table(rows: RawRows) -> pa.Table:
         columns.append(pc.fill_null(pa.array(integers[:, i], mask=missing[:, i]).cast(pa.string()), ""))
     columns += [hex_text(rows.keys[:, i]) for i in range(CATEGORICAL)]
     return pa.table(columns, names=COLUMNS)
+
+
+LOOKALIKE_ROWS = 60_000
+_SEED = 2020
+_OPTIONS = Options(threshold=5, dense="log", seed=_SEED)
+
+
+def find_lookalike() -> Path | None:
+    """Return the synthetic data set's folder, or None if it does not exist."""
+    folder = _folder()
+    return folder if (folder / FILE_NAME).is_file() else None
+
+
+def _folder() -> Path:
+    recipe = json.dumps([LOOKALIKE_ROWS, _SEED, asdict(_OPTIONS), GENERATOR_VERSION, VERSION])
+    return user_cache() / f"lookalike-{sha256(recipe.encode()).hexdigest()[:8]}"
+
+
+def ensure_lookalike() -> tuple[Path, bool]:
+    """Create the synthetic data set unless it exists; return its folder, and whether it was missing.
+
+    Concurrent processes may call this; all of them get the same folder.
+    """
+    folder = _folder()
+    if (folder / FILE_NAME).is_file():
+        return folder, False
+    try:
+        build(Synthetic(LOOKALIKE_ROWS, _SEED), folder, _OPTIONS)
+    except (HostdevError, OSError):
+        if not (folder / FILE_NAME).is_file():  # otherwise another process created it first
+            raise
+    return folder, True

@@ -1,4 +1,4 @@
-"""A source of rows from tables with named columns: CSV, TSV, Parquet and Arrow files."""
+"""A source of rows from tables with named columns: CSV, TSV, sparse text, Parquet and Arrow files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,20 +10,46 @@ from hostdev.core.addresses import source_path
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.bag_weights import can_be_weights
 from hostdev.data.preprocess.columns import Positive
 from hostdev.data.preprocess.delimited import DelimitedFile
-from hostdev.data.preprocess.files import TableFile, UnparsedRows, find_format, is_table
+from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile, UnparsedRows, find_format, is_table
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.forms import NUMBERS, Written
-from hostdev.data.preprocess.inputs import open_input
+from hostdev.data.preprocess.inputs import AnyInput, InputFile, open_input
+from hostdev.data.preprocess.lists import can_be_weights, elements
 from hostdev.data.preprocess.naming import about_blanks, listed, short
-from hostdev.data.preprocess.opening import open_file
 from hostdev.data.preprocess.raw import BEGINNING, RawBlock, RawRows, SourcePosition
+from hostdev.data.preprocess.sparse_text import SparseText, find_kind
 from hostdev.data.preprocess.table_options import TEXT_OPTIONS, TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
-from hostdev.data.preprocess.vectors import elements
 from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
+
+
+def open_file(
+    source: AnyInput,
+    found: str,
+    *,
+    columns: Sequence[str] | None,
+    delimiter: str | None,
+    quotes: bool,
+    encoding: str,
+    skipped_lines: int,
+) -> TableFile:
+    """Open a file of format `found`, a result of `files.find_format`.
+
+    The options are those of `DelimitedFile`. Sparse text is recognized only if all options have their defaults.
+    Raises UserError for a broken file, and for a pipe unless the format is text.
+    """
+    if found == "text":
+        is_told = columns is not None or delimiter is not None or skipped_lines or encoding != "utf-8" or not quotes
+        if not is_told and (kind := find_kind(source)) is not None:
+            return SparseText(source, kind)
+        return DelimitedFile(
+            source, columns=columns, delimiter=delimiter, quotes=quotes, encoding=encoding, skipped_lines=skipped_lines
+        )
+    if not isinstance(source, InputFile):
+        raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
+    return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
 
 
 class TableSource:

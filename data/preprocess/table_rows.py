@@ -16,20 +16,24 @@ import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.bag_weights import encode_weighted, read_weighted, require_weighted
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.comparing import is_after, is_after_where_readable
 from hostdev.data.preprocess.files import Chunk, TableFile
 from hostdev.data.preprocess.forms import PADDED, each_form
-from hostdev.data.preprocess.labels import Labels, WrongLabelError
+from hostdev.data.preprocess.lists import (
+    WrongNumberError,
+    encode_weighted,
+    read_numbers,
+    read_weighted,
+    require_numbers,
+    require_weighted,
+)
 from hostdev.data.preprocess.naming import short
-from hostdev.data.preprocess.raw import Bags, InvalidRowError, RawRows, SourceLayout
-from hostdev.data.preprocess.reading import ReadSettings
-from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.raw import Bags, InvalidRowError, RawRows, RejectedLines, SourceLayout
+from hostdev.data.preprocess.reading import Labels, ReadSettings, WrongLabelError
 from hostdev.data.preprocess.serving import large_float
 from hostdev.data.preprocess.table_options import TableOptions
-from hostdev.data.preprocess.vectors import WrongNumberError, read_numbers, require_numbers
-from hostdev.data.targets import columns_of
+from hostdev.data.schema import columns_of
 from hostdev.kernels.arrays import Mask
 from hostdev.kernels.forms import EMPTY, FRACTION, INTEGER, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts

@@ -18,7 +18,7 @@ from hostdev.data.preprocess.encoding import Encoding, WrongRowError
 from hostdev.data.preprocess.files import Chunk, TableFile, chunks, find_format
 from hostdev.data.preprocess.inputs import HEAD_BYTES, STANDARD_INPUT, AnyInput, open_input
 from hostdev.data.preprocess.naming import about_blanks, listed
-from hostdev.data.preprocess.opening import open_file
+from hostdev.data.preprocess.table import open_file
 
 if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawQuery

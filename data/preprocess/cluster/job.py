@@ -29,11 +29,11 @@ from hostdev.core.outputs import replacing
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import NO_EARLIER, Earlier, read_earlier
+from hostdev.data.preprocess.first_pass import SplitDraw
 from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.raw import Source
-from hostdev.data.preprocess.row_counts import SplitDraw
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+from hostdev.data.preprocess.stored import StoredVocabulary
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.vocabulary import HashBuckets

@@ -12,8 +12,8 @@ from hostdev.core.progress import bar
 from hostdev.data.preprocess.cluster import words
 from hostdev.data.preprocess.cluster.first import Result, survey_name
 from hostdev.data.preprocess.cluster.job import WorkerJob
-from hostdev.data.preprocess.cluster.numbers import has_groups, make_scaling
 from hostdev.data.preprocess.cluster.runner import Runner, Task
+from hostdev.data.preprocess.cluster.tasks import has_groups, make_scaling
 from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.pieces import PieceFile

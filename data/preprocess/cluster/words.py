@@ -24,8 +24,7 @@ from hostdev.data.preprocess.cluster.job import WorkerJob
 from hostdev.data.preprocess.outcome import VOCABULARY_FILE
 from hostdev.data.preprocess.pieces import PieceFile, write_lists
 from hostdev.data.preprocess.stored import DamagedError
-from hostdev.data.preprocess.values import DIGITS, FormatKeys, make_values
-from hostdev.data.preprocess.vocabulary import WrittenValues, write_values
+from hostdev.data.preprocess.vocabulary import DIGITS, FormatKeys, WrittenValues, make_values, write_values
 from hostdev.kernels.arrays import LongIds
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.strings import hash_texts

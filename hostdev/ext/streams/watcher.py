@@ -13,11 +13,10 @@ from typing import Self
 
 from hostdev.core.errors import in_words
 from hostdev.core.workers import Worker, Workers
-from hostdev.ext.streams.arrivals.changes import UNSETTLED, Change, examine
-from hostdev.ext.streams.arrivals.converting import REFUSED, WHOLE, Again, Converted, Part, Refused, convert
-from hostdev.ext.streams.arrivals.example import Example
-from hostdev.ext.streams.arrivals.folder import Folder, State
-from hostdev.ext.streams.arrivals.seen import Seen
+from hostdev.ext.streams.converting import REFUSED, WHOLE, Again, Converted, Part, Refused, convert
+from hostdev.ext.streams.example import Example
+from hostdev.ext.streams.folder import Folder, State
+from hostdev.ext.streams.seen import UNSETTLED, Change, Seen, examine
 
 AHEAD = 2  # files that are converted before they are needed, each in a thread
 _MOST_UNSETTLED = 1024  # next files whose states are compared in two looks

@@ -10,6 +10,7 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.keys import is_raw
 from hostdev.data import ragged
+from hostdev.data.batch import Piece
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import earlier_flags, scaling
@@ -19,8 +20,7 @@ from hostdev.data.preprocess.raw import RawRows, Source, SourceLayout
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vocabulary import HashBuckets
-from hostdev.data.rows import Piece
-from hostdev.data.targets import Targets
+from hostdev.data.schema import Targets
 
 _TEXT: dict[str, Any] = {"delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
 

@@ -21,7 +21,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.device.backend import describe, is_accelerator
 from hostdev.device.bus import measure
 from hostdev.distributed.world import World
-from hostdev.ext.advice.cache.curves import (
+from hostdev.ext.advice.curves import (
     CachePoint,
     Curves,
     TableGroup,

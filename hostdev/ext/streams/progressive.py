@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.data.targets import Targets, columns_of
+from hostdev.data.schema import Targets, columns_of
 from hostdev.train.evaluation import Evaluation, evaluation_of
 from hostdev.train.metrics import losses, make_auc
 from hostdev.train.scores import Figures, make_keys
