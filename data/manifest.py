@@ -235,8 +235,8 @@ def read(folder: Path) -> Manifest:
     path = folder / FILE_NAME
     try:
         content = json_files.read(path)
+        checksum_there = json_checksum({key: value for key, value in content.items() if key != "sha256"})
         found = content.pop("format"), content.pop("version")
-        checksum_there = json_checksum({"format": found[0], "version": found[1], **_without_checksum(content)})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
     except OSError as error:
@@ -262,10 +262,6 @@ def read(folder: Path) -> Manifest:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is broken ({in_words(error)}); preprocess the data again") from None
     return manifest
-
-
-def _without_checksum(content: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if key != "sha256"}
 
 
 def _version_1(content: dict[str, Any]) -> Schema:

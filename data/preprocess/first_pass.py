@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ class FirstPass:
             for block in _until_error(self._source.blocks(place)):
                 at_end = not isinstance(block, RawBlock)
                 if isinstance(block, RawBlock):
-                    parsing.append((block, workers.submit(lambda block=block: self._parse(block))))  # type: ignore[misc]
+                    parsing.append((block, workers.submit(partial(self._parse, block))))
                 while parsing and (at_end or len(parsing) > threads):
                     parsed, future = parsing.popleft()
                     writing.append((parsed, self._write(parsed, future, workers, len(self.facts) + len(writing))))

@@ -131,6 +131,11 @@ class Written:
         return {"types": list(self.types), "forms": format_names(self.forms)}
 
 
+def find_zone(form: int) -> int | None:
+    """Return the number of a timestamp form's zone, `kernel.NAIVE` if it has none; None for other forms."""
+    return (form - kernel.TIMESTAMP) % kernel.ZONES if kernel.TIMESTAMP <= form < kernel.TIME else None
+
+
 class Texts(NamedTuple):
     """The texts that N values may have had in training.
 
@@ -211,12 +216,10 @@ def timestamp_texts(values: pa.Array, written: Written) -> Texts:
     for form in sorted(written.forms):
         if form == kernel.DATE and not aware:
             found.append(_dates(base, fraction))
-        if not kernel.TIMESTAMP <= form < kernel.TIME:
+        zone = find_zone(form)
+        if zone is None or (zone != kernel.NAIVE) != aware:
             continue
-        rest, zone = divmod(form - kernel.TIMESTAMP, kernel.ZONES)
-        is_t, precision = divmod(rest, kernel.PRECISIONS)
-        if (zone != kernel.NAIVE) != aware:
-            continue
+        is_t, precision = divmod((form - kernel.TIMESTAMP) // kernel.ZONES, kernel.PRECISIONS)
         text = _with_precision(local if zone >= kernel.COLON else base, fraction, precision)
         if is_t:
             text = pc.utf8_replace_slice(text, 10, 11, "T")
@@ -232,18 +235,14 @@ def timestamp_texts(values: pa.Array, written: Written) -> Texts:
             suffix = {kernel.ZULU: "Z", kernel.UTC_COLON: "+00:00", kernel.UTC_PLAIN: "+0000", kernel.UTC_HOUR: "+00"}
             text = pc.binary_join_element_wise(text, suffix[zone], "")
         found.append(text)
-    dates_only = not (written.forms & set(range(kernel.TIMESTAMP, kernel.TIME)))
-    if dates_only:
+    if all(find_zone(form) is None for form in written.forms):  # only dates
         wrong = pc.and_(values.is_valid(), found[0].is_null()).to_numpy(zero_copy_only=False)
         if len(rows := np.flatnonzero(wrong)):
             raise WrongValueError(
                 int(rows[0]),
                 f"{fallback[int(rows[0])].as_py()} has a time, but the column's values were dates in training",
             )
-    offsets = any(
-        kernel.TIMESTAMP <= form < kernel.TIME and (form - kernel.TIMESTAMP) % kernel.ZONES >= kernel.COLON
-        for form in written.forms
-    )
+    offsets = any((find_zone(form) or 0) >= kernel.COLON for form in written.forms)
     doubtful = np.full(len(values), aware and offsets and written.zone is None)
     return Texts(found, fallback, doubtful)
 

@@ -4,10 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.keys import is_raw
 from hostdev.core.memory import available_bytes
@@ -27,7 +25,7 @@ from hostdev.data.preprocess.stored import (
     wrong_values,
 )
 from hostdev.data.schema import Space, columns_of
-from hostdev.kernels.arrays import Counts, Numbers
+from hostdev.kernels.arrays import Array, Counts, Mask, Numbers
 
 TOPS = (1, 10, 100, 1000)
 PLACES = 50  # number of equal, consecutive parts of a split's rows
@@ -110,6 +108,32 @@ class SplitTotals:
             combine = {"low": np.minimum, "high": np.maximum}.get(name, np.add)
             setattr(self, name, combine(getattr(self, name), values))
 
+    def add_part(self, part: StoredRows, found: Manifest, begin: int, whole: int, known: Mask | None = None) -> None:
+        """Add rows of a shard.
+
+        Args:
+            begin: Number of rows before the shard in its split.
+            whole: Number of rows of the split.
+            known: bool [V], marks the ids that training rows use; None if that is unknown.
+        """
+        rows = begin + part.start + np.arange(len(part.label))
+        place = rows * PLACES // whole
+        self.rows += np.bincount(place, minlength=PLACES)
+        for i, values in enumerate(columns_of(part.label)):
+            self.labels[i] += np.bincount(place, values, minlength=PLACES)
+            self.squares[i] += np.square(values, dtype=np.float64).sum()
+        if found.schema.dense:
+            self.zeros += (part.dense == 0).sum(axis=0)
+            self.sums += part.dense.sum(axis=0, dtype=np.float64)
+            self.low = np.minimum(self.low, part.dense.min(axis=0))
+            self.high = np.maximum(self.high, part.dense.max(axis=0))
+        for i, column in enumerate(found.schema.columns):
+            ids = part.ids_of(found.schema, column)
+            self.uses[i] += len(ids)
+            self.out[i] += np.count_nonzero(ids < found.schema.first_value)
+            if known is not None:
+                self.seen[i] += np.count_nonzero(known[ids])
+
     def label_mean(self, label: int) -> float:
         """Return the mean of label number `label`: the share of positive labels if all are 0 or 1."""
         return float(self.labels[label].sum() / max(1, self.rows.sum()))
@@ -165,7 +189,7 @@ def gather(folder: Path) -> Information:
     return Information(folder, found, nbytes, totals, curves)
 
 
-def make_curve(counts: npt.NDArray[Any]) -> Curve:
+def make_curve(counts: Array) -> Curve:
     """Return the curve of ids with these counts [V], in any order; takes 16 bytes of memory per id."""
     ordered = np.sort(counts)[::-1]
     used = int(np.count_nonzero(counts))
@@ -177,7 +201,7 @@ def make_curve(counts: npt.NDArray[Any]) -> Curve:
     return Curve(used, top, half, most, ranks, ordered[ranks - 1] / max(1, total))
 
 
-def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.bool_] | None) -> SplitTotals:
+def _totals(folder: Path, found: Manifest, split: str, known: Mask | None) -> SplitTotals:
     """Return the totals of a split; `known`, bool [V], marks the ids that training rows use."""
     shards = found.shards(split)
     begins = dict(
@@ -190,35 +214,13 @@ def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.boo
         for part in read_parts(folder, found, shard):
             for wrong in wrong_values(part, found.schema):
                 raise DamagedError(folder / shard.file, wrong.text())
-            _add_part(totals, part, found, begins[shard.file], whole, known)
+            totals.add_part(part, found, begins[shard.file], whole, known)
         return totals
 
     result = SplitTotals.empty(found)
     for sums in each_shard(look, folder, shards, f"reading {split} rows"):
         result.add(sums)
     return result
-
-
-def _add_part(
-    totals: SplitTotals, part: StoredRows, found: Manifest, begin: int, whole: int, known: npt.NDArray[np.bool_] | None
-) -> None:
-    rows = begin + part.start + np.arange(len(part.label))
-    place = rows * PLACES // whole
-    totals.rows += np.bincount(place, minlength=PLACES)
-    for i, values in enumerate(columns_of(part.label)):
-        totals.labels[i] += np.bincount(place, values, minlength=PLACES)
-        totals.squares[i] += np.square(values, dtype=np.float64).sum()
-    if found.schema.dense:
-        totals.zeros += (part.dense == 0).sum(axis=0)
-        totals.sums += part.dense.sum(axis=0, dtype=np.float64)
-        totals.low = np.minimum(totals.low, part.dense.min(axis=0))
-        totals.high = np.maximum(totals.high, part.dense.max(axis=0))
-    for i, column in enumerate(found.schema.columns):
-        ids = part.ids_of(found.schema, column)
-        totals.uses[i] += len(ids)
-        totals.out[i] += np.count_nonzero(ids < found.schema.first_value)
-        if known is not None:
-            totals.seen[i] += np.count_nonzero(known[ids])
 
 
 def _count_hashed(folder: Path, found: Manifest, test: SplitTotals) -> dict[str, Curve]:
@@ -250,9 +252,7 @@ def _count_hashed(folder: Path, found: Manifest, test: SplitTotals) -> dict[str,
             pass
         counts = counter.total()
 
-        def look(
-            shard: Shard, spaces: Sequence[Space] = spaces, counts: npt.NDArray[Any] = counts
-        ) -> npt.NDArray[np.int64]:
+        def look(shard: Shard, spaces: Sequence[Space] = spaces, counts: Array = counts) -> Counts:
             seen = np.zeros(len(schema.columns), np.int64)
             for part in read_parts(folder, found, shard, known=True):
                 for i, ids in _iterate_columns(part, found, spaces):
@@ -269,7 +269,7 @@ def _count_hashed(folder: Path, found: Manifest, test: SplitTotals) -> dict[str,
 def _count_raw(folder: Path, found: Manifest, test: SplitTotals, space: Space) -> Curve:
     """Count the occurrences of the raw ids of an id space, in memory that grows with the distinct ids."""
 
-    def count(shard: Shard) -> tuple[npt.NDArray[np.int64], Counts]:
+    def count(shard: Shard) -> tuple[Counts, Counts]:
         parts = read_parts(folder, found, shard, known=True)
         each = [ids for part in parts for _, ids in _iterate_columns(part, found, [space])]
         return np.unique(np.concatenate(each), return_counts=True)
@@ -278,7 +278,7 @@ def _count_raw(folder: Path, found: Manifest, test: SplitTotals, space: Space) -
     for ids, counts in each_shard(count, folder, found.train, f"counting ids of {space.name}"):
         known, uses = add_counts((known, uses), (ids, counts))
 
-    def look(shard: Shard) -> npt.NDArray[np.int64]:
+    def look(shard: Shard) -> Counts:
         seen = np.zeros(len(found.schema.columns), np.int64)
         for part in read_parts(folder, found, shard, known=True):
             for i, ids in _iterate_columns(part, found, [space]):
@@ -290,9 +290,7 @@ def _count_raw(folder: Path, found: Manifest, test: SplitTotals, space: Space) -
     return make_curve(uses)
 
 
-def _iterate_columns(
-    part: StoredRows, found: Manifest, spaces: Sequence[Space]
-) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+def _iterate_columns(part: StoredRows, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, Array]]:
     """Yield, for each column of `spaces`, its index, and its ids as bucket numbers.
 
     The buckets of all `spaces` are numbered consecutively, from 0.

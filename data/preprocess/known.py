@@ -6,7 +6,8 @@ same ids and numbers as `Encoding.encode`, and leaves to it what it does not kno
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hostdev.core import arrow_files
-from hostdev.core.checksums import checksum
-from hostdev.core.errors import UserError, in_words
+from hostdev.core.errors import UserError
 from hostdev.data import ragged
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
@@ -25,6 +24,7 @@ from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.forms import Written, find_forms, from_json
 from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.scaling import LARGEST
+from hostdev.data.preprocess.stored import DamagedError, StoredVocabulary
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.kernels.arrays import Lengths, LongIds
 from hostdev.kernels.strings import TextMap, hash_texts
@@ -45,66 +45,30 @@ class ValueIds:
         schema = data.schema
         # A text is stored after its id space's prefix (`_prefixes`), so that equal texts of two spaces differ.
         self._texts, self._first, self._path = TextMap(), schema.first_value, path
-        self.written: dict[str, Written] = {}
-        self.rates: dict[str, float] = {}
-        if not path.is_file():
-            raise UserError(f"{path} is missing, or not a file")
         try:
-            if data.vocabulary_sha256 is not None and checksum(path) != data.vocabulary_sha256:
-                raise self._broken("its checksum is wrong: it is damaged or was changed")
-            table = arrow_files.read_table(path)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise self._broken(in_words(error)) from None
-        owners = self._owners(table, [*schema.dense, *(space.name for space in schema.spaces)], schema.rows)
-        if not np.array_equal(owners[: self._first], np.arange(self._first)):
-            raise self._broken("its first ids do not match the data set's columns and id spaces")
-        # Read each id's id space from the file, because manifests of version 1 do not record it.
-        starts = np.flatnonzero(np.diff(owners[self._first :], prepend=-2)) + self._first
-        ends = [*starts.tolist(), len(table)]
-        segments: dict[int, list[tuple[int, int]]] = {}
-        for first, last in pairwise(ends):
-            segments.setdefault(int(owners[first]), []).append((first, last - first))
-        by_oov = {space.oov: space for space in schema.spaces}
-        if not segments.keys() <= by_oov.keys():
-            raise self._broken("an id is assigned to a column that is unknown or has no ids")
-        everything = (self._first, schema.rows)
-        recorded = any((space.first, space.first + space.size) != everything for space in schema.spaces)
-        self._prefixes = {space.name: f"{space.oov}\0" for space in schema.spaces if space.oov in segments}
-        forms: dict[str, frozenset[int]] = {space.name: frozenset() for space in schema.spaces}
-        known = dict.fromkeys(forms, 0)
-        for first, last in pairwise(ends):  # in the order of the ids
-            name = by_oov[int(owners[first])].name
-            forms[name] |= self._add(name, table["value"].slice(first, last - first))
-            known[name] += pc.sum(table["count"].slice(first, last - first)).as_py() or 0
-        for space in schema.spaces:
-            found = tuple(segments.get(space.oov, ()))
-            if found != space.segments if recorded else len(found) > 1:
-                raise self._broken(f"its ids of {space.name!r} differ from those in the manifest")
-            self.written[space.name] = Written(forms[space.name])
-            rare = table["count"][space.oov].as_py()
-            self.rates[space.name] = rare / max(1, known[space.name] + rare)
-        if len(self._texts) != len(table) - self._first:
-            raise self._broken("a value has two ids in one id space")
-
-    def _owners(self, table: pa.Table, names: list[str], rows: int) -> npt.NDArray[np.int64]:
-        """Return the column or id space of each id, as an index into `names`; raise UserError for an invalid table."""
-        schema = table.schema
-        field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
-        kinds = [field and field.value_type, *schema.types[1:]]
-        if schema.names != ["field", "value", "count"] or kinds != [pa.string(), pa.string(), pa.int64()]:
-            raise self._broken("its columns are not field, value and count")
-        if len(table) != rows:
-            raise self._broken(f"it has {len(table):,} ids, not {rows:,}")
-        if table["field"].null_count or table["count"].null_count or table["value"].slice(self._first).null_count:
+            stored = StoredVocabulary(path.parent, replace(data, vocabulary=path.name))
+            spaces = list(stored.spaces.values())
+        except DamagedError as error:
+            raise self._broken(error.what) from None
+        everything = (self._first, schema.rows - self._first)
+        if any((space.first, space.size) != everything for space in schema.spaces):  # not a manifest of version 1
+            for found, space in zip(spaces, schema.spaces, strict=True):
+                if found.segments != space.segments:
+                    raise self._broken(f"its ids of {space.name!r} differ from those in the manifest")
+        values = stored.table["value"]
+        if values.slice(self._first).null_count:
             raise self._broken("it has missing values")
-        numbers = {name: number for number, name in enumerate(names)}
-        found = [np.zeros(0, np.int64)]
-        for chunk in table["field"].chunks:
-            owners_by_code = np.array([numbers.get(name, -1) for name in chunk.dictionary.to_pylist()], np.int64)
-            found.append(owners_by_code[chunk.indices.to_numpy()])
-        return np.concatenate(found)
+        self._prefixes = {space.name: f"{space.oov}\0" for space in spaces if space.values}
+        forms: dict[str, frozenset[int]] = {space.name: frozenset() for space in spaces}
+        for first, size, name in sorted((*segment, space.name) for space in spaces for segment in space.segments):
+            forms[name] |= self._add(name, values.slice(first, size))  # in the order of the ids
+        self.written = {name: Written(found) for name, found in forms.items()}
+        self.rates: dict[str, float] = {}
+        for space in spaces:
+            rare, known = int(stored.counts[space.oov]), int(stored.get_counts(space).sum())
+            self.rates[space.name] = rare / max(1, known + rare)
+        if len(self._texts) != len(values) - self._first:
+            raise self._broken("a value has two ids in one id space")
 
     def _add(self, space: str, values: pa.ChunkedArray) -> frozenset[int]:
         """Add values of an id space to the map; return the forms in which they are written."""

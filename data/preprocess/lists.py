@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,7 +18,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Codes, WrongValueError
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.reading import ReadSettings, readable
-from hostdev.kernels.arrays import Mask, Numbers
+from hostdev.kernels.arrays import Mask, Numbers, Values
 
 MOST = 1 << 16  # numbers in a vector
 
@@ -211,7 +210,7 @@ class WeightedValues(NamedTuple):
 
     values: pa.Array
     lengths: Codes
-    weights: npt.NDArray[np.float64]
+    weights: Numbers
     wrong: Mask
 
 
@@ -234,19 +233,14 @@ def read_weighted(reading: ReadSettings, name: str, get: Get) -> WeightedValues:
     return _read(reading, name, get)[0]
 
 
-def encode_weighted(
-    reading: ReadSettings, name: str, get: Get
-) -> tuple[Codes, pa.StringArray, Codes, npt.NDArray[np.float32]]:
+def encode_weighted(reading: ReadSettings, name: str, get: Get) -> tuple[Codes, pa.StringArray, Codes, Values]:
     """Dictionary-encode a weighted bag as `ReadSettings.bags` does; also return the weights, float32 [N].
 
     The arguments are those of `read_weighted`. Raises WrongValueError for an invalid weight or value.
     """
     found = require_weighted(reading, name, get)
-    try:
+    with arrow.in_lists(found.lengths):
         codes, texts = reading.values(found.values)
-    except WrongValueError as error:
-        error.row = arrow.find_row(error.row, found.lengths)
-        raise
     there = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)[codes]
     codes, lengths = reading.known(codes, found.lengths, there)
     weights, _ = reading.known(found.weights, found.lengths, there)

@@ -220,11 +220,7 @@ def add_split_files(to: argparse.ArgumentParser) -> None:
     """Add the flags that give files of test and validation rows."""
     for kind in ("test", "validation"):
         to.add_argument(
-            f"--{kind}",
-            dest=f"{kind}_files",
-            action="append",
-            metavar="FILE",
-            help=f"a table with {kind} rows",
+            f"--{kind}", dest=f"{kind}_files", action="append", metavar="FILE", help=f"a table with {kind} rows"
         )
 
 

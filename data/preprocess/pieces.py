@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,12 +29,11 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import RawRows, Rejected, SourceLayout, SourcePosition, read_rejected
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import columns_of
+from hostdev.kernels.arrays import Array
 from hostdev.kernels.cardinality import Sample, draw_sample, estimate, join, make_registers, total
 from hostdev.kernels.columns import narrowed
 from hostdev.kernels.strings import hash_texts
 from hostdev.kernels.unique import IdMap, id_map, tally
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def write_piece(
     content |= rows.rejected.columns()
     facts = {
         "rows": n,
-        "labels": tuple(zip(*(_label_sums(column, n) for column in labels), strict=True)),
+        "labels": tuple(zip(*(_sums(column, n) for column in labels), strict=True)),
         "missing": tuple(zip(*missing, strict=True)) if missing else ((),) * count,
         "bag_values": tuple(zip(*values, strict=True)) if values else ((),) * count,
         "rejected": len(rows.rejected),
@@ -256,7 +256,7 @@ def _encoded(
         for i in mine:
             numbered = positions if len(mine) == 1 else numbers.find(np.ascontiguousarray(columns[i]))
             is_missing[i] = columns[i] == part.missing[space]
-            codes[i] = _narrow(numbered, len(found))
+            codes[i] = numbered.astype(np.min_scalar_type(max(0, len(found) - 1)))
     return codes, is_missing, dictionaries
 
 
@@ -276,25 +276,10 @@ def _in_order(rows: RawRows, layout: SourceLayout, space: str) -> npt.NDArray[np
     return keys
 
 
-def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sums of the values in consecutive segments with these lengths."""
-    ends = np.cumsum(lengths).tolist()
-    starts = [0, *ends[:-1]]
-    return tuple(int(values[a:b].sum(dtype=np.int64)) for a, b in zip(starts, ends, strict=True))
-
-
-def _label_sums(values: Array, lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """Return a label's sums in consecutive segments with these lengths, as integers if the label is 0 or 1."""
-    if values.dtype == np.uint8:
-        return _sums(values, lengths)
-    ends = np.cumsum(lengths).tolist()
-    starts = [0, *ends[:-1]]
-    return tuple(float(values[a:b].sum(dtype=np.float64)) for a, b in zip(starts, ends, strict=True))
-
-
-def _narrow(codes: Array, size: int) -> Array:
-    dtype = np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.uint32
-    return codes.astype(dtype)
+def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return the sums of the values in consecutive segments with these lengths; those of floats are floats."""
+    edges, kind = np.cumsum([0, *lengths]).tolist(), np.float64 if values.dtype.kind == "f" else np.int64
+    return tuple(values[a:b].sum(dtype=kind).item() for a, b in pairwise(edges))
 
 
 def write_lists(path: Path, content: Mapping[str, Any]) -> str:

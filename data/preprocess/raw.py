@@ -3,7 +3,7 @@
 Malformed lines are stored compactly, because a file in an unexpected format has many of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -221,6 +221,10 @@ class Source(Protocol):
     """Whether negative numbers are scaled symmetrically to positive ones; false for Criteo, where they are markers."""
 
     @property
+    def inputs(self) -> Sequence[Any]:
+        """The inputs that are numbered in positions: files, or standard input (`inputs.AnyInput`)."""
+
+    @property
     def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array] | None:
         """Function that maps keys to values ("" for a missing one), or None if rows have `texts`."""
 
@@ -245,10 +249,31 @@ class Source(Protocol):
         """Return the manifest's entry about where the rows come from."""
 
     def stamp(self) -> list[Any] | None:
-        """Return a fingerprint of the inputs, or None if they can be read only once."""
+        """Return a fingerprint of the inputs, or None if one can be read only once."""
 
     def check_unchanged(self) -> None:
         """Raise UserError if an input has changed since the source was opened."""
 
     def options(self) -> dict[str, Any]:
         """Return the manifest's entry about how the rows were read."""
+
+
+class FileSource:
+    """The part of a `Source` that is about its inputs."""
+
+    inputs: Sequence[Any] = ()
+    has_validation = False
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return each file's absolute path and size."""
+        return [source.describe() for source in self.inputs]
+
+    def stamp(self) -> list[Any] | None:
+        """Return each file's path, size and modification time; None if an input can be read only once."""
+        stamps = [source.stamp() for source in self.inputs]
+        return None if None in stamps else stamps
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if a file has changed since the source was opened."""
+        for source in self.inputs:
+            source.check_unchanged()

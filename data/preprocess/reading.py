@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -20,7 +19,7 @@ from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Codes, Positive, WrongValueError
 from hostdev.data.schema import Targets
-from hostdev.kernels.arrays import Values
+from hostdev.kernels.arrays import Array, Lengths, Mask, Numbers, Values
 from hostdev.kernels.strings import hash_texts
 
 ENDS = ("first", "last")
@@ -121,11 +120,11 @@ class ReadSettings:
         array, _ = readable(arrow.decoded(array))
         return self.clean(array)
 
-    def numbers(self, array: pa.Array) -> npt.NDArray[np.float64]:
+    def numbers(self, array: pa.Array) -> Numbers:
         """Return numbers as `columns.as_numbers` does, with NaN for missing-value markers."""
         return self._known(arrow.as_numbers(self._with_points(array)))
 
-    def numbers_where_readable(self, array: pa.Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    def numbers_where_readable(self, array: pa.Array) -> tuple[Numbers, Mask]:
         """Return numbers as `columns.numbers_where_readable` does, with NaN for missing-value markers."""
         if self.is_usual:
             return arrow.numbers_where_readable(array)
@@ -150,7 +149,7 @@ class ReadSettings:
             texts = pc.replace_substring(pc.replace_substring(texts, ".", ""), self.decimal, ".")
         return texts
 
-    def _known(self, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def _known(self, numbers: Numbers) -> Numbers:
         return np.where(np.isin(numbers, self._numbers), np.nan, numbers) if self._numbers else numbers
 
     def values(self, array: pa.Array) -> tuple[Codes, pa.StringArray]:
@@ -167,11 +166,8 @@ class ReadSettings:
         """
         if arrow.classify_type(array.type) == "list":
             lengths = arrow.list_lengths(array).astype(np.int32)
-            try:
+            with arrow.in_lists(lengths):
                 codes, texts = self.values(array.flatten())
-            except WrongValueError as error:
-                error.row = arrow.find_row(error.row, lengths)
-                raise
         else:
             which, whole = arrow.as_text(array)
             lists = self.split(whole)
@@ -183,9 +179,7 @@ class ReadSettings:
         codes, lengths = self.known(codes, lengths, there)
         return codes, texts, lengths
 
-    def known(
-        self, values: npt.NDArray[Any], lengths: npt.NDArray[Any], there: npt.NDArray[np.bool_]
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    def known(self, values: Array, lengths: Array, there: Mask) -> tuple[Array, Lengths]:
         """Drop missing values, and each row's values beyond `length`; return the kept values and the rows' new lengths.
 
         Args:
@@ -243,7 +237,7 @@ class ReadSettings:
         return pc.if_else(pc.equal(texts, ""), texts, numbers)
 
 
-def readable(array: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+def readable(array: pa.Array) -> tuple[pa.Array, Mask]:
     """Replace text that is not UTF-8 with null; return the result and the mask of these rows, bool [n]."""
     if arrow.classify_type(array.type) != "text":
         return array, np.zeros(len(array), np.bool_)

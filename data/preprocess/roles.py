@@ -106,8 +106,7 @@ def sample(file: TableFile) -> list[SampledColumn]:
 
 def _column(name: str, found: pa.DataType, values: pa.ChunkedArray) -> SampledColumn:
     """Return a column with its values as text, and the missing-value markers among them."""
-    array = values.combine_chunks()
-    array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
+    array = arrow.combined(values)
     if arrow.classify_type(found) in ("list", "nested"):
         return SampledColumn(name, found, array, array.drop_null(), [])
     array = arrow.decoded(array)
@@ -136,14 +135,7 @@ _OUTCOMES = {
 _BEFORE = {"last", "prior", "previous", "prev", "past", "ever", "before", "history", "old"}
 _POSITIVE = {"1", "1.0", "true", "t", "yes", "y", "positive", "pos", "click", "clicked", "buy", "bought", "converted"}
 _NEGATIVE = ("0", "0.0", "false", "no", "n", "f", "-1", "")
-_BINARY = (
-    {"0", "1", "0.0", "1.0", "true", "false"},
-    {"yes", "no"},
-    {"y", "n"},
-    {"t", "f"},
-    {"-1", "1"},
-    {"-1", "+1"},
-)
+_BINARY = ({"0", "1", "0.0", "1.0", "true", "false"}, {"yes", "no"}, {"y", "n"}, {"t", "f"}, {"-1", "1"}, {"-1", "+1"})
 _WEIGHTS = re.compile(
     r"((sample|row|instance|example|case|importance|loss|train|training|ips|inverse_propensity)_weights?|ips|fnlwgt"
     r"|weight_?column)"
@@ -181,9 +173,7 @@ _TIME_TEXT = (
     rf"|(?:T?{_COLONS}{_ZONE})"
     rf"|{_WEEKDAY}{_MONTH_NAME} {{1,2}}{_DAY} {_COLONS}(?: [A-Z]{{3,4}})? {_YEAR}"
 )
-_TIME_WORDS = {
-    *("time", "timestamp", "stamp", "date", "datetime", "day", "ts", "dt", "epoch", "unixtime", "when"),
-}
+_TIME_WORDS = {*("time", "timestamp", "stamp", "date", "datetime", "day", "ts", "dt", "epoch", "unixtime", "when")}
 _AT = {"created", "updated", "clicked", "seen", "shown", "viewed", "event", "modified", "posted", "visited", "logged"}
 _PERIOD = re.compile(r"(.*_)?(hour|minute|month|weekday|dow|quarter|day_of_(the_)?(week|month|year)|of_day)")
 _UNITS = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}

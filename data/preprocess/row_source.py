@@ -49,6 +49,7 @@ class RecordBatches:
     lines_before = 0
     most_rows = 2**62  # unknown
     respelled: Mapping[str, str] = MappingProxyType({})
+    changed = "the rows changed while they were read; run again once nothing writes to them"
 
     def __init__(self, name: str, schema: "pa.Schema") -> None:
         self.name, self.schema = name, schema
@@ -116,6 +117,4 @@ class _Input:
         from hostdev.core.errors import UserError
 
         if self._rows.fingerprint() != self._seen:
-            raise UserError(
-                f"{self.name}: the rows changed while they were read; run again once nothing writes to them"
-            )
+            raise UserError(f"{self.name}: {self._rows.changed}")

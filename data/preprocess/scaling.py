@@ -41,9 +41,7 @@ def make_scaling(mode: str, names: tuple[str, ...], *, signed: bool) -> Scaling:
 def fixed_scaling(mode: str, names: tuple[str, ...], statistics: Mapping[str, Any], *, signed: bool) -> Scaling:
     """Return the scaling that a manifest's statistics describe."""
     if mode != "standard":
-        made = ByMaximum(mode, names, signed=signed)
-        made.maximum = np.array(statistics["dense_max"], np.float64)
-        return made
+        return ByMaximum(mode, names, signed=signed, maximum=np.array(statistics["dense_max"], np.float64))
     return _Fixed(names, *(np.array(statistics[name], np.float64) for name in ("dense_mean", "dense_deviation")))
 
 
@@ -73,13 +71,13 @@ class ByMaximum:
     sign(x) log1p(|x|).
     """
 
-    def __init__(self, mode: str, names: tuple[str, ...], *, signed: bool) -> None:
-        self._mode, self._names, self._signed = mode, names, signed
-        self.maximum = np.zeros(len(names))
+    def __init__(self, mode: str, names: tuple[str, ...], *, signed: bool, maximum: Numbers | None = None) -> None:
+        self._mode, self._names, self._signed, self._learns = mode, names, signed, maximum is None
+        self.maximum = np.zeros(len(names)) if maximum is None else maximum
 
     def observe(self, numbers: Numbers) -> None:
-        """Update the statistics with the numbers of training rows, float64 [n, columns]."""
-        if len(numbers):
+        """Update the maximum, unless it is given, with the numbers of training rows, float64 [n, columns]."""
+        if self._learns and len(numbers):
             known = np.where(np.isnan(numbers), 0.0, numbers)
             self.maximum = np.maximum(self.maximum, (np.abs(known) if self._signed else known).max(axis=0))
 
@@ -257,9 +255,9 @@ class ByColumn:
 
     Args:
         names: Names of the columns.
-        parts: Pairs of column indices and the scaling of these columns.
-        clips: The two quantiles of each clipped column, by name.
-        limits: The learned limits of clipped columns, or None if `find_limits` will learn them.
+        parts: Pairs of column indices and the scaling of these columns; also an attribute.
+        clips: The two quantiles of each clipped column whose limits `find_limits` will learn, by name; an attribute.
+        limits: The learned limits of clipped columns.
     """
 
     def __init__(
@@ -269,27 +267,17 @@ class ByColumn:
         clips: Mapping[str, tuple[float, float]],
         limits: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        self._names, self._parts, self._clips = names, parts, clips
+        self._names, self.parts, self.clips = names, parts, clips
         self._low, self._high = np.full(len(names), -np.inf), np.full(len(names), np.inf)
         for name, (low, high) in (limits or {}).items():
             self._low[names.index(name)], self._high[names.index(name)] = low, high
-
-    @property
-    def parts(self) -> Sequence[tuple[npt.NDArray[np.int64], Scaling]]:
-        """Pairs of column indices and the scaling of these columns."""
-        return self._parts
-
-    @property
-    def clips(self) -> bool:
-        """Whether a column is clipped, so that its limits are learned before anything else."""
-        return bool(self._clips)
 
     def find_limits(self, numbers: Callable[[], Iterator[Numbers]]) -> None:
         """Learn the clipping limits from training rows.
 
         `numbers` yields the rows' numbers, float64 [n, columns]; it is called several times.
         """
-        for name, quantiles in self._clips.items():
+        for name, quantiles in self.clips.items():
             column = self._names.index(name)
             found = select(lambda column=column: (some[:, column] for some in numbers()), quantiles)  # type: ignore[misc]
             if found is not None:
@@ -298,20 +286,20 @@ class ByColumn:
     def observe(self, numbers: Numbers) -> None:
         """Update the statistics with the numbers of training rows, float64 [n, columns]."""
         clipped = np.clip(numbers, self._low, self._high)
-        for columns, scaling in self._parts:
+        for columns, scaling in self.parts:
             scaling.observe(np.ascontiguousarray(clipped[:, columns]))
 
     def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
         """Return the scaled numbers, float32 [n, columns]."""
         clipped, scaled = np.clip(numbers, self._low, self._high), np.empty(numbers.shape, np.float32)
-        for columns, scaling in self._parts:
+        for columns, scaling in self.parts:
             scaled[:, columns] = scaling.transform(np.ascontiguousarray(clipped[:, columns]))
         return scaled
 
     def statistics(self) -> dict[str, Any]:
         """Return the clipping limits, and the statistics of all columns (0 where a column's scaling has none)."""
         found = {name: np.zeros(len(self._names)) for names in STATISTICS_OF.values() for name in names}
-        for columns, scaling in self._parts:
+        for columns, scaling in self.parts:
             for name, values in scaling.statistics().items():
                 found[name][columns] = values
         limits = {
@@ -325,7 +313,7 @@ def make(mode: str, names: tuple[str, ...], own: Mapping[str, ColumnScaling], *,
     if not own:
         return make_scaling(mode, names, signed=signed)
     parts = [(columns, make_scaling(of, some, signed=signed)) for of, columns, some in _by_mode(mode, names, own)]
-    return ByColumn(names, parts, _clips(own))
+    return ByColumn(names, parts, {name: one.clip for name, one in own.items() if one.clip is not None})
 
 
 def fixed(
@@ -338,7 +326,7 @@ def fixed(
     for of, columns, some in _by_mode(mode, names, own):
         mine = {name: np.array(statistics[name], np.float64)[columns] for name in STATISTICS_OF[of]}
         parts.append((columns, fixed_scaling(of, some, mine, signed=signed)))
-    return ByColumn(names, parts, _clips(own), statistics[CLIP])
+    return ByColumn(names, parts, {}, statistics[CLIP])
 
 
 def largest(
@@ -362,10 +350,6 @@ def _by_mode(
     for of in dict.fromkeys(modes):
         columns = np.array([i for i, one in enumerate(modes) if one == of], np.int64)
         yield of, columns, tuple(names[i] for i in columns)
-
-
-def _clips(own: Mapping[str, ColumnScaling]) -> dict[str, tuple[float, float]]:
-    return {name: one.clip for name, one in own.items() if one.clip is not None}
 
 
 def select(numbers: Callable[[], Iterable[Numbers]], quantiles: Sequence[float]) -> list[float] | None:

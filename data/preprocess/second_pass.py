@@ -1,8 +1,8 @@
 """The second pass: learn scaling and vocabulary from the training rows, assign ids, and make shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +10,6 @@ from threading import Event
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.errors import TransientError
@@ -25,7 +24,7 @@ from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.scaling import ByColumn, Scaling
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.schema import Schema
-from hostdev.kernels.arrays import Array
+from hostdev.kernels.arrays import Array, Numbers
 from hostdev.kernels.columns import place_column
 
 _SOME = 20  # `find_apart` and `find_squeezed` ignore columns with fewer values
@@ -33,7 +32,7 @@ MOST_VALUES = 2**31 - 1  # per bag in a record batch: offsets are int32
 _NEARLY_ALL = 0.999  # share of a column's numbers
 
 
-def get_numbers(piece: PieceFile, columns: int) -> npt.NDArray[np.float64]:
+def get_numbers(piece: PieceFile, columns: int) -> Numbers:
     """Return the numeric columns of a piece, float64 [n, columns]."""
     return piece.array("numbers").reshape(len(piece), columns).astype(np.float64)
 
@@ -54,7 +53,7 @@ def learn(
     stop = Event()  # set on Ctrl-C or an error in one task; tasks then end after their current piece
     with bar(len(paths) * kinds, "counting", "pieces") as progress:
 
-        def known() -> Iterator[npt.NDArray[np.float64]]:
+        def known() -> Iterator[Numbers]:
             for path, fact in zip(paths, facts, strict=True):
                 if stop.is_set():
                     return
@@ -81,7 +80,7 @@ def learn(
 
         tasks = [workers.submit(numbers)]
         if vocabulary is not None:
-            tasks += [workers.submit(lambda space=space: values(space)) for space in range(len(layout.spaces))]  # type: ignore[misc]
+            tasks += [workers.submit(partial(values, space)) for space in range(len(layout.spaces))]
         try:
             for task in tasks:
                 task.result()
@@ -101,7 +100,7 @@ def number(paths: Sequence[Path], vocabulary: Vocabulary, workers: Workers) -> l
         }
         return write_lists(ids_path(path), found)
 
-    tasks: list[Future[str]] = [workers.submit(lambda path=path: ids(path)) for path in paths]  # type: ignore[misc]
+    tasks = [workers.submit(partial(ids, path)) for path in paths]
     return [task.result() for task in tasks]
 
 
@@ -133,18 +132,26 @@ def split_shards(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Ite
         yield [one for one in ranges if one.start < one.stop]
 
 
+@dataclass(frozen=True)
+class ShardOptions:
+    """What all shards are made with; `dense` is the scaling's mode, `hashed` says that pieces have ids already."""
+
+    schema: Schema
+    layout: SourceLayout
+    scaling: Scaling
+    hashed: bool
+    dense: str
+
+
 def build_shard(
     ranges: Sequence[RowRange],
     split: int,
     paths: Sequence[Path] | Mapping[int, Path],
     counts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
-    schema: Schema,
-    layout: SourceLayout,
-    scaling: Scaling,
-    *,
-    hashed: bool,
+    how: ShardOptions,
 ) -> Piece:
     """Build the rows of a shard, with ids and scaled numbers; `counts` has each piece's number of rows by split."""
+    schema, layout = how.schema, how.layout
     n, columns = sum(one.stop - one.start for one in ranges), len(layout.ids)
     several = bool(layout.targets.more)
     label = np.empty((n, len(layout.labels)), np.float32)
@@ -157,7 +164,7 @@ def build_shard(
     done = 0
     for one in ranges:
         path = paths[one.piece]
-        piece, known = PieceFile(path), None if hashed else PieceFile(ids_path(path))
+        piece, known = PieceFile(path), None if how.hashed else PieceFile(ids_path(path))
         before = sum(counts[one.piece][:split])
         rows = slice(before + one.start, before + one.stop)
         here = slice(done, done + one.stop - one.start)
@@ -165,7 +172,7 @@ def build_shard(
             label[here, i] = values[rows]
         if weight is not None:
             weight[here] = piece.array("weight")[rows]
-        dense[here] = scaling.transform(get_numbers(piece, len(layout.dense))[rows])
+        dense[here] = how.scaling.transform(get_numbers(piece, len(layout.dense))[rows])
         if known is None:
             ids[here] = piece.array("ids").reshape(len(piece), columns)[rows]
         else:
@@ -253,20 +260,9 @@ def _batches(rows: Piece, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:
         start = stop
 
 
-def _fixed_size_list(values: npt.NDArray[Any]) -> pa.Array:
+def _fixed_size_list(values: Array) -> pa.Array:
     """Return the rows of values [n, k] as lists."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
-
-
-@dataclass(frozen=True)
-class ShardOptions:
-    """What all shards are made with; `dense` is the scaling's mode, `hashed` says that pieces have ids already."""
-
-    schema: Schema
-    layout: SourceLayout
-    scaling: Scaling
-    hashed: bool
-    dense: str
 
 
 def shard_name(split: str, number: int) -> str:
@@ -287,7 +283,7 @@ def make_shard(
 
     `counts` has the number of rows by split of each piece.
     """
-    rows = build_shard(ranges, split, paths, counts, how.schema, how.layout, how.scaling, hashed=how.hashed)
+    rows = build_shard(ranges, split, paths, counts, how)
     out, uses = out_of_vocabulary(rows, how.schema)
     is_first = name == shard_name(SPLITS[0], 0)
     apart = find_apart(rows, how.schema) if is_first and not how.hashed else []

@@ -24,6 +24,7 @@ from hostdev.data.preprocess.forms import (
     Texts,
     Written,
     each_form,
+    find_zone,
     time_texts,
     timestamp_texts,
     timestamps_from_text,
@@ -306,14 +307,8 @@ def _format_times(values: pa.Array, written: Written, shown: str | None = None) 
     require_type(values.type, written)
     if pa.types.is_time(values.type):
         return time_texts(values.cast(pa.string()), written.forms)
-    zoned = any(
-        kernel.TIMESTAMP <= form < kernel.TIME and (form - kernel.TIMESTAMP) % kernel.ZONES for form in written.forms
-    )
-    naive = any(
-        form == kernel.DATE
-        or (kernel.TIMESTAMP <= form < kernel.TIME and (form - kernel.TIMESTAMP) % kernel.ZONES == 0)
-        for form in written.forms
-    )
+    zones = {kernel.NAIVE if form == kernel.DATE else find_zone(form) for form in written.forms} - {None}
+    zoned, naive = bool(zones - {kernel.NAIVE}), kernel.NAIVE in zones
     zone = getattr(values.type, "tz", None)
     if zone is not None and not zoned:
         raise WrongTypeError(

@@ -40,6 +40,7 @@ class DamagedError(UserError):
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"{path}: {what}; {REMEDY}")
+        self.what = what
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from hostdev.data.manifest import FILE_NAME, VERSION
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.raw import BEGINNING, RawBlock, RawRows, SourcePosition
+from hostdev.data.preprocess.raw import BEGINNING, FileSource, RawBlock, RawRows, SourcePosition
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
 
@@ -36,65 +36,12 @@ CHUNK_ROWS = 1 << 16
 _SQRT_12 = math.sqrt(12.0)
 
 # Distinct values per categorical field of Criteo's Kaggle data set, and the share of empty fields.
-CARDINALITIES = np.array(
-    [
-        1460,
-        583,
-        10_131_227,
-        2_202_608,
-        305,
-        24,
-        12_517,
-        633,
-        3,
-        93_145,
-        5_683,
-        8_351_593,
-        3_194,
-        27,
-        14_992,
-        5_461_306,
-        10,
-        5_652,
-        2_173,
-        4,
-        7_046_547,
-        18,
-        15,
-        286_181,
-        105,
-        142_572,
-    ]
-)
+CARDINALITIES = np.array([
+    1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194, 27, 14_992, 5_461_306,
+    10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
+])  # fmt: skip
 EMPTY_RATES = np.array(
-    [
-        0,
-        0,
-        0.03,
-        0.03,
-        0,
-        0.12,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0.03,
-        0,
-        0,
-        0,
-        0.03,
-        0,
-        0,
-        0.44,
-        0.44,
-        0.03,
-        0.76,
-        0,
-        0.03,
-        0.44,
-        0.44,
-    ]
+    [0, 0, 0.03, 0.03, 0, 0.12, 0, 0, 0, 0, 0, 0.03, 0, 0, 0, 0.03, 0, 0, 0.44, 0.44, 0.03, 0.76, 0, 0.03, 0.44, 0.44]
 )
 ZIPF_EXPONENT = 1.1
 # Integer columns: log-normal with these medians, shifted down, and the share of missing values.
@@ -108,12 +55,11 @@ VALUE_EFFECT = 0.28
 SLOPES = np.array([0.25, 0.05, 0.05, -0.1, -0.2, -0.15, 0.25, 0.05, 0.05, 0.15, 0.15, 0.05, -0.1])
 
 
-class Synthetic:
+class Synthetic(FileSource):
     """The first `rows` synthetic rows for this seed."""
 
     layout = LAYOUT
     unit = "rows"
-    has_validation = False
     signed = False
     format_keys = staticmethod(hex_text)
     kinds = None
@@ -146,9 +92,6 @@ class Synthetic:
     def stamp(self) -> list[Any]:
         """Return the generator's version and arguments."""
         return [GENERATOR_VERSION, self.total, self.seed]
-
-    def check_unchanged(self) -> None:
-        """Do nothing: generated rows cannot change."""
 
     def options(self) -> dict[str, Any]:
         """Return the options that the manifest records for synthetic rows."""

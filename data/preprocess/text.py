@@ -6,6 +6,7 @@ for each state in which it may begin, and then the results are chained.
 """
 
 import codecs
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ class Recoded:
 
     def head(self, size: int) -> bytes:
         """Return the beginning of the content, at most `size` bytes; fewer if lines are skipped."""
-        return _Recoder(_Given(self._source.head(size)), self.name, *self._how, whole=False).read(size)
+        return _Recoder(io.BytesIO(self._source.head(size)), self.name, *self._how, whole=False).read(size)
 
     @contextmanager
     def open(self) -> Iterator[Stream]:
@@ -115,18 +116,6 @@ class _Recoder:
             _, newline, text = text.partition(b"\n")
             self._left -= bool(newline)
         return text
-
-
-class _Given:
-    """A stream of given bytes."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def read(self, size: int) -> bytes:
-        """Return the next bytes."""
-        found, self._content = self._content[:size], self._content[size:]
-        return found
 
 
 class TextLines(NamedTuple):

@@ -49,13 +49,6 @@ class InputRange(NamedTuple):
     size: int = 0
 
 
-def count_inputs(source: Source) -> int:
-    """Return the number of inputs of a source."""
-    if isinstance(source, CriteoText):
-        return len(source.inputs)
-    return len(source.files) if isinstance(source, TableSource) else 1
-
-
 def plan(source: Source, number: int) -> list[InputRange] | None:
     """Return the ranges of an input, or None if tasks must look_at at it first (`looks`)."""
     if isinstance(source, Synthetic):
@@ -154,19 +147,10 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     return {"kind": type(error).__name__, "message": str(error)}
 
 
-def rows_name(name: str) -> str:
-    """Return the file of a block's parsed rows."""
-    return f"rows/{name}.arrow"
-
-
-def piece_name(name: str) -> str:
-    """Return the file of a block's piece."""
-    return f"pieces/{name}.arrow"
-
-
-def survey_name(name: str) -> str:
-    """Return the file of a piece's survey."""
-    return f"pieces/{name}.survey"
+# Files: of a block's parsed rows, of its piece, and of the piece's survey.
+rows_name = "rows/{}.arrow".format
+piece_name = "pieces/{}.arrow".format
+survey_name = "pieces/{}.survey".format
 
 
 def look(work: WorkerJob, number: int, start: int, stop: int) -> Result:
@@ -237,7 +221,7 @@ def _write_piece(work: WorkerJob, name: str, rows: RawRows, begin: int) -> tuple
 
     files = {piece_name(name): work.write(piece_name(name), write)}
     if made["survey"] is not None:
-        files[survey_name(name)] = _write_survey(work, survey_name(name), made["survey"])
+        files |= _write_survey(work, survey_name(name), made["survey"])
     return made["facts"], files
 
 
@@ -246,15 +230,15 @@ def survey(work: WorkerJob, names: list[str], out: str) -> Result:
     merged = merge([_read_survey(work.path(name)) for name in names])
     texts = None if merged.texts is None else list(map(total, merged.texts))
     found = {"values": list(map(estimate, merged.registers)), "texts": texts}
-    return {**found, "files": {out: _write_survey(work, out, merged)}}
+    return {**found, "files": _write_survey(work, out, merged)}
 
 
-def _write_survey(work: WorkerJob, name: str, found: Survey) -> str:
+def _write_survey(work: WorkerJob, name: str, found: Survey) -> Files:
     content: dict[str, npt.NDArray[Any]] = {"registers": found.registers.reshape(-1)}
     content["shape"] = np.array(found.registers.shape, np.int64)
     for i, sample in enumerate(found.texts or ()):
         content |= {f"keys {i}": sample.keys, f"weights {i}": sample.weights}
-    return work.write(name, lambda path: write_lists(path, content))
+    return work.write_lists(name, content)
 
 
 def _read_survey(path: Path) -> Survey:
@@ -264,9 +248,6 @@ def _read_survey(path: Path) -> Survey:
     if "keys 0" in lists.names:
         texts = tuple(Sample(lists.array(f"keys {i}"), lists.array(f"weights {i}")) for i in range(len(registers)))
     return Survey(registers, texts)
-
-
-_INTEGERS = (np.uint8, np.uint16, np.uint32)
 
 
 def write_rows(path: Path, rows: RawRows) -> str:
@@ -329,5 +310,4 @@ def _narrow(values: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
     if not len(values):
         return values
     low, high = int(values.min()), int(values.max())
-    dtype = next((kind for kind in _INTEGERS if low >= 0 and high <= np.iinfo(kind).max), np.int64)
-    return values.astype(dtype)
+    return values if low < 0 or high >> 32 else values.astype(np.min_scalar_type(high))

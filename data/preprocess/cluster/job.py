@@ -9,7 +9,8 @@ import pickle
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -32,6 +33,7 @@ from hostdev.data.preprocess.earlier_vocabulary import NO_EARLIER, Earlier, read
 from hostdev.data.preprocess.first_pass import SplitDraw
 from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.options import Options
+from hostdev.data.preprocess.pieces import write_lists
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.stored import StoredVocabulary
 from hostdev.data.preprocess.synthetic import Synthetic
@@ -148,13 +150,8 @@ def _build(how: Description) -> Source:
 
 def stamps(source: Source) -> list[tuple[int, Any]] | None:
     """Return size and modification time of each input of a source; None if it has no files."""
-    if isinstance(source, Synthetic):
-        return None
-    files: Any = source
-    found = [
-        one.stamp() for one in (files.inputs if isinstance(source, CriteoText) else [f.input for f in files.files])
-    ]
-    return [(int(stamp[1]), stamp[2]) for stamp in found if stamp is not None]
+    found = [one.stamp() for one in source.inputs]
+    return [(int(stamp[1]), stamp[2]) for stamp in found if stamp is not None] or None
 
 
 class WorkerJob:
@@ -226,6 +223,10 @@ class WorkerJob:
         with replacing(self.path(name), self.folder / _ATTEMPTS) as attempt:
             return write(attempt)
 
+    def write_lists(self, name: str, content: Mapping[str, Any]) -> Files:
+        """Write arrays to an Arrow file, as `pieces.write_lists` does; return its name and checksum."""
+        return {name: self.write(name, lambda path: write_lists(path, content))}
+
     def are_intact(self, files: Files) -> bool:
         """Return whether files have these checksums."""
         return all(
@@ -238,12 +239,15 @@ class WorkerJob:
         return _read_json(self.path(name), crc)
 
 
+def _crc(content: bytes) -> str:
+    """Return the CRC-32 of bytes, as `Crc32` writes it."""
+    return f"{zlib.crc32(content):08x}"
+
+
 @lru_cache(8)
 def _read_json(path: Path, crc: str) -> Any:
     content = path.read_bytes()
-    found = Crc32()
-    found.update(content)
-    if found.hexdigest() != crc:
+    if _crc(content) != crc:
         raise TransientError(f"{worker_name()}: {path} is damaged; the same command writes it again")
     return json.loads(content)
 
@@ -254,9 +258,7 @@ def write_json(work: WorkerJob, name: str, content: Any) -> str:
 
     def write(path: Path) -> str:
         path.write_bytes(text)
-        found = Crc32()
-        found.update(text)
-        return found.hexdigest()
+        return _crc(text)
 
     return work.write(name, write)
 

@@ -17,7 +17,8 @@ from hostdev.core.progress import bar
 from hostdev.data import schema as schemas
 from hostdev.data.manifest import SPLITS, Manifest
 from hostdev.data.preprocess import second_pass
-from hostdev.data.preprocess.cluster.first import InputRange, Result, count_inputs, divide, looks, plan, rows_name
+from hostdev.data.preprocess.build import VOCABULARY_FILE, Learned, ManifestWriter
+from hostdev.data.preprocess.cluster.first import InputRange, Result, divide, looks, plan, rows_name
 from hostdev.data.preprocess.cluster.job import (
     FOLDERS,
     Job,
@@ -33,7 +34,6 @@ from hostdev.data.preprocess.cluster.runner import Connection, Runner, Task, con
 from hostdev.data.preprocess.earlier_vocabulary import NO_EARLIER, Earlier
 from hostdev.data.preprocess.first_pass import RowCounts
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, ManifestWriter
 from hostdev.data.preprocess.pieces import Facts
 from hostdev.data.preprocess.raw import Rejected, Source
 from hostdev.data.preprocess.second_pass import ShardMemory, Shards, shard_name
@@ -97,7 +97,7 @@ class ClusterFirstPass:
 
     def _plan(self) -> Iterator[InputRange | UserError]:
         """Yield the ranges of all inputs; after an error, which ends the source there, nothing."""
-        inputs = range(count_inputs(self._source))
+        inputs = range(len(self._source.inputs) or 1)
         plans = [plan(self._source, number) for number in inputs]
         looks = {
             number: [Task(f"look-{number:06d}-{at[1]:06d}", "look", at) for at in looks(self._source, number)]
@@ -268,14 +268,7 @@ class _Preparation:
             (folder / "shards" / split).mkdir(exist_ok=True)
         how = describe(self._source)
         assert how is not None
-        job = Job(
-            str(folder),
-            how,
-            stamps(self._source),
-            self._options,
-            len(self._splits),
-            self._earlier.reference,
-        )
+        job = Job(str(folder), how, stamps(self._source), self._options, len(self._splits), self._earlier.reference)
         self._reference: Reference = write_job(job, folder / "job.pickle")
         self._job = WorkerJob(job)
 

@@ -249,7 +249,7 @@ class Runner:
         mark: str,
         entries: Iterable[dict[str, Any]],
     ) -> None:
-        self._connection, self._reference, self._work, self._mark = connection, reference, work, mark
+        self.connection, self._reference, self._work, self._mark = connection, reference, work, mark
         self._known = {entry["task"]: entry for entry in entries if _is_sound(entry)}
         self._running: dict[str, tuple[Task, Any]] = {}
         self._done: SimpleQueue[Any] = SimpleQueue()
@@ -276,7 +276,7 @@ class Runner:
     def submit(self, task: Task) -> None:
         """Submit a task."""
         known = None if task.again else self.known(task)
-        future = self._connection.client.submit(
+        future = self.connection.client.submit(
             tasks.run,
             self._reference,
             task.kind,
@@ -328,7 +328,7 @@ class Runner:
     def _gather(self) -> Iterator[tuple[Task, Result | HostdevError]]:
         """Wait for futures, and yield the results of all that are done."""
         futures = self._wait()
-        client = self._connection.client
+        client = self.connection.client
         for future in futures:
             if future.status == "error":
                 raise self._failure(self._running[future.key][0], future.exception())
@@ -390,10 +390,6 @@ class Runner:
         self._work.note(**entry)
         self._known[task.key] = entry
 
-    def close_files(self) -> None:
-        """Let all workers close the files of the vocabulary, which are removed then."""
-        self._connection.close_files()
-
     def entries(self) -> list[dict[str, Any]]:
         """Return the journal's entries, the last one of each task."""
         return list(self._known.values())
@@ -409,28 +405,28 @@ class Runner:
             )
         if isinstance(error, ImportError) or "deserialization" in str(error):
             return TransientError(
-                f"a worker, or the scheduler at {self._connection.address}, cannot load hostdev's tasks; install this "
+                f"a worker, or the scheduler at {self.connection.address}, cannot load hostdev's tasks; install this "
                 "version of hostdev wherever they run"
             )
         return error
 
     def _gone(self) -> TransientError:
-        return TransientError(f"the scheduler at {self._connection.address} no longer answers")
+        return TransientError(f"the scheduler at {self.connection.address} no longer answers")
 
     def _look(self) -> None:
         """Raise TransientError if the client has lost the scheduler; print a line if no worker is left."""
-        if self._connection.client.status in ("closed", "closing"):
+        if self.connection.client.status in ("closed", "closing"):
             raise self._gone()
         if self._count_threads():
             self._lonely = monotonic()
         elif monotonic() - (self._lonely or 0) > _LONELY_SECONDS:
-            note(f"{self._connection.address} has no worker; waiting for one")
+            note(f"{self.connection.address} has no worker; waiting for one")
             self._lonely = monotonic() + _LONELY_SECONDS
 
     def _count_threads(self) -> int:
         if monotonic() - self._looked >= _THREADS_SECONDS:
             try:
-                self._threads, self._looked = self._connection.threads(), monotonic()
+                self._threads, self._looked = self.connection.threads(), monotonic()
             except Exception:  # whatever a closed connection raises
                 raise self._gone() from None
         return self._threads

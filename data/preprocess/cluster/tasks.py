@@ -22,7 +22,7 @@ from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess.cluster import first, words
 from hostdev.data.preprocess.cluster.first import Result, piece_name
 from hostdev.data.preprocess.cluster.job import Files, Reference, WorkerJob, name_worker, open_job, worker_name
-from hostdev.data.preprocess.pieces import PieceFile, write_lists
+from hostdev.data.preprocess.pieces import PieceFile
 from hostdev.data.preprocess.scaling import BLOCK, ByColumn, ByMaximum, Scaling, Standard, moments
 from hostdev.data.preprocess.second_pass import RowRange, ShardOptions, get_numbers, make_shard
 from hostdev.kernels.arrays import Numbers
@@ -30,9 +30,7 @@ from hostdev.kernels.arrays import Numbers
 _NAMES = ("low", "high", "count", "mean", "squares")
 
 
-def moments_name(group: int) -> str:
-    """Return the file with the maxima and moments of a group of pieces."""
-    return f"words/moments-{group:06d}.arrow"
+moments_name = "words/moments-{:06d}.arrow".format  # of a group of pieces: their maxima and moments
 
 
 def has_groups(scaling: Scaling) -> bool:
@@ -82,8 +80,7 @@ def find_moments(work: WorkerJob, group: int, start: int, stop: int, index: list
             lists[f"maximum {i}"] = scaling.maximum
         for name, values in zip(_NAMES, zip(*found[i], strict=True), strict=False):
             lists[f"{name} {i}"] = np.concatenate(values)
-    name = moments_name(group)
-    return {"files": {name: work.write(name, lambda at: write_lists(at, lists))}}
+    return {"files": work.write_lists(moments_name(group), lists)}
 
 
 def _columns(numbers: Numbers, columns: npt.NDArray[np.int64], dense: Sequence[str]) -> Numbers:

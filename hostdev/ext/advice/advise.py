@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -40,6 +39,7 @@ from hostdev.ext.advice.disk import advise_disk
 from hostdev.ext.training.config import CommandConfig
 from hostdev.ext.training.layouts import choose_layout, require_layout
 from hostdev.host.key_options import KEY_BYTES
+from hostdev.kernels.arrays import Counts, Keys
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
@@ -48,8 +48,6 @@ from hostdev.train.build import groups_of, ids_of, model_of
 from hostdev.train.config import TrainConfig
 from hostdev.train.options import REFERENCE_BATCH_SIZE
 from hostdev.train.report import kind
-
-Keys = npt.NDArray[np.int64]
 
 COUNTS = (1, 2, 3, 5, 10, 20)
 _ROWS = 1 << 16  # samples read at a time
@@ -60,14 +58,14 @@ class ColumnUses(NamedTuple):
     """The uses of a column's ids: one figure for each of COUNTS."""
 
     name: str
-    kept: npt.NDArray[np.int64]  # ids with a row
-    missed: npt.NDArray[np.int64]  # uses in one pass over the training samples that come before the id has a row
-    unknown: npt.NDArray[np.int64]  # uses in test samples of ids without a row
+    kept: Counts  # ids with a row
+    missed: Counts  # uses in one pass over the training samples that come before the id has a row
+    unknown: Counts  # uses in test samples of ids without a row
     uses: int  # in training samples
     test_uses: int
 
 
-def count_column(name: str, keys: Keys, counts: npt.NDArray[np.int64], test: Keys) -> ColumnUses:
+def count_column(name: str, keys: Keys, counts: Counts, test: Keys) -> ColumnUses:
     """Return a column's figures.
 
     Args:
@@ -325,7 +323,7 @@ def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
     for group in (TableGroup.of(model, names) for names in groups_of(model)):
         ids = ids_of(model, batch, group.names[0])
         needed += 2 * group.passing * len(unique(ids)[0])
-        inputs += len(ids) // len(batch) * get_max_dim(group)
+        inputs += len(ids) // len(batch) * max(table.dim for table in group.tables)
     return needed + dense_bytes(len(batch), inputs, get_hidden_widths(model)) if dense else needed
 
 
@@ -353,11 +351,6 @@ def advise_mesh(settings: CommandConfig, processes: int) -> None:
             parts = f"batches of {settings.batch_size:,} in {settings.micro_batches} micro-batches"
             where = f"{ranks.size} processes of one thread on {backend.describe(device)}"
             print(f"model    {settings.model}: {parts}, {where}", *lines, sep="\n")
-
-
-def get_max_dim(group: TableGroup) -> int:
-    """Return the largest dimension of a group's tables."""
-    return max(table.dim for table in group.tables)
 
 
 def get_hidden_widths(model: Model) -> list[int]:

@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.plan import Statistics
@@ -29,6 +27,7 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.bus import Bus
 from hostdev.host.table import HostTable
+from hostdev.kernels.arrays import Array
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
@@ -39,7 +38,7 @@ _ROUNDS = 7
 
 
 def host_costs(
-    rows: int, tables: Sequence[tuple[int, SparseOptimizer] | TableShape], batches: Sequence[npt.NDArray[Any]]
+    rows: int, tables: Sequence[tuple[int, SparseOptimizer] | TableShape], batches: Sequence[Array]
 ) -> Costs:
     """Measure the nanoseconds that the host needs for a row that bypasses a cache, is admitted, or is evicted.
 
@@ -70,25 +69,23 @@ def host_costs(
         for table in mine
     ]
 
-    def bypass(some: npt.NDArray[Any]) -> list[list[Task]]:
+    def bypass(some: Array) -> list[list[Task]]:
         pairs = list(zip(mine, weights, strict=True))
         looked_up = [task for table, rows in pairs for task in table.lookup_tasks(some, rows[: len(some)])]
         return [looked_up, [task for table, rows in pairs for task in table.update_tasks(some, rows[: len(some)])]]
 
-    def admit(some: npt.NDArray[Any]) -> list[list[Task]]:
+    def admit(some: Array) -> list[list[Task]]:
         n, pairs = len(some), zip(mine, whole, strict=True)
         return [[task for table, (block, own) in pairs for task in table.read_rows_tasks(some, block[:n], own[:n])]]
 
-    def evict(some: npt.NDArray[Any]) -> list[list[Task]]:
+    def evict(some: Array) -> list[list[Task]]:
         n, pairs = len(some), zip(mine, whole, strict=True)
         return [[task for table, (block, own) in pairs for task in table.write_rows_tasks(some, block[:n], own[:n])]]
 
     return Costs(*(_measure_row(make_tasks, ids) for make_tasks in (bypass, admit, evict)))
 
 
-def _measure_row(
-    make_tasks: Callable[[npt.NDArray[Any]], list[list[Task]]], batches: Sequence[npt.NDArray[Any]]
-) -> float:
+def _measure_row(make_tasks: Callable[[Array], list[list[Task]]], batches: Sequence[Array]) -> float:
     """Return the median nanoseconds per row over batches, after two rounds that only load kernels and memory pages."""
     times = []
     for number in range(_ROUNDS + 2):
@@ -207,11 +204,6 @@ class CachePoint:
         return sum(group.host.passed * part.unique / max(1, part.batches) for part, group in pairs) / 1e9
 
     @property
-    def planning(self) -> float:
-        """Seconds per step for the cache's plan."""
-        return sum(one.planning / max(1, one.statistics.batches) for one in self.caches)
-
-    @property
     def seconds(self) -> float:
         """Seconds per step for the host's work and the copies."""
         down, up = self.bytes
@@ -272,9 +264,9 @@ def flags(chosen: tuple[str, CachePoint]) -> str:
     return f"--cache-rows {format_size(point)}" + ("" if policy == POLICIES[0] else f" --cache-policy {policy}")
 
 
-def format_size(point: CachePoint) -> str:
-    """Return a value for --cache-rows: the number of rows, or a share of all rows if there are several groups."""
-    if len(point.groups) == 1:
+def format_size(point: CachePoint, processes: int = 1) -> str:
+    """Return a value for --cache-rows: the number of rows, or a share of all rows for several groups or processes."""
+    if len(point.groups) == 1 and processes == 1:
         return str(point.rows)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
 

@@ -13,7 +13,7 @@ from hostdev.data import ragged
 from hostdev.data.batch import Piece
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess import earlier_flags, scaling
+from hostdev.data.preprocess import scaling, table_flags
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.raw import RawRows, Source, SourceLayout
@@ -46,7 +46,7 @@ class Example:
                 "it with --ids raw"
             )
         self.schema, self.is_table = found.schema, earlier.is_table
-        self._options = _table_options(found, earlier_flags.columns({}, earlier)) if self.is_table else None
+        self._options = _table_options(found, table_flags.keep_columns({}, earlier)) if self.is_table else None
         layout: SourceLayout = CriteoText(inputs=()).layout if self._options is None else self._options.layout()
         self._layout, self._hashed = layout, HashBuckets(found.options["hash_buckets"], layout)
         if self._hashed.schema != found.schema:

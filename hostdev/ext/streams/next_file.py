@@ -14,7 +14,7 @@ from hostdev.ext.streams.converting import LATE, REPEATED, Again, Converted, Par
 from hostdev.ext.streams.folder import Folder, key_of
 from hostdev.ext.streams.options import Until
 from hostdev.ext.streams.seen import SAME, UNSETTLED, Change, Taken, digest_bits
-from hostdev.ext.streams.state import Expected, FileLogs, FollowState
+from hostdev.ext.streams.state import FileLogs, FollowState, Pending
 from hostdev.ext.streams.watcher import AHEAD, Look, Watcher
 
 _SECONDS = 0.1  # between two looks at the signals
@@ -96,7 +96,7 @@ class NextFile:
                 return None
             look = self._watcher.look(look.number, _SECONDS)
 
-    def find(self, expected: Expected, wait: Wait, otherwise: str) -> Converted | None:
+    def find(self, expected: Pending, wait: Wait, otherwise: str) -> Converted | None:
         """Return a file that was taken before; None if `wait` returns False.
 
         Args:
@@ -224,7 +224,7 @@ class NextFile:
         self._since = time.monotonic()
         state = refused.state
         taken = Taken() if state is None else Taken(state.size, state.stamp, digest_bits(refused.sha256))
-        self._state.seen.set_aside(refused.name, taken)
+        self._state.seen.note(refused.name, taken)
         self._state.set_aside += 1
         self._write_aside(refused)
 

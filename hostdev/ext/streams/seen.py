@@ -97,12 +97,8 @@ class Seen:
         if len(self._digests) > MOST_DIGESTS:
             self._digests.popitem(last=False)
 
-    def set_aside(self, name: str, taken: Taken = UNKNOWN) -> None:
-        """Record that a file was set aside."""
-        self.note(name, taken)
-
     def note(self, name: str, taken: Taken = UNKNOWN) -> None:
-        """Record what is known of a file."""
+        """Record what is known of a file, such as one that was set aside."""
         self._new[hash_of(name)] = taken
         if len(self._new) > _MOST_NEW:
             self._known, self._new = self._all(), {}

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from hostdev.core import json_files
 from hostdev.core.errors import naming
@@ -50,13 +50,7 @@ class FollowState:
         self.changed = 0  # files that have changed after they were taken or set aside
 
     def take(
-        self,
-        name: str,
-        sha256: str,
-        rows: int,
-        nbytes: int | None = None,
-        after: int = 0,
-        taken: Taken = UNKNOWN,
+        self, name: str, sha256: str, rows: int, nbytes: int | None = None, after: int = 0, taken: Taken = UNKNOWN
     ) -> None:
         """Record that a file was scored, and that its rows are next."""
         self.seen.take(name, sha256, taken)
@@ -99,15 +93,6 @@ class FollowState:
         self.changed = values.get("changed", 0)
 
 
-class Expected(NamedTuple):
-    """A file that the killed process took after the checkpoint; see `Pending` for `nbytes` and `after`."""
-
-    name: str
-    sha256: str
-    nbytes: int | None = None
-    after: int = 0
-
-
 class FileLogs:
     """The logs of the files, of which files.jsonl is written before a file is trained on.
 
@@ -123,7 +108,7 @@ class FileLogs:
 
     def __init__(self, folder: Path, taken: int) -> None:
         self.folder, self.changed = folder, 0
-        self.expected: list[Expected] = []
+        self.expected: list[Pending] = []  # files that the killed process took after the checkpoint
         with naming(folder):
             self._files = (folder / FILES_LOG).open("a+", buffering=1)
             self._aside = (folder / ASIDE_LOG).open("a+", buffering=1)
@@ -165,14 +150,9 @@ class FileLogs:
                 file.close()
 
 
-def _expected(line: dict[str, Any]) -> Expected:
-    nbytes, after = line.get("bytes"), line.get("after")
-    return Expected(
-        str(line.get("file")),
-        str(line.get("sha256")),
-        nbytes if isinstance(nbytes, int) else None,
-        after if isinstance(after, int) else 0,
-    )
+def _expected(line: dict[str, Any]) -> Pending:
+    nbytes, after = (value if isinstance(value := line.get(name), int) else None for name in ("bytes", "after"))
+    return Pending(str(line.get("file")), str(line.get("sha256")), 0, 0, nbytes, after or 0)
 
 
 def _number(line: dict[str, Any]) -> int:
