@@ -203,8 +203,7 @@ class Manifest:
 
     def shards(self, split: str) -> list[Shard]:
         """Return the shards of a split."""
-        found: list[Shard] = {"train": self.train, "test": self.test, "validation": self.validation}[split]
-        return found
+        return {"train": self.train, "test": self.test, "validation": self.validation}[split]
 
     @property
     def identity(self) -> str:

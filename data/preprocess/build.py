@@ -7,7 +7,7 @@ and the options. In the end, the counts of all pieces are checked, and the manif
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -154,10 +154,6 @@ class ManifestWriter:
                 by_file[fact.end.input] = by_file.get(fact.end.input, frozenset()) | set(found)
         return self._source.kinds(forms)
 
-    def _by_split(self, of: Callable[[Facts, int], float]) -> dict[str, float]:
-        """Return, for each split, the sum of `of(facts, split number)` over the facts of all pieces."""
-        return {split: sum(of(fact, i) for fact in self._facts) for i, split in enumerate(self._splits)}
-
     def _label_means(self, rows: dict[str, int]) -> dict[str, Any]:
         """Return the manifest's entries about label means.
 
@@ -172,8 +168,12 @@ class ManifestWriter:
         return {"label_mean": means[first], **({"label_means": {name: means[name] for name in more}} if more else {})}
 
     def _bag_values(self) -> dict[str, Any]:
-        bags = enumerate(self._layout.bags)
-        values = {bag.name: self._by_split(lambda fact, i, k=k: fact.bag_values[i][k]) for k, bag in bags}  # type: ignore[misc]
+        values = {
+            bag.name: {
+                split: sum(fact.bag_values[i][k] for fact in self._facts) for i, split in enumerate(self._splits)
+            }
+            for k, bag in enumerate(self._layout.bags)
+        }
         return {"bag_values": values} if values else {}
 
     def _missing(self, rows: dict[str, int]) -> dict[str, dict[str, float]]:

@@ -1,6 +1,6 @@
 """The command `preprocess info DIR`: a summary of a data set, from all of its rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -251,16 +251,7 @@ def _count_hashed(folder: Path, found: Manifest, test: SplitTotals) -> dict[str,
         for _ in each_shard(count, folder, found.train, f"counting ids of {len(spaces)} columns"):
             pass
         counts = counter.total()
-
-        def look(shard: Shard, spaces: Sequence[Space] = spaces, counts: Array = counts) -> Counts:
-            seen = np.zeros(len(schema.columns), np.int64)
-            for part in read_parts(folder, found, shard, known=True):
-                for i, ids in _iterate_columns(part, found, spaces):
-                    seen[i] += np.count_nonzero(counts[ids])
-            return seen
-
-        for seen in each_shard(look, folder, found.test, f"comparing ids of {len(spaces)} columns"):
-            test.seen += seen
+        _count_seen(folder, found, test, spaces, counts.__getitem__, f"{len(spaces)} columns")
         for i, space in enumerate(spaces):
             curves[space.name] = make_curve(counts[i * buckets : (i + 1) * buckets])
     return curves
@@ -278,16 +269,29 @@ def _count_raw(folder: Path, found: Manifest, test: SplitTotals, space: Space) -
     for ids, counts in each_shard(count, folder, found.train, f"counting ids of {space.name}"):
         known, uses = add_counts((known, uses), (ids, counts))
 
+    _count_seen(folder, found, test, [space], lambda ids: np.isin(ids, known), space.name)
+    return make_curve(uses)
+
+
+def _count_seen(
+    folder: Path,
+    found: Manifest,
+    test: SplitTotals,
+    spaces: Sequence[Space],
+    is_seen: Callable[[Array], Array],
+    shown: str,
+) -> None:
+    """Add to `test.seen` the occurrences of ids of some id spaces for which `is_seen` is not 0 in the test rows."""
+
     def look(shard: Shard) -> Counts:
         seen = np.zeros(len(found.schema.columns), np.int64)
         for part in read_parts(folder, found, shard, known=True):
-            for i, ids in _iterate_columns(part, found, [space]):
-                seen[i] += np.count_nonzero(np.isin(ids, known))
+            for i, ids in _iterate_columns(part, found, spaces):
+                seen[i] += np.count_nonzero(is_seen(ids))
         return seen
 
-    for seen in each_shard(look, folder, found.test, f"comparing ids of {space.name}"):
+    for seen in each_shard(look, folder, found.test, f"comparing ids of {shown}"):
         test.seen += seen
-    return make_curve(uses)
 
 
 def _iterate_columns(part: StoredRows, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, Array]]:

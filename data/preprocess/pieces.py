@@ -107,10 +107,6 @@ class PieceFile:
         """Return the number of rows."""
         return len(self._record["label 0"].values)
 
-    def labels(self, count: int) -> list[Array]:
-        """Return the values of each of `count` labels."""
-        return [self.array(f"label {i}") for i in range(count)]
-
     def keys(self, space: int) -> Array | pa.LargeStringArray:
         """Return the values of id space number `space`: integers or texts."""
         return self.keys_of(f"keys {space}")

@@ -100,15 +100,8 @@ class _Input:
     plain, size, path = False, 0, Path("-")
 
     def __init__(self, rows: RecordBatches) -> None:
-        self._rows = rows
+        self._rows, self.name, self.describe = rows, rows.name, rows.describe
         self._seen = rows.fingerprint()
-
-    @property
-    def name(self) -> str:
-        return self._rows.name
-
-    def describe(self) -> dict[str, Any]:
-        return self._rows.describe()
 
     def stamp(self) -> list[Any] | None:
         return self._seen

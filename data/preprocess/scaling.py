@@ -121,11 +121,8 @@ class Standard:
         rows = np.concatenate(self._rest)
         whole = len(rows) - len(rows) % BLOCK
         for start in range(0, whole, BLOCK):
-            self._add(rows[start : start + BLOCK])
+            self.merge(*moments(rows[start : start + BLOCK]))
         self._rest, self._waiting = [rows[whole:]], len(rows) - whole
-
-    def _add(self, rows: Numbers) -> None:
-        self.merge(*moments(rows))
 
     @np.errstate(over="ignore", invalid="ignore")
     def merge(self, low: Numbers, high: Numbers, count: Numbers, mean: Numbers, squares: Numbers) -> None:
@@ -137,21 +134,22 @@ class Standard:
         self._squares = self._squares + squares + step**2 * self._count * share
         self._count = total
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Count the rows that are fewer than a block."""
         if self._waiting:
-            self._add(np.concatenate(self._rest))
+            self.merge(*moments(np.concatenate(self._rest)))
             self._rest, self._waiting = [], 0
 
     @property
     def mean(self) -> Numbers:
         """Mean of each column over the training rows; 0 if all values are missing."""
-        self._finish()
+        self.finish()
         return self._mean
 
     @property
     def deviation(self) -> Numbers:
         """Population standard deviation of each column over the training rows; 0 for a constant column."""
-        self._finish()
+        self.finish()
         deviation = np.where(self._high > self._low, np.sqrt(self._squares / np.maximum(self._count, 1)), 0.0)
         if not np.isfinite(deviation).all():
             name = self._names[np.flatnonzero(~np.isfinite(deviation))[0]]
@@ -171,6 +169,18 @@ class Standard:
     def statistics(self) -> dict[str, Any]:
         """Return the numbers that are subtracted, and the standard deviations, for the manifest."""
         return {"dense_mean": self._subtracted.tolist(), "dense_deviation": self.deviation.tolist()}
+
+
+class BlockMoments(Standard):
+    """Finds the `moments` of blocks of training rows, in place of the scaling; `found` has them."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__(names)
+        self.found: list[tuple[Numbers, ...]] = []
+
+    def merge(self, *block: Numbers) -> None:
+        """Add the moments of the next block."""
+        self.found.append(block)
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -350,6 +360,15 @@ def _by_mode(
     for of in dict.fromkeys(modes):
         columns = np.array([i for i, one in enumerate(modes) if one == of], np.int64)
         yield of, columns, tuple(names[i] for i in columns)
+
+
+def learn(scaling: Scaling, known: Callable[[], Iterator[Numbers]], done: Callable[[], object] = lambda: None) -> None:
+    """Learn from the numbers of training rows that `known` yields, in order; call `done` after each array of them."""
+    if isinstance(scaling, ByColumn):
+        scaling.find_limits(known)
+    for numbers in known():
+        scaling.observe(numbers)
+        done()
 
 
 def select(numbers: Callable[[], Iterable[Numbers]], quantiles: Sequence[float]) -> list[float] | None:

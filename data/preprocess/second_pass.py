@@ -19,9 +19,10 @@ from hostdev.core.workers import Workers
 from hostdev.data import ragged
 from hostdev.data.batch import Piece
 from hostdev.data.manifest import APART, SPLITS, SQUEEZED, UNKNOWN, Shard, shard_schema
+from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess.pieces import Facts, PieceFile, write_arrow, write_lists
 from hostdev.data.preprocess.raw import SourceLayout
-from hostdev.data.preprocess.scaling import ByColumn, Scaling
+from hostdev.data.preprocess.scaling import Scaling
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.schema import Schema
 from hostdev.kernels.arrays import Array, Numbers
@@ -59,15 +60,6 @@ def learn(
                     return
                 yield get_numbers(PieceFile(path), len(layout.dense))[: fact.rows[0]]
 
-        def numbers() -> None:
-            if isinstance(scaling, ByColumn):
-                scaling.find_limits(known)
-            for path, fact in zip(paths, facts, strict=True):
-                if stop.is_set():
-                    return
-                scaling.observe(get_numbers(PieceFile(path), len(layout.dense))[: fact.rows[0]])
-                progress.update()
-
         def values(space: int) -> None:
             assert vocabulary is not None
             for path in paths:
@@ -78,7 +70,7 @@ def learn(
                 vocabulary.count(space, piece.keys(space)[: len(uses)], uses)
                 progress.update()
 
-        tasks = [workers.submit(numbers)]
+        tasks = [workers.submit(partial(scalings.learn, scaling, known, progress.update))]
         if vocabulary is not None:
             tasks += [workers.submit(partial(values, space)) for space in range(len(layout.spaces))]
         try:
@@ -168,8 +160,8 @@ def build_shard(
         before = sum(counts[one.piece][:split])
         rows = slice(before + one.start, before + one.stop)
         here = slice(done, done + one.stop - one.start)
-        for i, values in enumerate(piece.labels(len(layout.labels))):
-            label[here, i] = values[rows]
+        for i in range(len(layout.labels)):
+            label[here, i] = piece.array(f"label {i}")[rows]
         if weight is not None:
             weight[here] = piece.array("weight")[rows]
         dense[here] = how.scaling.transform(get_numbers(piece, len(layout.dense))[rows])

@@ -20,10 +20,10 @@ from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.core.progress import bar, counted
 from hostdev.core.workers import call_all
 from hostdev.data.batch import Piece
-from hostdev.data.manifest import Manifest, Shard, shard_schema
+from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.schema import Column, Schema, Space, find_wrong, find_wrong_weights
-from hostdev.data.shard_files import find_uneven_weights, inside, piece_of, types
+from hostdev.data.shard_files import find_damage, piece_of, types
 from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.pool import host_threads
 from hostdev.kernels.strings import hash_texts
@@ -85,16 +85,16 @@ def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = Fal
     path = folder / shard.file
     if not known:
         require_checksum(path, shard.sha256)
-    batches = _map_batches(path, shard_schema(found.schema, found.id_type))
-    rows = sum(batch.num_rows for batch in batches)
-    if rows != shard.rows:
-        raise DamagedError(path, f"it has {rows:,} rows, not {shard.rows:,}")
+    try:
+        file = pa.ipc.open_file(pa.memory_map(os.fsencode(path)))
+        batches = [file.get_batch(i) for i in range(file.num_record_batches)]
+    except (pa.ArrowException, OSError) as error:
+        raise_if_transient(error)
+        raise DamagedError(path, f"it is not an Arrow file ({in_words(error)})") from None
+    if damage := find_damage(batches, file.schema, found, shard.rows, known=known):
+        raise DamagedError(path, f"it {damage}")
     start = 0
     for batch in batches:
-        if not known:
-            _require_whole(path, batch)
-            if (name := find_uneven_weights(batch, shard_schema(found.schema, found.id_type))) is not None:
-                raise DamagedError(path, f"bag {name!r} has rows with more ids than weights, or fewer")
         for begin in range(0, batch.num_rows, MOST_ROWS):
             piece = batch.slice(begin, MOST_ROWS)
             yield StoredRows(**vars(piece_of(piece, found)), start=start + begin)
@@ -111,29 +111,6 @@ def require_checksum(path: Path, expected: str) -> None:
     except OSError as error:
         raise_if_transient(error)
         raise DamagedError(path, f"it cannot be read ({in_words(error)})") from None
-
-
-def _map_batches(path: Path, expected: pa.Schema) -> list[pa.RecordBatch]:
-    """Map a shard into memory; raise DamagedError if it is unreadable or has a different schema."""
-    try:
-        file = pa.ipc.open_file(pa.memory_map(os.fsencode(path)))
-        batches = [file.get_batch(i) for i in range(file.num_record_batches)]
-    except (pa.ArrowException, OSError) as error:
-        raise_if_transient(error)
-        raise DamagedError(path, f"it is not an Arrow file ({in_words(error)})") from None
-    if not file.schema.equals(expected):
-        raise DamagedError(path, f"it has a wrong schema: {types(file.schema)}, not {types(expected)}")
-    return batches
-
-
-def _require_whole(path: Path, batch: pa.RecordBatch) -> None:
-    try:
-        batch.validate(full=True)  # the lists' offsets
-    except pa.ArrowInvalid as error:
-        raise DamagedError(path, f"it has broken lists ({in_words(error)})") from None
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if column.null_count or inside(column).null_count:
-            raise DamagedError(path, f"it has missing values in {name!r}")
 
 
 @dataclass(frozen=True)

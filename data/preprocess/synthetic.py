@@ -83,21 +83,7 @@ class Synthetic(FileSource):
 
     def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Return a chunk's rows."""
-        return self._chunk(*block.content)
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Return the generator's arguments."""
-        return [{"synthetic": True, "rows": self.total, "seed": self.seed}]
-
-    def stamp(self) -> list[Any]:
-        """Return the generator's version and arguments."""
-        return [GENERATOR_VERSION, self.total, self.seed]
-
-    def options(self) -> dict[str, Any]:
-        """Return the options that the manifest records for synthetic rows."""
-        return {"preset": "synthetic"}
-
-    def _chunk(self, number: int, n: int) -> RawRows:
+        number, n = block.content
         rng = np.random.Generator(np.random.Philox(key64(self.seed, "synthetic", number)))
         ranks = zipf_ranks(rng.random((CHUNK_ROWS, CATEGORICAL))[:n], CARDINALITIES, ZIPF_EXPONENT)
         ranks = np.where(rng.random((CHUNK_ROWS, CATEGORICAL))[:n] < EMPTY_RATES, -1, ranks)  # -1: empty
@@ -116,6 +102,18 @@ class Synthetic(FileSource):
             np.where(ranks < 0, EMPTY, values),
             missing=dict.fromkeys(LAYOUT.spaces, EMPTY),
         )
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the generator's arguments."""
+        return [{"synthetic": True, "rows": self.total, "seed": self.seed}]
+
+    def stamp(self) -> list[Any]:
+        """Return the generator's version and arguments."""
+        return [GENERATOR_VERSION, self.total, self.seed]
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that the manifest records for synthetic rows."""
+        return {"preset": "synthetic"}
 
 
 def zipf_ranks(

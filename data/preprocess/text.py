@@ -21,7 +21,7 @@ _AT_ONCE = 1 << 22  # bytes
 
 
 class Recoded:
-    """An input converted to UTF-8 with newlines as line ends.
+    """An input converted to UTF-8 with newlines as line ends; what it says of its file is what the input says.
 
     Args:
         source: The input.
@@ -35,6 +35,7 @@ class Recoded:
     def __init__(self, source: AnyInput, *, encoding: str, skipped_lines: int, returns: bool) -> None:
         self._source, self._how = source, (encoding, skipped_lines, returns)
         self.path, self.name, self.size = source.path, source.name, source.size
+        self.describe, self.stamp, self.check_unchanged = source.describe, source.stamp, source.check_unchanged
 
     def head(self, size: int) -> bytes:
         """Return the beginning of the content, at most `size` bytes; fewer if lines are skipped."""
@@ -45,18 +46,6 @@ class Recoded:
         """Open the content from its beginning."""
         with self._source.open() as stream:
             yield Stream(_Recoder(stream, self.name, *self._how), self.name, stream.taken)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the absolute path and size."""
-        return self._source.describe()
-
-    def stamp(self) -> list[Any] | None:
-        """Return path, size and modification time; None for a pipe."""
-        return self._source.stamp()
-
-    def check_unchanged(self) -> None:
-        """Raise UserError if the file has changed since construction."""
-        self._source.check_unchanged()
 
 
 def recode(source: AnyInput, *, encoding: str, skipped_lines: int, head: int) -> "AnyInput | Recoded":

@@ -170,7 +170,8 @@ class WorkerJob:
         """The source, built when it is first needed. Raises TransientError if a file is not the client's."""
         with self._lock:
             if self._source is None:
-                self._require_files()
+                for number in range(len(self.job.stamps or ())):
+                    self.check_input(number)
                 self._source = _build(self.job.source)
             return self._source
 
@@ -179,10 +180,6 @@ class WorkerJob:
         if self.job.stamps is not None:
             shown, place = [pair for group in self.job.source.groups for pair in group][number]
             _require_file(shown, place, self.job.stamps[number])
-
-    def _require_files(self) -> None:
-        for number in range(len(self.job.stamps or ())):
-            self.check_input(number)
 
     @property
     def hashed(self) -> HashBuckets | None:

@@ -23,7 +23,7 @@ from hostdev.data.preprocess.cluster import first, words
 from hostdev.data.preprocess.cluster.first import Result, piece_name
 from hostdev.data.preprocess.cluster.job import Files, Reference, WorkerJob, name_worker, open_job, worker_name
 from hostdev.data.preprocess.pieces import PieceFile
-from hostdev.data.preprocess.scaling import BLOCK, ByColumn, ByMaximum, Scaling, Standard, moments
+from hostdev.data.preprocess.scaling import BLOCK, BlockMoments, ByColumn, ByMaximum, Scaling, Standard, learn
 from hostdev.data.preprocess.second_pass import RowRange, ShardOptions, get_numbers, make_shard
 from hostdev.kernels.arrays import Numbers
 
@@ -53,54 +53,37 @@ def find_moments(work: WorkerJob, group: int, start: int, stop: int, index: list
     content, layout = work.read_json(*index), work.source.layout
     ends = ragged.offsets_of(np.array([rows[0] for rows in content["rows"]], np.int64))
     parts = _parts(make_scaling(work), len(layout.dense))
-    standard = [i for i, (_, scaling) in enumerate(parts) if isinstance(scaling, Standard)]
-    found: list[list[Any]] = [[] for _ in parts]
+    blocks = {
+        i: BlockMoments(tuple(layout.dense[column] for column in columns))
+        for i, (columns, scaling) in enumerate(parts)
+        if isinstance(scaling, Standard)
+    }
     first, last = (-(-int(ends[at]) // BLOCK) * BLOCK for at in (start, stop))
-    waiting: list[Numbers] = []
     for number in range(start, len(content["names"])):
-        if number >= stop and not (standard and int(ends[number]) < last):
+        if number >= stop and not (blocks and int(ends[number]) < last):
             break
-        rows = int(ends[number + 1] - ends[number])
-        numbers = get_numbers(PieceFile(work.path(piece_name(content["names"][number]))), len(layout.dense))[:rows]
-        if number < stop:
-            for columns, scaling in parts:
-                if isinstance(scaling, ByMaximum):
-                    scaling.observe(_columns(numbers, columns, layout.dense))
-        waiting.append(numbers[max(0, first - int(ends[number])) : max(0, last - int(ends[number]))])
-        if standard:
-            waiting = _take_blocks(waiting, parts, standard, found, layout.dense)
-        else:
-            waiting = []
-    rest = np.concatenate(waiting) if waiting else np.zeros((0, len(layout.dense)))
-    if standard and len(rest):  # the last block of all, which may be shorter
-        _add(rest, parts, standard, found, layout.dense)
+        begin, end = int(ends[number]), int(ends[number + 1])
+        piece = PieceFile(work.path(piece_name(content["names"][number])))
+        numbers = get_numbers(piece, len(layout.dense))[: end - begin]
+        for i, (columns, scaling) in enumerate(parts):
+            if i in blocks:
+                own = numbers[max(0, first - begin) : max(0, last - begin)]
+                blocks[i].observe(_columns(own, columns, layout.dense))
+            elif number < stop:
+                scaling.observe(_columns(numbers, columns, layout.dense))
     lists: dict[str, Any] = {"label 0": np.zeros(0)}
     for i, (_, scaling) in enumerate(parts):
         if isinstance(scaling, ByMaximum):
             lists[f"maximum {i}"] = scaling.maximum
-        for name, values in zip(_NAMES, zip(*found[i], strict=True), strict=False):
-            lists[f"{name} {i}"] = np.concatenate(values)
+        else:
+            blocks[i].finish()
+            for name, values in zip(_NAMES, zip(*blocks[i].found, strict=True), strict=False):
+                lists[f"{name} {i}"] = np.concatenate(values)
     return {"files": work.write_lists(moments_name(group), lists)}
 
 
 def _columns(numbers: Numbers, columns: npt.NDArray[np.int64], dense: Sequence[str]) -> Numbers:
     return numbers if len(columns) == len(dense) else np.ascontiguousarray(numbers[:, columns])
-
-
-def _take_blocks(waiting: list[Numbers], parts: Any, standard: list[int], found: Any, dense: Any) -> list[Numbers]:
-    """Add the moments of all whole blocks; return the rows that are left."""
-    if sum(map(len, waiting)) < BLOCK:
-        return waiting
-    rows = np.concatenate(waiting)
-    whole = len(rows) - len(rows) % BLOCK
-    for start in range(0, whole, BLOCK):
-        _add(rows[start : start + BLOCK], parts, standard, found, dense)
-    return [rows[whole:]]
-
-
-def _add(rows: Numbers, parts: Any, standard: list[int], found: Any, dense: Any) -> None:
-    for i in standard:
-        found[i].append(moments(_columns(rows, parts[i][0], dense)))
 
 
 def scale(work: WorkerJob, groups: int, index: list[str]) -> Result:
@@ -110,7 +93,13 @@ def scale(work: WorkerJob, groups: int, index: list[str]) -> Result:
     if work.earlier.keeps:
         return {"scaling": scaling.statistics(), "files": {}}
     if layout.dense and not groups:
-        _observe(work, scaling, index)
+        content = work.read_json(*index)
+
+        def known() -> Iterator[Numbers]:
+            for name, rows in zip(content["names"], content["rows"], strict=True):
+                yield get_numbers(PieceFile(work.path(piece_name(name))), len(layout.dense))[: rows[0]]
+
+        learn(scaling, known)
     parts = _parts(scaling, len(layout.dense))
     for group in range(groups):
         lists = PieceFile(work.path(moments_name(group)))
@@ -122,20 +111,6 @@ def scale(work: WorkerJob, groups: int, index: list[str]) -> Result:
                 for block in zip(*arrays, strict=True):
                     part.merge(*block)
     return {"scaling": scaling.statistics(), "files": {}}
-
-
-def _observe(work: WorkerJob, scaling: Scaling, index: list[str]) -> None:
-    """Learn from all training rows, in order."""
-    content, columns = work.read_json(*index), len(work.source.layout.dense)
-
-    def known() -> Iterator[Numbers]:
-        for name, rows in zip(content["names"], content["rows"], strict=True):
-            yield get_numbers(PieceFile(work.path(piece_name(name))), columns)[: rows[0]]
-
-    if isinstance(scaling, ByColumn):
-        scaling.find_limits(known)
-    for numbers in known():
-        scaling.observe(numbers)
 
 
 @lru_cache(2)

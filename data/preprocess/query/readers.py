@@ -22,7 +22,6 @@ from hostdev.data.preprocess.query.from_clause import (
     given_options,
     is_given,
     list_files,
-    one_file,
     readers,
     select_all,
     shown_files,
@@ -373,7 +372,7 @@ def _sniff(
 ) -> tuple[dict[str, str], list[str], dict[str, str]]:
     """Return the options of CSV that DuckDB finds in a file, its columns, and the formats of dates and times."""
     given = set(given_options(node))
-    asked = with_options(engine, one_file(engine, node, file), sorted(given & _OF_FILES), **plain)
+    asked = with_options(engine, with_files(engine, node, [file]), sorted(given & _OF_FILES), **plain)
     asked["function"].update(function_name="sniff_csv", qualified_name={"path": ["sniff_csv"]})
     found = "Delimiter, SkipRows, HasHeader, [one.name FOR one IN Columns], DateFormat, TimestampFormat"
     [(delimiter, skip, header, names, date, timestamp)] = engine.rows(
