@@ -239,8 +239,9 @@ def _check_shard(
                 wrong[one.what] = one if before is None else replace(before, count=before.count + one.count)
             if not values:
                 totals.add_part(part, found, 0, found.rows(split))
-                for ids in (part.ids.ravel(), *(ids for ids, _ in part.bags.values())) if counter is not None else ():
-                    counter.add(ids)
+                if counter is not None:
+                    for ids in (part.ids.ravel(), *(ids for ids, _ in part.bags.values())):
+                        counter.add(ids)
     except DamagedError as error:
         return totals, [str(error)]
     return totals, [f"{folder / shard.file}: {one.text()}; {REMEDY}" for one in wrong.values()]

@@ -104,7 +104,7 @@ def divide(source: Source, number: int, looked: Sequence[Any]) -> tuple[list[Inp
     return [InputRange(number, "groups", list(one), share) for one in reads], None
 
 
-def blocks(source: Source, one: InputRange) -> Iterator[RawBlock]:
+def find_blocks(source: Source, one: InputRange) -> Iterator[RawBlock]:
     """Yield the blocks of a range."""
     if isinstance(source, Synthetic):
         n = min(CHUNK_ROWS, source.total - one.place * CHUNK_ROWS)
@@ -170,7 +170,7 @@ def parse(work: WorkerJob, number: int, given: list[Any], begin: int | None) -> 
     files: Files = {}
     error = None
     try:
-        for k, block in enumerate(blocks(work.source, one)):
+        for k, block in enumerate(find_blocks(work.source, one)):
             rows = work.source.parse(block, hashed=work.hashed is not None)
             name = f"{number:06d}-{k:06d}"
             found: Result = {
