@@ -87,9 +87,9 @@ class Synthetic(FileSource):
         rng = np.random.Generator(np.random.Philox(key64(self.seed, "synthetic", number)))
         ranks = zipf_ranks(rng.random((CHUNK_ROWS, CATEGORICAL))[:n], CARDINALITIES, ZIPF_EXPONENT)
         ranks = np.where(rng.random((CHUNK_ROWS, CATEGORICAL))[:n] < EMPTY_RATES, -1, ranks)  # -1: empty
-        hashed = ranks.astype(np.uint64)
-        values = (mix64(hashed ^ self._value_keys) >> np.uint64(32)).astype(np.int64)
-        logit = BIAS + VALUE_EFFECT * _standard(mix64(hashed ^ self._effect_keys)).sum(axis=1)
+        bits = ranks.astype(np.uint64)
+        values = (mix64(bits ^ self._value_keys) >> np.uint64(32)).astype(np.int64)
+        logit = BIAS + VALUE_EFFECT * _standard(mix64(bits ^ self._effect_keys)).sum(axis=1)
 
         normal = rng.standard_normal((CHUNK_ROWS, DENSE))[:n]
         missing = rng.random((CHUNK_ROWS, DENSE))[:n] < MISSING_RATES
