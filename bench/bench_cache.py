@@ -31,7 +31,7 @@ from hostdev.cache.planner import Planner
 from hostdev.cache.prices import Costs
 from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
-from hostdev.ext.advice.cache.rates import host_costs
+from hostdev.ext.advice.curves import host_costs
 from hostdev.kernels.pool import host_threads
 from hostdev.kernels.unique import count_occurrences
 

@@ -30,7 +30,7 @@ from hostdev.checkpoint import folder
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.data import manifest
 from hostdev.data.batch import Batch
-from hostdev.data.preprocess import lookalike
+from hostdev.data.preprocess import synthetic
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic
@@ -212,7 +212,7 @@ def main() -> None:
     try:
         result = {"saving": saving(path, arguments.rows, arguments.steps, arguments.steps)}
         shutil.rmtree(path / "c")
-        result["predicting"] = predicting(path / "v", lookalike.ensure()[0], arguments.rounds)
+        result["predicting"] = predicting(path / "v", synthetic.ensure_lookalike()[0], arguments.rounds)
         hashed = Options(threshold=None, hash_buckets=arguments.rows, dense="log")
         build(Synthetic(10_000, 0), path / "hashed", hashed)
         result["predicting, hashed ids"] = predicting(path / "h", path / "hashed", arguments.rounds)

@@ -21,9 +21,9 @@ import numpy as np
 
 from bench.bench_checkpoint import drop_page_cache
 from bench.record import make_parser, record
+from hostdev.data.batch import Piece
 from hostdev.data.manifest import Manifest, Shard
-from hostdev.data.preprocess.writer import write_shard
-from hostdev.data.rows import Piece
+from hostdev.data.preprocess.second_pass import write_shard
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.data.shards import ShardReader
 from hostdev.kernels.buffers import aligned_empty

@@ -16,7 +16,7 @@ from bench.record import make_parser, record
 from bench.wide_deep import make_trainer, read_fields
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.data import manifest
-from hostdev.data.preprocess import lookalike
+from hostdev.data.preprocess import synthetic
 from hostdev.data.shards import ShardReader
 
 CALLS = 20_000
@@ -43,7 +43,7 @@ def measure_timing() -> float:
 
 def main() -> None:
     arguments = make_parser(__doc__).parse_args()
-    folder, _ = lookalike.ensure()
+    folder, _ = synthetic.ensure_lookalike()
     found = manifest.read(folder)
     per_call = statistics.median(measure_timing() for _ in range(5))
     print(f"one timed call: {per_call * 1e6:.2f} us")

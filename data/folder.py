@@ -1,11 +1,141 @@
-"""A check that a folder is a data set. This module imports little, so that a wrong path is reported at once."""
+"""A check that a folder is a data set, also in a store: what is small is copied, and shards when they are needed.
 
+This module imports little, so that a wrong path is reported at once.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from hostdev.core.addresses import address_of
-from hostdev.core.errors import UserError
-from hostdev.data.remote import FILE_NAME as FILE_NAME
-from hostdev.data.remote import refresh
+from hostdev.core import json_files
+from hostdev.core.addresses import address_of, get_folder
+from hostdev.core.checksums import checksum
+from hostdev.core.errors import ChangedError, UserError, in_words, raise_if_transient
+from hostdev.core.kept_files import KeptFiles
+from hostdev.core.names import inside
+from hostdev.core.outputs import remove_abandoned, replacing
+from hostdev.core.stores import Store
+
+FILE_NAME = "manifest.json"
+
+T = TypeVar("T")
+
+
+class RemoteFiles:
+    """The files of a data set in a `store`, and the copies that are `kept`. Any thread may call the methods.
+
+    Args:
+        address: The data set's address.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.store, self.kept = Store(address), KeptFiles()
+
+    @classmethod
+    def find(cls, root: Path) -> "RemoteFiles | None":
+        """Return the files of the data set with this path, or None if it is on this machine."""
+        address = address_of(root)
+        return None if address is None else cls(address)
+
+    def use(self, name: str, sha256: str, use: Callable[[Path], T], stop: threading.Event | None = None) -> T:
+        """Return the result of `use`, called with the path of a copy of a file; see `KeptFiles.use`."""
+        return self.kept.use(self.store, name, sha256, use, stop)
+
+    def fetch_to(self, name: str, sha256: str | None, path: Path) -> None:
+        """Copy a file to a path, which replaces what is there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(path)
+        with replacing(path) as part:
+            if sha256 is None:  # data sets of the first version
+                self.store.fetch(name, part)
+            else:
+                self.use(name, sha256, partial(_link_or_copy, sha256=sha256, to=part))
+
+
+def _link_or_copy(copy: Path, sha256: str, to: Path) -> None:
+    """Give an intact copy of a store's file a second name, under which it stays when others need room."""
+    if not _has_checksum(copy, sha256):
+        copy.stat()  # raises FileNotFoundError if other processes have made room
+        raise ChangedError(f"{copy} is damaged; check the disk, or set HOSTDEV_STORE_CACHE to a folder on another one")
+    try:
+        os.link(copy, to)
+    except OSError:  # there are no links, or the copy is gone by now
+        shutil.copyfile(copy, to)
+
+
+def describe_place(root: Path) -> str:
+    """Return where a data set is, in words; for one in a store, also where its copies are and how large they may be."""
+    from hostdev.core.memory import format_bytes  # imports NumPy
+
+    files = RemoteFiles.find(root)
+    if files is None:
+        return str(root)
+    return f"{address_of(root)} (copies in {files.kept.folder}, at most {format_bytes(files.kept.limit)})"
+
+
+def refresh(folder: Path, address: str) -> None:
+    """Copy the manifest, and the vocabulary that it names, from a store; several processes may do so at once.
+
+    Raises:
+        UserError: The store cannot be read, or the folder cannot be written.
+    """
+    files = RemoteFiles(address)
+    content = files.store.read_manifest(FILE_NAME, without=True)
+    if content is None:
+        content = files.store.read(FILE_NAME)  # says that it is missing
+    try:
+        _place_vocabulary(files, content, folder)
+        _write(folder / FILE_NAME, content)
+    except OSError as error:
+        raise_if_transient(error)
+        raise UserError(f"{address} cannot be kept in {folder} ({in_words(error)}); set HOSTDEV_STORE_CACHE") from None
+
+
+def pin(root: Path) -> Path:
+    """Return a folder with a data set's manifest and vocabulary that stays as it is now, whatever the store gets."""
+    address = address_of(root)
+    if address is None:
+        return root
+    content = (root / FILE_NAME).read_bytes()
+    folder = get_folder() / "versions" / hashlib.sha256(content).hexdigest()
+    _place_vocabulary(RemoteFiles(address), content, folder)
+    _write(folder / FILE_NAME, content)
+    return folder
+
+
+def _place_vocabulary(files: RemoteFiles, content: bytes, folder: Path) -> None:
+    """Copy the vocabulary that a manifest names, unless it is there."""
+    try:
+        found = json_files.loads(content)
+        name, sha256 = found["vocabulary"], found.get("vocabulary_sha256")
+        inside(folder, name)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return  # whoever reads the manifest says what is wrong
+    if sha256 is None or not _has_checksum(folder / name, sha256):
+        files.fetch_to(name, sha256, folder / name)
+
+
+def _has_checksum(path: Path, sha256: str) -> bool:
+    try:
+        return checksum(path) == sha256
+    except OSError:
+        return False
+
+
+def _write(path: Path, content: bytes) -> None:
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == content:
+            return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(path)
+    with replacing(path) as part:
+        part.write_bytes(content)
 
 
 def require_input(folder: Path) -> None:

@@ -1,10 +1,11 @@
 """A data set's manifest, which describes its shards and their sources. Format versions 1 and 2 are read, 2 is written.
 
 Version 1 has only Criteo's columns and no id ranges, so every column is given the range that covers the ids of all
-columns' values.
+columns' values. Its options and statistics are validated, and have warnings about suspicious columns.
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,119 @@ import pyarrow.compute as pc
 from hostdev.core import arrow_files, json_files
 from hostdev.core.checksums import checksum, json_checksum
 from hostdev.core.errors import UserError, in_words, raise_if_transient
+from hostdev.core.json_files import parse
 from hostdev.core.names import inside
 from hostdev.data.folder import FILE_NAME as FILE_NAME
 from hostdev.data.folder import require
-from hostdev.data.manifest_values import check_values
 from hostdev.data.schema import Column, Schema, Space
+
+_OPTIONS: dict[str, Any] = {
+    "preset": str,
+    "dense": str,
+    "hash_buckets": int | None,
+    "positive": str | None,
+    "bags": dict[str, str | None],
+    "threshold": int | None,
+}
+_SCALES = ("dense_max", "dense_mean", "dense_deviation")  # a value for each numeric column
+CLIP = "dense_clip"  # limits by column
+SCALING_STATISTICS = (*_SCALES, CLIP)
+STATISTICS_OF = {"max": _SCALES[:1], "log": _SCALES[:1], "standard": _SCALES[1:]}
+BY_COLUMN = "by column"  # numeric columns have different scalings, given by options.scaling
+_ALL = {**STATISTICS_OF, BY_COLUMN: SCALING_STATISTICS}
+
+
+def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
+    """Raise ValueError if an option or statistic is present but invalid."""
+    for name, kind in _OPTIONS.items():
+        if name in options:
+            parse(kind, options[name], f"options.{name}")
+    if "dense" in options and options["dense"] not in STATISTICS_OF:
+        raise ValueError("options.dense is not one of " + ", ".join(STATISTICS_OF))
+    if not 1 <= (options.get("hash_buckets") or 1) <= 2**62:
+        raise ValueError("options.hash_buckets is not in 1..2^62")
+    for name in SCALING_STATISTICS:
+        if name in statistics:
+            _check_scale(name, statistics[name], dense)
+
+
+def check_scaling(mode: str, statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
+    """Raise ValueError unless `statistics` has exactly the entries that scaling `mode` needs, all valid.
+
+    The modes are max, log, standard and "by column".
+    """
+    if sorted(statistics) != sorted(_ALL[mode]):
+        raise ValueError(f"scaling {mode} needs {', '.join(_ALL[mode])}, not {', '.join(statistics) or 'nothing'}")
+    for name, values in statistics.items():
+        _check_scale(name, values, dense)
+
+
+def _check_scale(name: str, values: Any, dense: tuple[str, ...]) -> None:
+    if name == CLIP:
+        limits = parse(dict[str, list[float]], values, f"statistics.{name}")
+        if not set(limits) <= set(dense) or any(len(two) != 2 for two in limits.values()):
+            raise ValueError(f"statistics.{name} must map names of numeric columns to two limits each")
+    elif len(parse(list[float], values, f"statistics.{name}")) != len(dense):
+        raise ValueError(f"statistics.{name} must have one value for each of the {len(dense)} numeric columns")
+
+
+def check_learned(
+    options: dict[str, Any], statistics: dict[str, Any], schema: Schema, id_type: str, vocabulary: str | None
+) -> None:
+    """Raise ValueError unless a validated manifest has all values needed to encode new rows."""
+    buckets, bags = options.get("hash_buckets"), options.get("bags") or {}
+    mode = BY_COLUMN if options.get("scaling") and "dense" in options else options.get("dense", "")
+    for name in _ALL.get(mode, ("dense",)):
+        if name not in (statistics if name != "dense" else options):
+            raise ValueError(f"{name} is missing")
+    for what, right in (
+        ("bags", "" not in bags.values()),
+        ("vocabulary", (buckets is None) == (vocabulary is not None)),
+        (
+            "spaces",
+            buckets is None
+            or all((space.first, space.size) == (schema.first_value, buckets) for space in schema.spaces),
+        ),
+        ("id_type", id_type == "int64" or schema.rows <= 2**31),
+    ):
+        if not right:
+            raise ValueError(f"an invalid value of {what}")
+
+
+UNKNOWN, APART, SQUEEZED = "out_of_vocabulary_by_column", "apart", "squeezed"  # statistics in the manifest
+PADDED = "padded"  # statistic: for each bag, a likely padding value and its share of the bag's training values
+_MOST_UNKNOWN = 0.5  # warn if the share of unknown values in test rows exceeds this and twice that in training rows
+
+
+def warn_of_unknown(statistics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning for each column with too many out-of-vocabulary values in training or test rows."""
+    shares = statistics.get(UNKNOWN, {})
+    for name, train in shares.get("train", {}).items():
+        test = shares["test"][name]
+        if train == 1:
+            yield f"{name}: all values are out of vocabulary: each occurs too rarely (--threshold)"
+        elif test > max(_MOST_UNKNOWN, 2 * train):
+            yield f"{name}: {test:.1%} of the values in test rows are out of vocabulary, {train:.1%} in training rows"
+
+
+def format_warnings(statistics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning for each suspicious column."""
+    yield from warn_of_unknown(statistics)
+    for name in statistics.get(SQUEEZED, ()):
+        yield (
+            f"{name}: a few numbers are so large that 99.9% of the others are nearly equal when scaled; use --dense "
+            "log, or set clip for this column in a --features file"
+        )
+    for name in statistics.get(APART, ()):
+        yield (
+            f"{name}: none of its values occurs in the column whose ids it shares (--share); is the spelling the same?"
+        )
+    for name, (value, share) in statistics.get(PADDED, {}).items():
+        yield (
+            f"{name}: {share:.1%} of its values are {value!r}; if this value is only padding, give "
+            f"--padding {name}={value}"
+        )
+
 
 FORMAT = "hostdev-shards"
 VERSION = 2
@@ -94,8 +203,7 @@ class Manifest:
 
     def shards(self, split: str) -> list[Shard]:
         """Return the shards of a split."""
-        found: list[Shard] = {"train": self.train, "test": self.test, "validation": self.validation}[split]
-        return found
+        return {"train": self.train, "test": self.test, "validation": self.validation}[split]
 
     @property
     def identity(self) -> str:
@@ -126,8 +234,8 @@ def read(folder: Path) -> Manifest:
     path = folder / FILE_NAME
     try:
         content = json_files.read(path)
+        checksum_there = json_checksum({key: value for key, value in content.items() if key != "sha256"})
         found = content.pop("format"), content.pop("version")
-        checksum_there = json_checksum({"format": found[0], "version": found[1], **_without_checksum(content)})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
     except OSError as error:
@@ -153,10 +261,6 @@ def read(folder: Path) -> Manifest:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is broken ({in_words(error)}); preprocess the data again") from None
     return manifest
-
-
-def _without_checksum(content: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if key != "sha256"}
 
 
 def _version_1(content: dict[str, Any]) -> Schema:

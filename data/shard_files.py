@@ -7,7 +7,7 @@ process (SIGBUS).
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import Event
@@ -18,12 +18,12 @@ import pyarrow as pa
 
 from hostdev.core.arrow_files import as_numpy
 from hostdev.core.checksums import NoDigest, hash_stream
-from hostdev.core.errors import ChangedError, UserError, raise_if_transient
+from hostdev.core.errors import ChangedError, UserError, in_words, raise_if_transient
 from hostdev.data import ragged
+from hostdev.data.batch import Piece
+from hostdev.data.folder import RemoteFiles
 from hostdev.data.manifest import Manifest, Shard, shard_schema
-from hostdev.data.remote import RemoteFiles
-from hostdev.data.rows import Piece
-from hostdev.data.targets import find_wrong, find_wrong_weights
+from hostdev.data.schema import find_wrong, find_wrong_weights
 from hostdev.kernels.lookup import first_outside
 
 
@@ -59,24 +59,9 @@ class ShardFiles:
             raise UserError(f"shard {path} is not an Arrow file ({error}); preprocess the data again") from None
         if _state(path.stat()) != state:
             raise _changed(path)
-        expected = shard_schema(self._manifest.schema, self._manifest.id_type)
-        if not table.schema.equals(expected):
-            raise UserError(
-                f"shard {path} has a wrong schema: {types(table.schema)}, not {types(expected)}; preprocess again"
-            )
-        if len(table) != shard.rows:
-            raise UserError(f"shard {path} has {len(table)} rows, not {shard.rows}; preprocess the data again")
-        try:
-            table.validate(full=True)  # also checks the lists' offsets
-        except pa.ArrowInvalid as error:
-            raise UserError(f"shard {path} is broken ({error}); preprocess the data again") from None
-        if any(chunk.null_count or inside(chunk).null_count for column in table.columns for chunk in column.chunks):
-            raise UserError(f"shard {path} has missing values; preprocess the data again")
         batches = table.to_batches()
-        for name in filter(None, (find_uneven_weights(batch, expected) for batch in batches)):
-            raise UserError(
-                f"shard {path}: bag {name!r} has rows with more ids than weights, or fewer; preprocess the data again"
-            )
+        if damage := find_damage(batches, table.schema, self._manifest, shard.rows):
+            raise UserError(f"shard {path} {damage}; preprocess the data again")
         pieces = [piece_of(batch, self._manifest) for batch in batches]
         self._check_values(path, pieces)
         self._intact[shard.file] = state
@@ -177,12 +162,29 @@ def piece_of(batch: pa.RecordBatch, found: Manifest) -> Piece:
     return Piece(label, dense, ids, bags, weight, weights)
 
 
-def find_uneven_weights(batch: pa.RecordBatch, expected: pa.Schema) -> str | None:
-    """Return the name of a bag that does not have one weight for each id, or None."""
-    for field in expected:
-        name = field.name.removeprefix("weights:")
-        if name != field.name and not batch[field.name].offsets.equals(batch[f"bag:{name}"].offsets):
-            return str(name)
+def find_damage(
+    batches: Sequence[pa.RecordBatch], schema: pa.Schema, found: Manifest, rows: int, *, known: bool = False
+) -> str | None:
+    """Return what is wrong with a shard of `rows` rows, such as "has missing values in 'label'", or None.
+
+    `known` says that its lists and values were checked before.
+    """
+    expected = shard_schema(found.schema, found.id_type)
+    if not schema.equals(expected):
+        return f"has a wrong schema: {types(schema)}, not {types(expected)}"
+    if (count := sum(batch.num_rows for batch in batches)) != rows:
+        return f"has {count:,} rows, not {rows:,}"
+    for batch in () if known else batches:
+        try:
+            batch.validate(full=True)  # also checks the lists' offsets
+        except pa.ArrowInvalid as error:
+            return f"has broken lists ({in_words(error)})"
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            if column.null_count or inside(column).null_count:
+                return f"has missing values in {name!r}"
+        for name in found.schema.weighted_bags:
+            if not batch[f"weights:{name}"].offsets.equals(batch[f"bag:{name}"].offsets):
+                return f"has rows with more ids than weights, or fewer, in bag {name!r}"
     return None
 
 

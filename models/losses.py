@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hostdev.core.errors import UserError
-from hostdev.data.targets import SINGLE_LABEL, Targets
+from hostdev.data.schema import SINGLE_LABEL, Targets
 
 
 class TargetLoss:

@@ -24,9 +24,8 @@ from hostdev.device import backend, bus
 from hostdev.device.bus import Bus
 from hostdev.ext.advice import advise
 from hostdev.ext.advice import cli as command
-from hostdev.ext.advice.cache import curves as cache_advice
-from hostdev.ext.advice.cache import rates
-from hostdev.ext.advice.cache.curves import CachePoint, TableGroup, recommend
+from hostdev.ext.advice import curves as cache_advice
+from hostdev.ext.advice.curves import CachePoint, TableGroup, recommend
 from hostdev.models.wide_deep.network import WideDeep
 from hostdev.train.summary import get_host_costs
 from tests import forks
@@ -147,9 +146,9 @@ def test_what_rows_take_the_host_is_measured():
     tables = ((16, LazyAdam()), (1, FTRL()))
     batches = [np.arange(start, start + 3000, dtype=np.int32) for start in (0, 50_000)]
     for rows in (100_000, 2000):  # fewer than the ids say: they are taken by what is left over
-        costs = rates.host_costs(rows, tables, batches)
+        costs = cache_advice.host_costs(rows, tables, batches)
         assert min(costs) > 0
-    assert rates.host_costs(10, tables, [np.empty(0, np.int32)]) == (0, 0, 0)
+    assert cache_advice.host_costs(10, tables, [np.empty(0, np.int32)]) == (0, 0, 0)
 
     class Table:
         name, dim, optimizer, primitive_target = "t", 16, LazyAdam(), "CPU"

@@ -11,9 +11,9 @@ from hostdev.cache.prices import Costs
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.device import backend
-from hostdev.ext.advice.cache import auto as auto_cache
-from hostdev.ext.advice.cache import curves as cache_advice
-from hostdev.ext.advice.cache.curves import TableGroup
+from hostdev.ext.advice import auto as auto_cache
+from hostdev.ext.advice import curves as cache_advice
+from hostdev.ext.advice.curves import TableGroup
 from hostdev.ext.training import cli as train
 from hostdev.runtime import room as runtime_room
 from hostdev.train import room, trainer

@@ -307,7 +307,7 @@ def test_nothing_imports_the_command_lines():
 
 def test_a_model_needs_little():
     """A model imports what a user's own model needs: torch, optimizers, initial values, specs and columns."""
-    needed = ("hostdev.core", "hostdev.runtime.spec", "hostdev.data.schema", "hostdev.data.targets", "hostdev.models")
+    needed = ("hostdev.core", "hostdev.runtime.spec", "hostdev.data.schema", "hostdev.models")
     for path, name in modules():
         if name == "hostdev.models" or name.startswith("hostdev.models."):
             own = [other for other in imports_of(path) if other.startswith("hostdev")]

@@ -15,7 +15,7 @@ import pytest
 
 from hostdev.core import cli
 from hostdev.data import manifest
-from hostdev.data.preprocess import lookalike
+from hostdev.data.preprocess import synthetic
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
@@ -408,7 +408,8 @@ def test_nothing_but_the_flag(command, tmp_path):
     assert done.stderr == ""
     first = done.stdout.splitlines()[0]
     assert re.match(
-        rf"no --data: a synthetic data set of {lookalike.ROWS:,} samples, made in .*cache/hostdev/lookalike-", first
+        rf"no --data: a synthetic data set of {synthetic.LOOKALIKE_ROWS:,} samples, made in .*cache/hostdev/lookalike-",
+        first,
     )
     assert "batch size 1,000, 2 epochs" in done.stdout
     assert [path.name for path in elsewhere.iterdir()] == ["runs"]

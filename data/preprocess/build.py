@@ -2,39 +2,188 @@
 
 The source is read once: the first pass parses it into pieces on disk, which the second pass reads. If the process
 is interrupted, finished work is kept, and the same command continues from it. The result depends only on the rows
-and the options.
+and the options. In the end, the counts of all pieces are checked, and the manifest is written.
 """
 
 import json
-from collections.abc import Sequence
-from concurrent.futures import Future
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hostdev.core import json_files
 from hostdev.core.checksums import Crc32, checksum
+from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
-from hostdev.data.advice import PADDED
-from hostdev.data.manifest import SPLITS, Manifest, Shard
-from hostdev.data.manifest_values import BY_COLUMN, check_scaling
+from hostdev.data.manifest import BY_COLUMN, PADDED, REJECTED_FILE, SPLITS, Manifest, Shard, check_scaling
 from hostdev.data.preprocess import scaling as scalings
 from hostdev.data.preprocess import second_pass
-from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, NO_EARLIER, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.outcome import VOCABULARY_FILE, Learned, ManifestWriter
 from hostdev.data.preprocess.pieces import Facts, PieceFile
 from hostdev.data.preprocess.raw import Source, SourceLayout
-from hostdev.data.preprocess.shard_memory import ShardMemory
-from hostdev.data.preprocess.shards import ShardOptions, Shards, make_shard, shard_name
+from hostdev.data.preprocess.scaling import Scaling
+from hostdev.data.preprocess.second_pass import ShardMemory, ShardOptions, Shards, make_shard, shard_name
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
 from hostdev.data.preprocess.work import WorkFolder, claim
 from hostdev.data.schema import Schema
 from hostdev.kernels.pool import host_threads
+
+VOCABULARY_FILE = "vocabulary.arrow"
+
+
+class Learned(NamedTuple):
+    """What was learned from the training rows.
+
+    Attributes:
+        scaling: The statistics of the scaling.
+        padded: By bag, the value that makes up most of the bag's values, and its share.
+        known_shares: By id space, the share of training occurrences that have an id of the earlier data set; None
+            without such a data set.
+    """
+
+    schema: Schema
+    scaling: Mapping[str, Any]
+    padded: dict[str, list[Any]]
+    known_shares: dict[str, float] | None
+
+
+class ManifestWriter:
+    """Writes the manifest of a data set from the facts of its pieces.
+
+    Args:
+        splits: The names of the splits.
+        facts: One for each piece, in the order of the rows.
+    """
+
+    def __init__(
+        self, source: Source, options: Options, earlier: Earlier, splits: Sequence[str], facts: Sequence[Facts]
+    ) -> None:
+        self._source, self._options, self._earlier, self._splits = source, options, earlier, splits
+        self._facts = facts
+        self._layout: SourceLayout = source.layout
+
+    def rows(self) -> dict[str, int]:
+        """Return the number of rows of each split.
+
+        Raises UserError if a required split is empty, or no label is positive by a --positive rule.
+        """
+        rows = {split: sum(fact.rows[i] for fact in self._facts) for i, split in enumerate(self._splits)}
+        total = sum(rows.values())
+        if total == 0:
+            raise UserError("the input has no rows")
+        options = self._source.options()
+        for k, name in enumerate(self._layout.labels):
+            rule = options.get("positives", {}).get(name, options.get("positive"))
+            if rule is None or self._earlier.keeps or name in self._layout.targets.numeric:
+                continue
+            if not any(each[k] for fact in self._facts for each in fact.labels):
+                of = f" {name!r}" if self._layout.targets.more else ""
+                raise UserError(f"none of the {total} labels{of} is positive by --positive {rule}; give another rule")
+        for split, count in rows.items():
+            if count == 0 and (split != "test" or self._options.test_fraction != 0):
+                by_column = "--{0}-column or --{0}-after".format("validation" if split == "validation" else "test")
+                how = "--test-fraction" if self._options.test_fraction is not None else by_column
+                if split == "validation" and self._options.validation_fraction is not None:
+                    how = "--validation-fraction"
+                raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another {how}")
+        return rows
+
+    def write(
+        self,
+        folder: Path,
+        paths: Sequence[Path],
+        learned: Learned,
+        shards: Shards,
+        vocabulary_sha256: str | None = None,
+        lines_before: Sequence[int] | None = None,
+    ) -> Manifest:
+        """Write the malformed lines and the manifest into the data set's folder; return the manifest.
+
+        Args:
+            paths: The files of the pieces.
+            vocabulary_sha256: The checksum of the vocabulary's file, if it is known.
+            lines_before: For each piece, what is added to the numbers of its malformed lines; None for nothing.
+        """
+        rows, schema = self.rows(), learned.schema
+        with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
+            for path, fact, before in zip(paths, self._facts, lines_before or [0] * len(paths), strict=True):
+                for line in PieceFile(path).rejected() if fact.rejected else ():
+                    file.write(f"{line.file}\t{before + line.line}\t{line.reason}\t{line.text}\n")
+        vocabulary = folder / VOCABULARY_FILE if self._options.hash_buckets is None else None
+        manifest = Manifest(
+            schema=schema,
+            id_type=schema.id_type,
+            train=shards.found["train"],
+            test=shards.found["test"],
+            validation=shards.found.get("validation", []),
+            vocabulary=None if vocabulary is None else vocabulary.name,
+            vocabulary_sha256=None if vocabulary is None else vocabulary_sha256 or checksum(vocabulary),
+            rejected_sha256=checksum(folder / REJECTED_FILE),
+            options={**self._source.options(), **self._options.as_json(), **self._earlier.options()},
+            statistics={
+                "rows": rows,
+                "rejected": sum(fact.rejected for fact in self._facts),
+                **self._label_means(rows),
+                **learned.scaling,
+                **shards.statistics(),
+                **self._bag_values(),
+                "missing": self._missing(rows),
+                **({PADDED: learned.padded} if learned.padded else {}),
+                **({} if learned.known_shares is None else {KNOWN_SHARES: learned.known_shares}),
+            },
+            sources=self._source.describe(),
+            kinds=self._kinds(),
+        )
+        manifest.write(folder)
+        return manifest
+
+    def _kinds(self) -> dict[str, Any]:
+        """Return the manifest's entry about types and text forms of columns with ids; empty if the source has none."""
+        if self._source.kinds is None:
+            return {}
+        forms: dict[str, dict[int, frozenset[int]]] = {}
+        for fact in self._facts:
+            for name, found in fact.forms.items():
+                by_file = forms.setdefault(name, {})
+                by_file[fact.end.input] = by_file.get(fact.end.input, frozenset()) | set(found)
+        return self._source.kinds(forms)
+
+    def _label_means(self, rows: dict[str, int]) -> dict[str, Any]:
+        """Return the manifest's entries about label means.
+
+        `label_mean` has the first label's means, by split. If there are other labels, `label_means` has their means, by
+        label and then by split.
+        """
+        means = {}
+        for k, name in enumerate(self._layout.labels):
+            sums = {split: math.fsum(fact.labels[i][k] for fact in self._facts) for i, split in enumerate(self._splits)}
+            means[name] = {split: found / max(1, rows[split]) for split, found in sums.items()}
+        first, *more = self._layout.labels
+        return {"label_mean": means[first], **({"label_means": {name: means[name] for name in more}} if more else {})}
+
+    def _bag_values(self) -> dict[str, Any]:
+        values = {
+            bag.name: {
+                split: sum(fact.bag_values[i][k] for fact in self._facts) for i, split in enumerate(self._splits)
+            }
+            for k, bag in enumerate(self._layout.bags)
+        }
+        return {"bag_values": values} if values else {}
+
+    def _missing(self, rows: dict[str, int]) -> dict[str, dict[str, float]]:
+        """Return the share of missing values by split and column. Bags are left out, as they omit missing values."""
+        names = [*self._layout.dense, *(column.name for column in self._layout.ids)]
+        return {
+            split: {name: sum(fact.missing[i][k] for fact in self._facts) / rows[split] for k, name in enumerate(names)}
+            for i, split in enumerate(self._splits)
+            if rows[split]
+        }
 
 
 def build(
@@ -86,9 +235,8 @@ class _Build:
         if recipe is not None:
             recipe += self._earlier.recipe()
         entries = self._work.begin(json.loads(json.dumps(recipe)))
-        id_type = (
-            "int32" if self._hashed is None else self._hashed.schema.id_type
-        )  # the size of a vocabulary is not known yet
+        # The size of a vocabulary is not known yet.
+        id_type = "int32" if self._hashed is None else self._hashed.schema.id_type
         shards_held = ShardMemory(self._layout, self._options.rows_per_shard, self._threads, id_type, len(self._splits))
         first = FirstPass(
             self._source,
@@ -194,8 +342,8 @@ class _Build:
 
                 parts = second_pass.split_shards(self._facts, i, self._options.rows_per_shard)
                 tasks = [
-                    workers.submit(lambda ranges=ranges, name=name: write(ranges, name))  # type: ignore[misc]
-                    for ranges, name in ((one, shard_name(split, number)) for number, one in enumerate(parts))
+                    workers.submit(partial(write, ranges, shard_name(split, number)))
+                    for number, ranges in enumerate(parts)
                 ]
                 for task in tasks:
                     made = task.result()
@@ -269,8 +417,5 @@ def _count_intact(paths: Sequence[Path], checksums: Sequence[str], workers: Work
     def check(path: Path, expected: str) -> bool:
         return path.is_file() and checksum(path, Crc32) == expected
 
-    tasks: list[Future[bool]] = [
-        workers.submit(lambda one=one: check(*one))  # type: ignore[misc]
-        for one in zip(paths, checksums, strict=True)
-    ]
+    tasks = [workers.submit(partial(check, *one)) for one in zip(paths, checksums, strict=True)]
     return next((i for i, task in enumerate(tasks) if not task.result()), len(tasks))

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
@@ -16,21 +14,23 @@ from hostdev.core.printable import printable
 from hostdev.core.progress import counted
 from hostdev.data import manifest
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
-from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
 from hostdev.data.preprocess.earlier_vocabulary import recorded
+from hostdev.data.preprocess.info import SplitTotals
 from hostdev.data.preprocess.stored import (
     REMEDY,
+    Counter,
     DamagedError,
-    StoredRows,
+    StoredVocabulary,
     Wrong,
+    count_bytes,
     each_shard,
     get_size,
     read_parts,
     require_checksum,
+    require_room,
     wrong_values,
 )
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
-from hostdev.data.targets import columns_of
+from hostdev.kernels.arrays import Array
 
 _NO_CHECKSUM = "no checksum recorded"
 _SHOWN = 40  # characters shown of a value
@@ -67,34 +67,6 @@ class Report:
         self.lines.append(": ".join([str(path), *([about] if about else []), verdict]))
 
 
-@dataclass
-class CheckedSums:
-    """Sums over the rows of a shard or a split.
-
-    Attributes:
-        known: Whether every row was readable and valid, so that the sums can be compared with the manifest.
-        uses: Number of id occurrences.
-        out: Number of out-of-vocabulary occurrences.
-        bags: Number of values in each bag.
-    """
-
-    known: bool = True
-    rows: int = 0
-    labels: list[float] = field(default_factory=list)  # the sum of each label's values
-    uses: int = 0
-    out: int = 0
-    bags: dict[str, int] = field(default_factory=dict)
-
-    def add(self, other: "CheckedSums") -> None:
-        """Add the sums over other rows."""
-        self.known = self.known and other.known
-        for name in ("rows", "uses", "out"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.labels = [a + b for a, b in zip_longest(self.labels, other.labels, fillvalue=0.0)]
-        for name, values in other.bags.items():
-            self.bags[name] = self.bags.get(name, 0) + values
-
-
 def run(folder: Path) -> None:
     """Check a data set and print the report; raise DamagedDataError if there are findings."""
     report = check(folder)
@@ -121,11 +93,11 @@ def check(folder: Path) -> Report:
     if vocabulary is not None:
         ids, uses = found.schema.rows, found.uses("train")
         largest = max((space.values for space in found.schema.spaces), default=0)
-        require_room(folder, ids, max(ids * count_bytes(uses), 8 * largest))
+        require_room(folder, ids, max(ids * (count_bytes(uses) + 1), 8 * largest))
         counter = Counter(ids, uses)
     totals = {split: _check_shards(folder, found, split, counter, report) for split in found.splits}
     if vocabulary is not None and counter is not None:
-        counts = counter.total() if totals["train"].known else None
+        counts = None if totals["train"] is None else counter.total()
         about = f"{found.schema.rows:,} ids{_format_kept(found)}, {format_bytes(get_size(vocabulary.path))}"
         if counts is None:
             about += ", counts not compared"
@@ -136,7 +108,7 @@ def check(folder: Path) -> Report:
     lines = [
         f"{path}: {what}; {REMEDY}" for split in found.splits for what in _wrong_statistics(found, split, totals[split])
     ]
-    unknown = [split for split in found.splits if not totals[split].known]
+    unknown = [split for split in found.splits if totals[split] is None]
     notes = [f"statistics of {' and '.join(unknown)} rows not compared"] if unknown else []
     notes += [_NO_CHECKSUM] if found.rejected_sha256 is None else []
     report.say(path, ", ".join(notes), lines)
@@ -192,7 +164,7 @@ def _is_version_1(found: Manifest) -> bool:
     return len(found.schema.spaces) > 1 and len({(space.first, space.size) for space in found.schema.spaces}) == 1
 
 
-def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArray[Any] | None) -> Iterator[str]:
+def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: Array | None) -> Iterator[str]:
     """Yield the findings about a vocabulary's values and counts.
 
     `counts` [ids] has the number of occurrences of each id, counted in the training rows; None if it is unknown.
@@ -221,30 +193,28 @@ def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArra
     if counts is None:
         return
     counts[: len(found.schema.dense)] = found.rows("train")
-    differ = 0
-    first = -1
-    for begin in range(0, len(counts), 1 << 20):
-        at = np.flatnonzero(counts[begin : begin + (1 << 20)] != vocabulary.counts[begin : begin + (1 << 20)])
-        differ += len(at)
-        if first < 0 and len(at):
-            first = begin + int(at[0])
-    if differ:
+    differ = counts != vocabulary.counts
+    if number := int(np.count_nonzero(differ)):
+        first = int(differ.argmax())
         yield (
-            f"{path}: {counted(differ, 'wrong count')} of training occurrences, the first for id {first} "
+            f"{path}: {counted(number, 'wrong count')} of training occurrences, the first for id {first} "
             f"({vocabulary.text(first)}): {vocabulary.counts[first]:,}, not {counts[first]:,}; {REMEDY}"
         )
 
 
-def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | None, report: Report) -> CheckedSums:
-    """Check the shards of a split, add the result to the report, and return the sums over the rows.
+def _check_shards(
+    folder: Path, found: Manifest, split: str, counter: Counter | None, report: Report
+) -> SplitTotals | None:
+    """Check the shards of a split, and add the result to the report.
 
-    The ids of the "train" split are counted with `counter`, if it is given.
+    Returns the sums over the rows; None if a row was unreadable or invalid, so that they are not to be compared. The
+    ids of the "train" split are counted with `counter`, if it is given.
     """
     wrong: list[str] = []
-    totals, shards = CheckedSums(), found.shards(split)
+    totals, shards = SplitTotals.empty(found), found.shards(split)
     counting = counter if split == "train" else None
     results = each_shard(
-        lambda shard: _check_shard(folder, found, shard, counting), folder, shards, f"checking {split} rows"
+        lambda shard: _check_shard(folder, found, split, shard, counting), folder, shards, f"checking {split} rows"
     )
     for sums, lines in results:
         totals.add(sums)
@@ -252,12 +222,14 @@ def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | 
     nbytes = sum(get_size(folder / shard.file) for shard in shards)
     about = f"{counted(found.rows(split), 'row')}, {format_bytes(nbytes)}"
     report.say(folder / split, f"{counted(len(shards), 'shard')}, {about}", wrong)
-    return totals
+    return None if wrong else totals
 
 
-def _check_shard(folder: Path, found: Manifest, shard: Shard, counter: Counter | None) -> tuple[CheckedSums, list[str]]:
+def _check_shard(
+    folder: Path, found: Manifest, split: str, shard: Shard, counter: Counter | None
+) -> tuple[SplitTotals, list[str]]:
     """Read a shard, and count its ids with `counter` if given; return the sums over its rows, and the findings."""
-    totals = CheckedSums()
+    totals = SplitTotals.empty(found)
     wrong: dict[str, Wrong] = {}
     try:
         for part in read_parts(folder, found, shard):
@@ -266,48 +238,35 @@ def _check_shard(folder: Path, found: Manifest, shard: Shard, counter: Counter |
                 before = wrong.get(one.what)
                 wrong[one.what] = one if before is None else replace(before, count=before.count + one.count)
             if not values:
-                _add_part(totals, part, found, counter)
+                totals.add_part(part, found, 0, found.rows(split))
+                if counter is not None:
+                    for ids in (part.ids.ravel(), *(ids for ids, _ in part.bags.values())):
+                        counter.add(ids)
     except DamagedError as error:
-        return CheckedSums(known=False), [str(error)]
-    totals.known = not wrong
+        return totals, [str(error)]
     return totals, [f"{folder / shard.file}: {one.text()}; {REMEDY}" for one in wrong.values()]
 
 
-def _add_part(totals: CheckedSums, part: StoredRows, found: Manifest, counter: Counter | None) -> None:
-    totals.rows += len(part.label)
-    sums = [float(values.sum(dtype=np.float64)) for values in columns_of(part.label)]
-    totals.labels = [a + b for a, b in zip_longest(totals.labels, sums, fillvalue=0.0)]
-    for ids in (part.ids.ravel(), *(values for values, _ in part.bags.values())):
-        totals.uses += len(ids)
-        totals.out += int((ids < found.schema.first_value).sum())
-        if counter is not None:
-            counter.add(ids)
-    for name, (values, _) in part.bags.items():
-        totals.bags[name] = totals.bags.get(name, 0) + len(values)
-
-
-def _label_means(found: Manifest, recorded: dict[str, Any], totals: CheckedSums) -> Iterator[tuple[str, Any, float]]:
+def _label_means(found: Manifest, recorded: dict[str, Any], totals: SplitTotals) -> Iterator[tuple[str, Any, float]]:
     """Yield, for each label, the name of its entry in the statistics, the entry itself, and the mean over the rows."""
-    means = [total / max(1, totals.rows) for total in totals.labels or [0.0] * len(found.schema.labels)]
+    means = [totals.label_mean(number) for number in range(len(found.schema.labels))]
     yield "label_mean", recorded.get("label_mean"), means[0]
     for name, mean in zip(found.schema.targets.more, means[1:], strict=True):
         more = recorded.get("label_means")
         yield f"label_means of {name!r}", more.get(name) if isinstance(more, dict) else None, mean
 
 
-def _wrong_statistics(found: Manifest, split: str, totals: CheckedSums) -> Iterator[str]:
+def _wrong_statistics(found: Manifest, split: str, totals: SplitTotals | None) -> Iterator[str]:
     """Yield a finding for each statistic of a split that contradicts the split's rows."""
-    if not totals.known:
+    if totals is None:
         return
+    uses = dict(zip((column.name for column in found.schema.columns), totals.uses.tolist(), strict=True))
     recorded = found.statistics
     expected: list[tuple[str, Any, float]] = [
-        ("rows", recorded.get("rows"), totals.rows),
+        ("rows", recorded.get("rows"), int(totals.rows.sum())),
         *_label_means(found, recorded, totals),
-        ("out_of_vocabulary", recorded.get("out_of_vocabulary"), totals.out / max(1, totals.uses)),
-        *(
-            (f"bag_values of {name!r}", recorded["bag_values"][name], totals.bags.get(name, 0))
-            for name in found.schema.bags
-        ),
+        ("out_of_vocabulary", recorded.get("out_of_vocabulary"), int(totals.out.sum()) / max(1, sum(uses.values()))),
+        *((f"bag_values of {name!r}", recorded["bag_values"][name], uses[name]) for name in found.schema.bags),
     ]
     for what, given, right in expected:
         value = given.get(split) if isinstance(given, dict) else None

@@ -7,7 +7,7 @@ from typing import Any
 from hostdev.core import cli, registry
 from hostdev.core.addresses import local_path, require_input, result_path, source_path
 from hostdev.core.errors import UserError
-from hostdev.data.preprocess import flags
+from hostdev.data.preprocess import options
 from hostdev.data.preprocess.options import Options, add_options, add_seed
 from hostdev.data.preprocess.row_source import KIND, RowSource
 
@@ -29,9 +29,9 @@ def parser(prog: str = PROG) -> cli.Parser:
     table.add_argument("files", nargs="+", type=_SOURCE, metavar="FILE",
                        help="tables with the same columns, folders of them, or - for standard input")  # fmt: skip
     table.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
-    flags.add_table(table)
-    flags.add_split(table)
-    flags.add_split_files(table)
+    options.add_table(table)
+    options.add_split(table)
+    options.add_split_files(table)
     sources = [_add_source(commands, name) for name in registry.names(KIND)]
     criteo = commands.add_parser("criteo", help="from Criteo text", allow_abbrev=False)
     criteo.add_argument("files", nargs="+", type=_SOURCE, metavar="FILE",
@@ -45,10 +45,10 @@ def parser(prog: str = PROG) -> cli.Parser:
         "--tsv", type=cli.checked(local_path), metavar="FILE", help="write raw Criteo text instead of shards"
     )
     for command in (table, *sources):
-        add_options(command, Options(threshold=flags.THRESHOLD))
+        add_options(command, Options(threshold=options.THRESHOLD))
         add_seed(command, None)
     for command in (table, *sources, criteo):
-        flags.add_earlier(command)
+        options.add_earlier(command)
         command.inputs["files"] = partial(require_input, said="{}: no such file")
         command.inputs["query"] = partial(
             require_input, said="--query {}: the file cannot be read (No such file or directory)"
@@ -58,9 +58,9 @@ def parser(prog: str = PROG) -> cli.Parser:
         add_seed(command, Options().seed)
     for command in (table, *sources, criteo, synthetic):
         command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all cores)")
-        flags.add_scheduler(command)
+        options.add_scheduler(command)
         cli.add_debug(command)
-    flags.add_looking(commands)
+    options.add_looking(commands)
     return made
 
 
@@ -70,8 +70,8 @@ def _add_source(commands: Any, name: str) -> cli.Parser:
     to: cli.Parser = commands.add_parser(name, help=source.help, allow_abbrev=False)
     source.add_options(to)
     to.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
-    flags.add_roles(to)
-    flags.add_split(to)
+    options.add_roles(to)
+    options.add_split(to)
     to.set_defaults(source=source)
     return to
 

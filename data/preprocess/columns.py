@@ -1,7 +1,8 @@
 """Conversions of Arrow columns to dictionary-encoded text, numbers, labels and bags."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -27,11 +28,7 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
     ">": np.greater,
     "<": np.less,
 }
-_BINARY = {
-    pa.string(): pa.binary(),
-    pa.large_string(): pa.large_binary(),
-    pa.string_view(): pa.binary_view(),
-}
+_BINARY = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
 TEXT_OR_WHOLE = "text or integers"  # a result of `get_written_form`
 _FEW_LABELS = 20  # `distinct_numbers` examines at most this many distinct values
 _SHOWN = 40  # characters of a wrong value in a message
@@ -77,10 +74,23 @@ def check_text(array: pa.Array) -> None:
     if kind == "text":
         cast(array.cast(_BINARY.get(array.type, array.type)), pa.string(), "text in UTF-8")
         return
-    try:
+    with in_lists(list_lengths(array)):
         check_text(array.flatten())
+
+
+def combined(array: Any) -> pa.Array:
+    """Return an array, or the one that has the values of a chunked array."""
+    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array  # of older pyarrows
+
+
+@contextmanager
+def in_lists(lengths: npt.NDArray[Any]) -> Iterator[None]:
+    """Raise WrongValueError for a value of concatenated lists with the row of its list."""
+    try:
+        yield
     except WrongValueError as error:
-        error.row = find_row(error.row, list_lengths(array))
+        error.row = find_row(error.row, lengths)
         raise
 
 
@@ -261,8 +271,7 @@ def whole_numbers_below_limit(values: pa.Array) -> None:
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     if len(wrong := np.flatnonzero(np.isinf(numbers))):
         raise WrongValueError(
-            int(wrong[0]),
-            f"{numbers[wrong[0]]} is not an integer; categorical values must be integers or text",
+            int(wrong[0]), f"{numbers[wrong[0]]} is not an integer; categorical values must be integers or text"
         )
     if len(wrong := np.flatnonzero(np.abs(numbers) >= 2.0**digits)):
         at = int(wrong[0])

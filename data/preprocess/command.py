@@ -11,14 +11,12 @@ from hostdev.core import pictures
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
-from hostdev.data import advice
-from hostdev.data.manifest import REJECTED_FILE, Manifest
-from hostdev.data.preprocess import check, earlier_flags, info, info_picture, info_text, suggest, table_flags
+from hostdev.data.manifest import REJECTED_FILE, Manifest, format_warnings
+from hostdev.data.preprocess import check, info, info_output, suggest, table_flags
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
-from hostdev.data.preprocess.flags import THRESHOLD, parse_scheduler
-from hostdev.data.preprocess.options import FLAGS, Options, ids_in_words, parse_options
+from hostdev.data.preprocess.options import FLAGS, THRESHOLD, Options, ids_in_words, parse_options, parse_scheduler
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import TableSource, open_table
@@ -46,7 +44,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     lines += growth(manifest)
     for bag, values in statistics.get("bag_values", {}).items():
         lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values per training row")
-    lines += advice.lines(statistics)
+    lines += format_warnings(statistics)
     for name, means in _label_means(manifest).items():
         of = f"all labels {name!r}" if manifest.schema.targets.more else "all labels"
         for split, share in means.items():
@@ -92,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.scheduler is not None:
         check_scheduler(arguments)
-    earlier = None if arguments.command == "synthetic" else earlier_flags.find_earlier(arguments)
+    earlier = None if arguments.command == "synthetic" else table_flags.find_earlier(arguments)
     source, options = make_source(arguments, earlier)
     if arguments.scheduler is None:
         manifest = build(source, arguments.out, options, threads=arguments.threads, earlier=earlier)
@@ -125,7 +123,7 @@ def check_scheduler(arguments: argparse.Namespace) -> None:
 
 def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -> tuple[Source, Options]:
     """Make the source and the options from parsed flags; `earlier` is the data set whose ids are kept."""
-    if earlier_flags.has_columns(arguments):
+    if table_flags.has_columns(arguments):
         how = table_flags.parse_table_options(arguments, earlier)
         if arguments.dense is not None and not how.numeric:
             raise UserError("--dense has no effect without --numeric; leave --dense out, or name numeric columns")
@@ -136,7 +134,7 @@ def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -
             )
         source = getattr(arguments, "source", None)
         return TableSource(arguments.files if source is None else [source.open(arguments)], how), options
-    options = parse_options(arguments, **earlier_flags.defaults(earlier))
+    options = parse_options(arguments, **table_flags.keep_defaults(earlier))
     if arguments.command == "criteo":
         return CriteoText(arguments.files), options
     return make_synthetic(arguments), options
@@ -151,7 +149,7 @@ def table_options(arguments: argparse.Namespace, earlier: Earlier | None = None)
     for flags, what in ((test, "testing"), (validation, "validation")):
         if len(flags) > 1:
             raise UserError(f"{flags[0]} and {flags[1]} both select rows for {what}; leave one of them out")
-    options = parse_options(arguments, **{"threshold": THRESHOLD, **earlier_flags.defaults(earlier)})
+    options = parse_options(arguments, **{"threshold": THRESHOLD, **table_flags.keep_defaults(earlier)})
     if test in ([], ["--test-fraction"]):
         return options
     if arguments.seed is not None and arguments.validation_fraction is None:
@@ -185,9 +183,9 @@ def _info(arguments: argparse.Namespace) -> None:
     out = arguments.out or pictures.new_path("info")
     pictures.require_new(out)
     found = info.gather(arguments.path)
-    for line in info_text.format_lines(found):
+    for line in info_output.format_lines(found):
         print(line)
-    info_picture.draw(found, out)
+    info_output.draw(found, out)
     print(f"\npicture  {out}")
 
 

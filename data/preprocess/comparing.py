@@ -7,7 +7,6 @@ from decimal import ROUND_FLOOR, Decimal, localcontext
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -22,6 +21,7 @@ from hostdev.data.preprocess.columns import (
     trimmed,
 )
 from hostdev.data.preprocess.naming import short
+from hostdev.kernels.arrays import Array, Mask
 
 _TIME_OF_DAY = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?", re.ASCII)
 _FLAG = "--test-after"
@@ -29,7 +29,7 @@ _EXACT = 2.0**53  # a float64 of this size or more may represent several integer
 _DIGITS = 400  # more digits than any float64 or decimal has
 
 
-def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> npt.NDArray[np.bool_]:
+def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> Mask:
     """Return a mask, bool [n], of the values that are later (times) or larger (numbers) than `value`.
 
     Integers and decimals are compared exactly; numbers in text with a point or an exponent are compared as float64.
@@ -51,9 +51,7 @@ def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> npt.NDArray[np.b
     raise WrongValueError(row, f"{short(repr(text), 43)} is not {what}")
 
 
-def is_after_where_readable(
-    array: pa.Array, value: str, flag: str = _FLAG
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def is_after_where_readable(array: pa.Array, value: str, flag: str = _FLAG) -> tuple[Mask, Mask]:
     """Return two masks, bool [n].
 
     The first mask marks values that are later (times) or larger (numbers) than `value`; the second marks missing and
@@ -96,7 +94,7 @@ def is_after_where_readable(
     return later, wrong
 
 
-def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
+def _is_larger(array: pa.Array, value: str) -> Mask:
     """Return a mask, bool [n], of the numbers above `value`. Numbers may be text; no number may be missing."""
     kind = array.type
     if pa.types.is_decimal(kind) and np.isfinite(float(value)):
@@ -109,7 +107,7 @@ def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
     if pa.types.is_integer(kind):
         return _is_integer_larger(array.to_numpy(zero_copy_only=False), value)
     numbers = cast(array, pa.float64(), "a number").to_numpy(zero_copy_only=False)
-    larger: npt.NDArray[np.bool_] = numbers > _float_at_most(value)
+    larger: Mask = numbers > _float_at_most(value)
     if pa.types.is_string(kind):
         large = np.flatnonzero(np.abs(numbers) >= _EXACT)
         texts = array.take(pa.array(large))
@@ -124,7 +122,7 @@ def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
     return larger
 
 
-def _is_integer_larger(numbers: npt.NDArray[Any], value: str) -> npt.NDArray[np.bool_]:
+def _is_integer_larger(numbers: Array, value: str) -> Mask:
     """Return a mask of the integers larger than `value`, compared exactly."""
     limit = float(value)
     if not np.isfinite(limit):

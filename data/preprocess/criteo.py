@@ -13,8 +13,15 @@ import pyarrow.compute as pc
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.inputs import AnyInput, open_input
-from hostdev.data.preprocess.raw import BEGINNING, RawBlock, RawRows, SourceLayout, SourcePosition
-from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.raw import (
+    BEGINNING,
+    FileSource,
+    RawBlock,
+    RawRows,
+    RejectedLines,
+    SourceLayout,
+    SourcePosition,
+)
 from hostdev.data.preprocess.text import LONGEST, whole_lines, window_lines
 from hostdev.data.schema import Column
 from hostdev.kernels.criteo import EMPTY, HEX_DIGITS, parse_lines
@@ -38,7 +45,7 @@ _INTEGER, _HEX = re.compile(rb"-?[0-9]{1,18}|"), re.compile(rb"[0-9a-fA-F]{8}|")
 _MISSING = dict.fromkeys(LAYOUT.spaces, EMPTY)
 
 
-class CriteoText:
+class CriteoText(FileSource):
     """The rows of Criteo's text files, in the given order.
 
     Each path is a plain or compressed file, a tar or zip archive that contains train.txt, or a folder of files.
@@ -48,7 +55,6 @@ class CriteoText:
 
     layout = LAYOUT
     unit = "B"
-    has_validation = False
     signed = False
     kinds = None
 
@@ -57,64 +63,45 @@ class CriteoText:
     ) -> None:
         if inputs is None:
             inputs = [open_input(file, lambda name: name == "train.txt") for file in expand(files)]
-        self._inputs = list(inputs)
-        self.total = sum(source.size for source in self._inputs)
-        plain = all(source.plain for source in self._inputs)
-        self.most_rows = self.total // _SHORTEST_LINE + len(self._inputs) if plain else 2**62
-        self._block_bytes = block_bytes or BLOCK_BYTES
+        self.inputs: Sequence[AnyInput] = list(inputs)
+        self.total = sum(source.size for source in self.inputs)
+        plain = all(source.plain for source in self.inputs)
+        self.most_rows = self.total // _SHORTEST_LINE + len(self.inputs) if plain else 2**62
+        self.block_bytes = block_bytes or BLOCK_BYTES
 
     def blocks(self, start: SourcePosition = BEGINNING) -> Iterator[RawBlock]:
         """Yield the text in blocks of complete lines."""
-        for number in range(start.input, len(self._inputs)):
+        for number in range(start.input, len(self.inputs)):
             yield from self.whole(number, start.offset if number == start.input else 0)
 
     def whole(self, number: int, offset: int = 0) -> Iterator[RawBlock]:
         """Yield the blocks of input `number`, from an offset on."""
-        source = self._inputs[number]
-        for lines in whole_lines(source, offset, self._block_bytes, self._too_long(source.name)):
+        source = self.inputs[number]
+        for lines in whole_lines(source, offset, self.block_bytes, self._too_long(source.name)):
             yield RawBlock(lines.text, source.name, SourcePosition(number, lines.offset), lines.taken)
 
     def windows(self, number: int) -> int | None:
         """Return the number of windows of input `number` that can be read alone; None if it is not a plain file."""
-        source = self._inputs[number]
-        return -(-source.size // self._block_bytes) if source.plain else None
+        source = self.inputs[number]
+        return -(-source.size // self.block_bytes) if source.plain else None
 
     def window(self, number: int, window: int) -> Iterator[RawBlock]:
         """Yield the blocks that `blocks` reads from a window of input `number`."""
-        source = self._inputs[number]
-        for lines in window_lines(source, window, self._block_bytes, self._too_long(source.name)):
+        source = self.inputs[number]
+        for lines in window_lines(source, window, self.block_bytes, self._too_long(source.name)):
             yield RawBlock(lines.text, source.name, SourcePosition(number, lines.offset), lines.taken)
 
-    @property
-    def inputs(self) -> list[AnyInput]:
-        """The files, which are the inputs of the blocks."""
-        return self._inputs
-
-    @property
-    def block_bytes(self) -> int:
-        """The size of a block."""
-        return self._block_bytes
-
     def _too_long(self, name: str) -> Callable[[], UserError]:
-        return lambda: UserError(f"{name}: no line end in {LONGEST * self._block_bytes} bytes; this is not Criteo text")
+        return lambda: UserError(f"{name}: no line end in {LONGEST * self.block_bytes} bytes; this is not Criteo text")
 
     def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Parse a block's rows; their keys are the 32-bit categorical values."""
         return parse(block.content, file=block.file)
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Return each file's absolute path and size."""
-        return [source.describe() for source in self._inputs]
-
     def stamp(self) -> list[Any] | None:
         """Return each file's path, size and change time, and the block size; None if a file can be read only once."""
-        stamps = [source.stamp() for source in self._inputs]
-        return None if None in stamps else [*stamps, self._block_bytes]
-
-    def check_unchanged(self) -> None:
-        """Raise UserError if a file has changed since construction."""
-        for source in self._inputs:
-            source.check_unchanged()
+        stamps = super().stamp()
+        return None if stamps is None else [*stamps, self.block_bytes]
 
     @property
     def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array]:

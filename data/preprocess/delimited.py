@@ -14,14 +14,23 @@ import pyarrow.compute as pc
 from pyarrow import csv
 
 from hostdev.core.errors import UserError
-from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, UnparsedRows
+from hostdev.data.preprocess.files import Chunk, TableFile, UnparsedRows
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
-from hostdev.data.preprocess.quoted import Scan, TextRows, chain, scan_windows, unclosed
-from hostdev.data.preprocess.raw import InvalidRowError
-from hostdev.data.preprocess.recoded import Recoded, recode
-from hostdev.data.preprocess.rejected import RejectedLines
-from hostdev.data.preprocess.text import LONGEST, newline, whole_lines, window_lines
+from hostdev.data.preprocess.raw import InvalidRowError, RejectedLines
+from hostdev.data.preprocess.text import (
+    LONGEST,
+    Recoded,
+    Scan,
+    TextRows,
+    chain,
+    newline,
+    recode,
+    scan_windows,
+    unclosed,
+    whole_lines,
+    window_lines,
+)
 from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 
 BLOCK_BYTES = 1 << 24
@@ -33,7 +42,7 @@ _ROWLIKE = 0.8  # it has swallowed rows if this share of its lines has as many d
 _STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, unusual in text
 
 
-class DelimitedFile:
+class DelimitedFile(TableFile):
     """A delimited text file.
 
     Args:
@@ -45,8 +54,6 @@ class DelimitedFile:
         encoding: The text's encoding, as a Python codec name.
         skipped_lines: Number of lines to skip before the header, or before the first row if there is no header.
     """
-
-    respelled = AS_WRITTEN
 
     def __init__(
         self,

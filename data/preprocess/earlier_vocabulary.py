@@ -13,19 +13,16 @@ import pyarrow as pa
 from hostdev.core.checksums import checksum, json_checksum
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
-from hostdev.data.manifest import Manifest
-from hostdev.data.manifest_values import SCALING_STATISTICS, check_learned
+from hostdev.data.manifest import SCALING_STATISTICS, Manifest, check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
-from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.pieces import Survey
 from hostdev.data.preprocess.raw import Source, SourceLayout
-from hostdev.data.preprocess.stored import DamagedError
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+from hostdev.data.preprocess.scaling import Scaling
+from hostdev.data.preprocess.stored import DamagedError, StoredVocabulary
 from hostdev.data.preprocess.vocabulary import HashBuckets, KnownIds, Vocabulary
 from hostdev.data.schema import Schema, Space
-from hostdev.kernels.arrays import Numbers
 from hostdev.kernels.cardinality import draw_sample, make_registers
 from hostdev.kernels.strings import hash_texts
 
@@ -126,7 +123,7 @@ class Earlier:
     def scaling(self, dense: str, layout: SourceLayout, *, signed: bool) -> Scaling:
         """Return the fixed scaling of the earlier data set, whose mode is `dense`."""
         own = scaling.own(self.found.options)
-        return _Kept(scaling.fixed(dense, layout.dense, own, self.found.statistics, signed=signed))
+        return scaling.fixed(dense, layout.dense, own, self.found.statistics, signed=signed)
 
     def vocabulary(self, threshold: int | None, source: Source) -> Vocabulary:
         """Return a vocabulary with the earlier values and their ids; raise DamagedError if the file is damaged.
@@ -241,24 +238,6 @@ class NoEarlier(Earlier):
 
 
 NO_EARLIER = NoEarlier()
-
-
-class _Kept:
-    """A fixed scaling, which does not learn from the new training rows."""
-
-    def __init__(self, known: Scaling) -> None:
-        self._scaling = known
-
-    def observe(self, numbers: Numbers) -> None:
-        """Do nothing, as the scaling is fixed."""
-
-    def transform(self, numbers: Numbers) -> Any:
-        """Return scaled numbers, float32 [n, columns]."""
-        return self._scaling.transform(numbers)
-
-    def statistics(self) -> dict[str, Any]:
-        """Return the statistics that the manifest stores."""
-        return self._scaling.statistics()
 
 
 def read_earlier(folder: Path, *, frozen: bool = False) -> Earlier:

@@ -10,37 +10,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.data import ragged
 from hostdev.data.batch import Batch
-from hostdev.data.manifest import Manifest
-from hostdev.data.manifest_values import check_learned
+from hostdev.data.manifest import Manifest, check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
-from hostdev.data.preprocess.bag_weights import WeightedValues, can_be_weights, read_weighted, require_weighted
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.forms import Written
-from hostdev.data.preprocess.known import ValueIds, written_by_space
-from hostdev.data.preprocess.labels import Labels
-from hostdev.data.preprocess.naming import listed
-from hostdev.data.preprocess.plain_rows import PlainColumn, PlainRows
-from hostdev.data.preprocess.raw import SourceLayout
-from hostdev.data.preprocess.reading import all_readings, own_settings
-from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
-from hostdev.data.preprocess.vectors import (
+from hostdev.data.preprocess.known import PlainColumn, PlainRows, ValueIds, written_by_space
+from hostdev.data.preprocess.lists import (
+    WeightedValues,
     WrongNumberError,
+    can_be_weights,
     read_numbers,
+    read_weighted,
     require_numbers,
+    require_weighted,
     vectors_in,
     with_elements,
 )
+from hostdev.data.preprocess.naming import listed
+from hostdev.data.preprocess.raw import SourceLayout
+from hostdev.data.preprocess.reading import Labels, all_readings, own_settings
+from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
-from hostdev.kernels.arrays import LongIds
+from hostdev.kernels.arrays import Array, LongIds, Mask, Values
 from hostdev.kernels.forms import EMPTY, TEXT
 from hostdev.kernels.strings import hash_texts
 
@@ -169,7 +168,9 @@ class Encoding:
         rows = self._with_lists(rows)
         self._require_types(rows)
         try:
-            numbers = require_numbers(self.schema.dense, self._readings, lambda name: _plain(rows[name]), len(rows))
+            numbers = require_numbers(
+                self.schema.dense, self._readings, lambda name: arrow.combined(rows[name]), len(rows)
+            )
         except WrongNumberError as error:
             raise WrongRowError(error.row, error.column, str(error)) from None
         for i, name in enumerate(self.schema.dense):
@@ -185,8 +186,8 @@ class Encoding:
         """
         rows = self._with_lists(rows)
         self._require_types(rows)
-        label = self._labels.read(lambda name: _plain(rows[name]), len(rows), rows.schema.names)
-        get = (self.schema.dense, self._readings, lambda name: _plain(rows[name]), len(rows))
+        label = self._labels.read(lambda name: arrow.combined(rows[name]), len(rows), rows.schema.names)
+        get = (self.schema.dense, self._readings, lambda name: arrow.combined(rows[name]), len(rows))
         numbers, unreadable = read_numbers(*get)
         large = np.abs(numbers) > self._most
         unreadable |= large.any(axis=1)
@@ -208,7 +209,7 @@ class Encoding:
                     lists[weights] = pa.list_(pa.float64())
         for name, as_lists in lists.items():
             if name in rows.schema.names and pa.types.is_null(rows[name].type):
-                rows = rows.set_column(rows.schema.names.index(name), name, _plain(rows[name]).cast(as_lists))
+                rows = rows.set_column(rows.schema.names.index(name), name, arrow.combined(rows[name]).cast(as_lists))
         return rows
 
     def _require_types(self, rows: pa.RecordBatch) -> None:
@@ -228,8 +229,12 @@ class Encoding:
             if column.kind == "bag" and kind != "list" and (kind == "nested" or not separator):
                 raise UserError(f"column {name!r} is of type {found}; expected a list of values per row")
             try:
-                if column.name in self._weights_columns:
-                    self._require_weights_type(rows, self._weights_columns[column.name], separator)
+                if (weights := self._weights_columns.get(column.name)) is not None:
+                    of_weights = rows.schema.field(weights).type
+                    if not can_be_weights(of_weights, separator):
+                        raise UserError(
+                            f"column {weights!r} is of type {of_weights}; expected a list of weights per row"
+                        )
                 require_type(found.value_type if kind == "list" else found, self._written[column.space])
             except WrongTypeError as error:
                 raise UserError(f"column {name!r} {error}") from None
@@ -240,25 +245,16 @@ class Encoding:
         found = {}
         for name in self.schema.weighted_bags:
             try:
-                found[name] = read(self._readings[name], name, lambda column: _plain(rows[column]))
+                found[name] = read(self._readings[name], name, lambda column: arrow.combined(rows[column]))
             except WrongValueError as error:
                 raise WrongRowError(error.row, self._sources[name], str(error)) from None
         return found
-
-    def _require_weights_type(self, rows: pa.RecordBatch, name: str, separator: str | None) -> None:
-        found = rows.schema.field(name).type
-        if not can_be_weights(found, separator):
-            raise UserError(f"column {name!r} is of type {found}; expected a list of weights per row")
 
     def _separator(self, column: Column) -> str | None:
         return self._readings[column.name].separator
 
     def _encoded(
-        self,
-        rows: pa.RecordBatch,
-        label: npt.NDArray[np.float32],
-        numbers: npt.NDArray[Any],
-        weighted: Mapping[str, WeightedValues],
+        self, rows: pa.RecordBatch, label: Values, numbers: Array, weighted: Mapping[str, WeightedValues]
     ) -> Batch:
         """Encode rows with the given labels [n], numbers [n, dense columns] and weighted bags."""
         ids = np.empty((len(rows), len(self.schema.ids)), np.int64)
@@ -266,7 +262,7 @@ class Encoding:
         place = 0
         for column in self.schema.columns:
             name, reading = self._sources[column.name], self._readings[column.name]
-            found = _plain(rows[name])
+            found = arrow.combined(rows[name])
             try:
                 if column.kind == "id":
                     ids[:, place], _ = self._find_ids(column, found)
@@ -274,10 +270,8 @@ class Encoding:
                 else:
                     given = weighted.get(column.name)
                     values, lengths = reading.flat_values(found) if given is None else given[:2]
-                    try:
+                    with arrow.in_lists(lengths):
                         known, missing = self._find_ids(column, values)
-                    except WrongValueError as error:
-                        raise WrongValueError(arrow.find_row(error.row, lengths), str(error)) from None
                     known, new_lengths = reading.known(known, lengths, ~missing)
                     bags[column.name] = known.astype(self._type), new_lengths
                     if given is not None:
@@ -311,7 +305,7 @@ class Encoding:
         dense = np.ascontiguousarray(self._scaling.transform(found.numbers))  # the order of memory may change last bits
         return Batch(self._no_labels(n), dense, ids, bags)
 
-    def _no_labels(self, n: int) -> npt.NDArray[np.float32]:
+    def _no_labels(self, n: int) -> Values:
         return np.full((n, len(self.schema.labels)) if self.schema.targets.more else n, np.nan, np.float32)
 
     @cached_property
@@ -362,7 +356,7 @@ class Encoding:
         except (WrongTypeError, WrongValueError) as error:
             raise UserError(f"column {name!r}: {error}") from None
 
-    def _find_ids(self, column: Column, values: pa.Array) -> tuple[LongIds, npt.NDArray[np.bool_]]:
+    def _find_ids(self, column: Column, values: pa.Array) -> tuple[LongIds, Mask]:
         """Return the ids of values [N] of any type, and a mask of missing values [N]."""
         codes, some = arrow.distinct(arrow.decoded(values))
         try:
@@ -371,7 +365,7 @@ class Encoding:
             raise WrongValueError(int(np.flatnonzero(codes == error.row)[0]), str(error)) from None
         return ids[codes], missing[codes]
 
-    def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[LongIds, npt.NDArray[np.bool_]]:
+    def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[LongIds, Mask]:
         """Return the ids of distinct values [N], and a mask of the missing values [N], which are omitted from bags."""
         known, written, reading = self._known, self._written[column.space], self._readings[column.name]
         if column.kind == "bag" or reading.missing:  # training skips a bag's missing values
@@ -423,10 +417,6 @@ def _require_learned(data: Manifest) -> None:
             raise ValueError("an invalid value of preset")
     except ValueError as error:
         raise UserError(f"the data set's manifest.json is broken ({error}); preprocess the data again") from None
-
-
-def _plain(array: Any) -> pa.Array:
-    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
 
 def _criteo_keys(texts: pa.Array) -> LongIds:

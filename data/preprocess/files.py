@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,10 +19,9 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, InputFile, unreadable
-from hostdev.data.preprocess.raw import InvalidRowError
-from hostdev.data.preprocess.recoded import Recoded
-from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.raw import InvalidRowError, RejectedLines
 from hostdev.data.preprocess.row_groups import RowGroups, RowGroupSize, open_parquet
+from hostdev.data.preprocess.text import Recoded
 
 CHUNK_ROWS = 1 << 16
 AS_WRITTEN: Mapping[str, str] = MappingProxyType({})  # `TableFile.respelled` of readers that change no text
@@ -87,16 +86,14 @@ class Chunk:
 class TableFile(Protocol):
     """A file of rows with named columns."""
 
-    @property
-    def input(self) -> AnyInput | Recoded:
-        """The input that the rows are read from."""
-
+    input: AnyInput | Recoded
+    """The input that the rows are read from."""
     names: tuple[str, ...]
-    most_rows: int
-    """An upper bound on the number of rows."""
-    lines_before: int
+    most_rows: int = 2**62
+    """An upper bound on the number of rows; this one if it is unknown without reading the whole file."""
+    lines_before: int = 0
     """The number of lines before the first row."""
-    respelled: Mapping[str, str]
+    respelled: Mapping[str, str] = AS_WRITTEN
     """For columns whose texts the reader has changed, why they must not become ids."""
 
     def get_type(self, name: str) -> pa.DataType:
@@ -106,7 +103,8 @@ class TableFile(Protocol):
         """Yield the `used` columns of the rows from `offset` on; `offset` is 0 or the end of a part."""
 
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
-        """Parse a part's rows; thread-safe."""
+        """Parse a part's rows, by default a record batch; thread-safe."""
+        return Chunk(part.content, size=part.taken)
 
 
 def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
@@ -173,6 +171,15 @@ def _is_list_of_dictionary(found: pa.DataType) -> bool:
     return any(test(found) for test in lists) and pa.types.is_dictionary(found.value_type)
 
 
+@contextmanager
+def _named(name: str, kind: str) -> Iterator[None]:
+    """Raise UserError or TransientError, with the file's name, for errors of Arrow's reader."""
+    try:
+        yield
+    except (UnicodeDecodeError, pa.ArrowException, OSError) as error:  # UnicodeDecodeError: of a column's name
+        raise unreadable(name, f"the {kind} file is broken", error) from None
+
+
 class GroupsRead(NamedTuple):
     """Row groups [first, last) that are read together, `rows` rows at a time; `row` rows are before them."""
 
@@ -182,22 +189,20 @@ class GroupsRead(NamedTuple):
     rows: int
 
 
-class ParquetTable:
+class ParquetTable(TableFile):
     """A Parquet file."""
 
-    lines_before = 0
-    respelled = AS_WRITTEN
+    input: InputFile
 
     def __init__(self, source: InputFile) -> None:
         self.input, path = source, source.path
-        try:
-            with open_parquet(path) as file:
-                self._schema = file.schema_arrow
-                self.most_rows = file.metadata.num_rows
-        except UnicodeDecodeError as error:
-            raise _no_name(path, error) from None
-        except (pa.ArrowException, OSError) as error:
-            raise unreadable(self.input.name, "the Parquet file is broken", error) from None
+        with self._naming():
+            try:
+                with open_parquet(path) as file:
+                    self._schema = file.schema_arrow
+                    self.most_rows = file.metadata.num_rows
+            except UnicodeDecodeError as error:
+                raise _no_name(path, error) from None
         self.names = _names(path, self._schema)
 
     def get_type(self, name: str) -> pa.DataType:
@@ -243,14 +248,8 @@ class ParquetTable:
             row += len(batch)
             yield from split_batch(rest, row - len(rest), each)
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except UnicodeDecodeError as error:  # a column name in a row group; the schema's are valid
-            raise unreadable(self.input.name, "the Parquet file is broken", error) from None
-        except (pa.ArrowException, OSError) as error:
-            raise unreadable(self.input.name, "the Parquet file is broken", error) from None
+    def _naming(self) -> AbstractContextManager[None]:
+        return _named(self.input.name, "Parquet")
 
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part's rows; raise WrongRowError for invalid UTF-8, which Arrow's reader does not check."""
@@ -264,20 +263,15 @@ class ParquetTable:
         return Chunk(part.content, size=part.taken)
 
 
-class ArrowTable:
+class ArrowTable(TableFile):
     """An Arrow IPC file or stream; Feather version 2 is such a file."""
 
-    most_rows = 2**62  # unknown without reading the whole file
-    lines_before = 0
-    respelled = AS_WRITTEN
+    input: InputFile
 
     def __init__(self, source: InputFile, *, stream: bool) -> None:
         self.input, self._stream, path = source, stream, source.path
-        try:
-            with places.open_arrow(path, mapped=True) as source:
-                self._schema = (pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)).schema
-        except (pa.ArrowException, OSError) as error:
-            raise unreadable(self.input.name, "the Arrow file is broken", error) from None
+        with self._naming(), places.open_arrow(path, mapped=True) as file:
+            self._schema = (pa.ipc.open_stream(file) if stream else pa.ipc.open_file(file)).schema
         self.names = _names(path, self._schema)
 
     def get_type(self, name: str) -> pa.DataType:
@@ -313,16 +307,8 @@ class ArrowTable:
                     rest.validate(full=True)  # the file is untrusted
                     yield from split_batch(rest, row - len(rest), each)
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except (pa.ArrowException, OSError) as error:
-            raise unreadable(self.input.name, "the Arrow file is broken", error) from None
-
-    def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
-        """Return a part's rows."""
-        return Chunk(part.content, size=part.taken)
+    def _naming(self) -> AbstractContextManager[None]:
+        return _named(self.input.name, "Arrow")
 
     def _batches(
         self, source: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions, only: int | None

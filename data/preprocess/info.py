@@ -1,24 +1,31 @@
 """The command `preprocess info DIR`: a summary of a data set, from all of its rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.keys import is_raw
 from hostdev.core.memory import available_bytes
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
-from hostdev.data.preprocess.counting import Counter, add_counts, count_bytes, require_room
-from hostdev.data.preprocess.stored import DamagedError, StoredRows, each_shard, get_size, read_parts, wrong_values
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
-from hostdev.data.schema import Space
-from hostdev.data.targets import columns_of
-from hostdev.kernels.arrays import Counts, Numbers
+from hostdev.data.preprocess.stored import (
+    Counter,
+    DamagedError,
+    StoredRows,
+    StoredVocabulary,
+    add_counts,
+    count_bytes,
+    each_shard,
+    get_size,
+    read_parts,
+    require_room,
+    wrong_values,
+)
+from hostdev.data.schema import Space, columns_of
+from hostdev.kernels.arrays import Array, Counts, Mask, Numbers
 
 TOPS = (1, 10, 100, 1000)
 PLACES = 50  # number of equal, consecutive parts of a split's rows
@@ -101,6 +108,32 @@ class SplitTotals:
             combine = {"low": np.minimum, "high": np.maximum}.get(name, np.add)
             setattr(self, name, combine(getattr(self, name), values))
 
+    def add_part(self, part: StoredRows, found: Manifest, begin: int, whole: int, known: Mask | None = None) -> None:
+        """Add rows of a shard.
+
+        Args:
+            begin: Number of rows before the shard in its split.
+            whole: Number of rows of the split.
+            known: bool [V], marks the ids that training rows use; None if that is unknown.
+        """
+        rows = begin + part.start + np.arange(len(part.label))
+        place = rows * PLACES // whole
+        self.rows += np.bincount(place, minlength=PLACES)
+        for i, values in enumerate(columns_of(part.label)):
+            self.labels[i] += np.bincount(place, values, minlength=PLACES)
+            self.squares[i] += np.square(values, dtype=np.float64).sum()
+        if found.schema.dense:
+            self.zeros += (part.dense == 0).sum(axis=0)
+            self.sums += part.dense.sum(axis=0, dtype=np.float64)
+            self.low = np.minimum(self.low, part.dense.min(axis=0))
+            self.high = np.maximum(self.high, part.dense.max(axis=0))
+        for i, column in enumerate(found.schema.columns):
+            ids = part.ids_of(found.schema, column)
+            self.uses[i] += len(ids)
+            self.out[i] += np.count_nonzero(ids < found.schema.first_value)
+            if known is not None:
+                self.seen[i] += np.count_nonzero(known[ids])
+
     def label_mean(self, label: int) -> float:
         """Return the mean of label number `label`: the share of positive labels if all are 0 or 1."""
         return float(self.labels[label].sum() / max(1, self.rows.sum()))
@@ -156,7 +189,7 @@ def gather(folder: Path) -> Information:
     return Information(folder, found, nbytes, totals, curves)
 
 
-def make_curve(counts: npt.NDArray[Any]) -> Curve:
+def make_curve(counts: Array) -> Curve:
     """Return the curve of ids with these counts [V], in any order; takes 16 bytes of memory per id."""
     ordered = np.sort(counts)[::-1]
     used = int(np.count_nonzero(counts))
@@ -168,7 +201,7 @@ def make_curve(counts: npt.NDArray[Any]) -> Curve:
     return Curve(used, top, half, most, ranks, ordered[ranks - 1] / max(1, total))
 
 
-def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.bool_] | None) -> SplitTotals:
+def _totals(folder: Path, found: Manifest, split: str, known: Mask | None) -> SplitTotals:
     """Return the totals of a split; `known`, bool [V], marks the ids that training rows use."""
     shards = found.shards(split)
     begins = dict(
@@ -181,35 +214,13 @@ def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.boo
         for part in read_parts(folder, found, shard):
             for wrong in wrong_values(part, found.schema):
                 raise DamagedError(folder / shard.file, wrong.text())
-            _add_part(totals, part, found, begins[shard.file], whole, known)
+            totals.add_part(part, found, begins[shard.file], whole, known)
         return totals
 
     result = SplitTotals.empty(found)
     for sums in each_shard(look, folder, shards, f"reading {split} rows"):
         result.add(sums)
     return result
-
-
-def _add_part(
-    totals: SplitTotals, part: StoredRows, found: Manifest, begin: int, whole: int, known: npt.NDArray[np.bool_] | None
-) -> None:
-    rows = begin + part.start + np.arange(len(part.label))
-    place = rows * PLACES // whole
-    totals.rows += np.bincount(place, minlength=PLACES)
-    for i, values in enumerate(columns_of(part.label)):
-        totals.labels[i] += np.bincount(place, values, minlength=PLACES)
-        totals.squares[i] += np.square(values, dtype=np.float64).sum()
-    if found.schema.dense:
-        totals.zeros += (part.dense == 0).sum(axis=0)
-        totals.sums += part.dense.sum(axis=0, dtype=np.float64)
-        totals.low = np.minimum(totals.low, part.dense.min(axis=0))
-        totals.high = np.maximum(totals.high, part.dense.max(axis=0))
-    for i, column in enumerate(found.schema.columns):
-        ids = part.ids_of(found.schema, column)
-        totals.uses[i] += len(ids)
-        totals.out[i] += np.count_nonzero(ids < found.schema.first_value)
-        if known is not None:
-            totals.seen[i] += np.count_nonzero(known[ids])
 
 
 def _count_hashed(folder: Path, found: Manifest, test: SplitTotals) -> dict[str, Curve]:
@@ -240,18 +251,7 @@ def _count_hashed(folder: Path, found: Manifest, test: SplitTotals) -> dict[str,
         for _ in each_shard(count, folder, found.train, f"counting ids of {len(spaces)} columns"):
             pass
         counts = counter.total()
-
-        def look(
-            shard: Shard, spaces: Sequence[Space] = spaces, counts: npt.NDArray[Any] = counts
-        ) -> npt.NDArray[np.int64]:
-            seen = np.zeros(len(schema.columns), np.int64)
-            for part in read_parts(folder, found, shard, known=True):
-                for i, ids in _iterate_columns(part, found, spaces):
-                    seen[i] += np.count_nonzero(counts[ids])
-            return seen
-
-        for seen in each_shard(look, folder, found.test, f"comparing ids of {len(spaces)} columns"):
-            test.seen += seen
+        _count_seen(folder, found, test, spaces, counts.__getitem__, f"{len(spaces)} columns")
         for i, space in enumerate(spaces):
             curves[space.name] = make_curve(counts[i * buckets : (i + 1) * buckets])
     return curves
@@ -260,7 +260,7 @@ def _count_hashed(folder: Path, found: Manifest, test: SplitTotals) -> dict[str,
 def _count_raw(folder: Path, found: Manifest, test: SplitTotals, space: Space) -> Curve:
     """Count the occurrences of the raw ids of an id space, in memory that grows with the distinct ids."""
 
-    def count(shard: Shard) -> tuple[npt.NDArray[np.int64], Counts]:
+    def count(shard: Shard) -> tuple[Counts, Counts]:
         parts = read_parts(folder, found, shard, known=True)
         each = [ids for part in parts for _, ids in _iterate_columns(part, found, [space])]
         return np.unique(np.concatenate(each), return_counts=True)
@@ -269,21 +269,32 @@ def _count_raw(folder: Path, found: Manifest, test: SplitTotals, space: Space) -
     for ids, counts in each_shard(count, folder, found.train, f"counting ids of {space.name}"):
         known, uses = add_counts((known, uses), (ids, counts))
 
-    def look(shard: Shard) -> npt.NDArray[np.int64]:
-        seen = np.zeros(len(found.schema.columns), np.int64)
-        for part in read_parts(folder, found, shard, known=True):
-            for i, ids in _iterate_columns(part, found, [space]):
-                seen[i] += np.count_nonzero(np.isin(ids, known))
-        return seen
-
-    for seen in each_shard(look, folder, found.test, f"comparing ids of {space.name}"):
-        test.seen += seen
+    _count_seen(folder, found, test, [space], lambda ids: np.isin(ids, known), space.name)
     return make_curve(uses)
 
 
-def _iterate_columns(
-    part: StoredRows, found: Manifest, spaces: Sequence[Space]
-) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+def _count_seen(
+    folder: Path,
+    found: Manifest,
+    test: SplitTotals,
+    spaces: Sequence[Space],
+    is_seen: Callable[[Array], Array],
+    shown: str,
+) -> None:
+    """Add to `test.seen` the occurrences of ids of some id spaces for which `is_seen` is not 0 in the test rows."""
+
+    def look(shard: Shard) -> Counts:
+        seen = np.zeros(len(found.schema.columns), np.int64)
+        for part in read_parts(folder, found, shard, known=True):
+            for i, ids in _iterate_columns(part, found, spaces):
+                seen[i] += np.count_nonzero(is_seen(ids))
+        return seen
+
+    for seen in each_shard(look, folder, found.test, f"comparing ids of {shown}"):
+        test.seen += seen
+
+
+def _iterate_columns(part: StoredRows, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, Array]]:
     """Yield, for each column of `spaces`, its index, and its ids as bucket numbers.
 
     The buckets of all `spaces` are numbered consecutively, from 0.

@@ -104,7 +104,8 @@ class InputFile:
         if self.size == 0:
             raise UserError(f"{shown}: the file is empty")
         self.path, self.name = path, shown
-        self._codec, self._zipped = _read_codec(path), ""
+        with places.open_bytes(path) as file:
+            self._codec, self._zipped = _codec(file.read(_MAGIC_BYTES), shown), ""
         self._wanted = wanted
         if self._codec == "zip":
             self._zipped = _find_zipped(path, wanted)
@@ -311,11 +312,6 @@ def _find_zipped(path: Path, wanted: Callable[[str], bool] | None) -> str:
     if next(one for one in members if one.filename == chosen[0]).flag_bits & 1:
         raise UserError(f"{path}: the .zip file is encrypted; unpack it with its password")
     return chosen[0]
-
-
-def _read_codec(path: Path) -> str | None:
-    with places.open_bytes(path) as file:
-        return _codec(file.read(_MAGIC_BYTES), shown_place(path))
 
 
 def _codec(start: bytes, name: str) -> str | None:

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.data.batch import Batch
-from hostdev.data.manifest import Manifest
-from hostdev.data.manifest_values import SCALING_STATISTICS
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+from hostdev.data.manifest import SCALING_STATISTICS, Manifest
+from hostdev.data.preprocess.stored import StoredVocabulary
 from hostdev.data.schema import Schema
+from hostdev.kernels.arrays import Array
 
 _AT_ONCE = 1 << 20  # ids
 _SHOWN = 120  # characters of a value or a list of columns
@@ -88,7 +87,7 @@ def with_known_ids(batch: Batch, schema: Schema, known: int) -> Batch:
     oov = {space.name: space.oov for space in schema.spaces}
     oov_ids = {column.name: oov[column.space] for column in schema.columns}
 
-    def mapped(ids: npt.NDArray[Any], to: Any) -> npt.NDArray[Any]:
+    def mapped(ids: Array, to: Any) -> Array:
         return np.where(ids < known, ids, to).astype(ids.dtype)
 
     ids = mapped(batch.ids, np.array([oov_ids[name] for name in schema.ids], np.int64)) if schema.ids else batch.ids

@@ -9,8 +9,10 @@ A piece is an Arrow file with a single row, in which each column holds one list.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,21 +20,20 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hostdev.core.checksums import Crc32
+from hostdev.core.checksums import Crc32, Digest, HashedFile
+from hostdev.core.errors import naming
 from hostdev.core.json_files import parse
+from hostdev.core.outputs import replacing
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.raw import RawRows, SourceLayout, SourcePosition
-from hostdev.data.preprocess.rejected import Rejected, read_rejected
+from hostdev.data.preprocess.raw import RawRows, Rejected, SourceLayout, SourcePosition, read_rejected
 from hostdev.data.preprocess.vocabulary import HashBuckets
-from hostdev.data.preprocess.writer import write_arrow
-from hostdev.data.targets import columns_of
+from hostdev.data.schema import columns_of
+from hostdev.kernels.arrays import Array
 from hostdev.kernels.cardinality import Sample, draw_sample, estimate, join, make_registers, total
 from hostdev.kernels.columns import narrowed
 from hostdev.kernels.strings import hash_texts
 from hostdev.kernels.unique import IdMap, id_map, tally
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +107,6 @@ class PieceFile:
         """Return the number of rows."""
         return len(self._record["label 0"].values)
 
-    def labels(self, count: int) -> list[Array]:
-        """Return the values of each of `count` labels."""
-        return [self.array(f"label {i}") for i in range(count)]
-
     def keys(self, space: int) -> Array | pa.LargeStringArray:
         """Return the values of id space number `space`: integers or texts."""
         return self.keys_of(f"keys {space}")
@@ -172,7 +169,7 @@ def write_piece(
     content |= rows.rejected.columns()
     facts = {
         "rows": n,
-        "labels": tuple(zip(*(_label_sums(column, n) for column in labels), strict=True)),
+        "labels": tuple(zip(*(_sums(column, n) for column in labels), strict=True)),
         "missing": tuple(zip(*missing, strict=True)) if missing else ((),) * count,
         "bag_values": tuple(zip(*values, strict=True)) if values else ((),) * count,
         "rejected": len(rows.rejected),
@@ -255,7 +252,7 @@ def _encoded(
         for i in mine:
             numbered = positions if len(mine) == 1 else numbers.find(np.ascontiguousarray(columns[i]))
             is_missing[i] = columns[i] == part.missing[space]
-            codes[i] = _narrow(numbered, len(found))
+            codes[i] = numbered.astype(np.min_scalar_type(max(0, len(found) - 1)))
     return codes, is_missing, dictionaries
 
 
@@ -275,25 +272,10 @@ def _in_order(rows: RawRows, layout: SourceLayout, space: str) -> npt.NDArray[np
     return keys
 
 
-def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sums of the values in consecutive segments with these lengths."""
-    ends = np.cumsum(lengths).tolist()
-    starts = [0, *ends[:-1]]
-    return tuple(int(values[a:b].sum(dtype=np.int64)) for a, b in zip(starts, ends, strict=True))
-
-
-def _label_sums(values: Array, lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """Return a label's sums in consecutive segments with these lengths, as integers if the label is 0 or 1."""
-    if values.dtype == np.uint8:
-        return _sums(values, lengths)
-    ends = np.cumsum(lengths).tolist()
-    starts = [0, *ends[:-1]]
-    return tuple(float(values[a:b].sum(dtype=np.float64)) for a, b in zip(starts, ends, strict=True))
-
-
-def _narrow(codes: Array, size: int) -> Array:
-    dtype = np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.uint32
-    return codes.astype(dtype)
+def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return the sums of the values in consecutive segments with these lengths; those of floats are floats."""
+    edges, kind = np.cumsum([0, *lengths]).tolist(), np.float64 if values.dtype.kind == "f" else np.int64
+    return tuple(values[a:b].sum(dtype=kind).item() for a, b in pairwise(edges))
 
 
 def write_lists(path: Path, content: Mapping[str, Any]) -> str:
@@ -302,3 +284,12 @@ def write_lists(path: Path, content: Mapping[str, Any]) -> str:
     lists = [pa.LargeListArray.from_arrays([0, len(values)], values) for values in arrays.values()]
     record = pa.RecordBatch.from_arrays(lists, names=list(arrays))
     return write_arrow(path, record.schema, [record], Crc32)
+
+
+def write_arrow(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], digest: Callable[[], Digest]) -> str:
+    """Write an Arrow file atomically; return its checksum."""
+    with naming(path), replacing(path) as partial, closing(HashedFile(partial, digest)) as file:
+        with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        return file.finish(to_disk=False)

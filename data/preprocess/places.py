@@ -1,8 +1,14 @@
-"""Where the files with raw rows are: paths of this machine, or those of `source_path` for files in a store."""
+"""Where the files with raw rows are: paths of this machine, or those of `source_path` for files in a store.
+
+Files of a store are read as streams, without a copy on this machine.
+"""
 
 import io
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -10,22 +16,22 @@ import pyarrow as pa
 
 from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.errors import UserError
-from hostdev.ext.stores import files
+from hostdev.core.stores import About, Store
 
 
 def is_file(path: Path) -> bool:
     """Return whether there is a file."""
-    return path.is_file() if address_of(path) is None else files.about(path) is not None
+    return path.is_file() if address_of(path) is None else about_in_store(path) is not None
 
 
 def is_folder(path: Path) -> bool:
     """Return whether there is a folder; in a store, one that has files."""
-    return path.is_dir() if address_of(path) is None else bool(files.names_below(path))
+    return path.is_dir() if address_of(path) is None else bool(names_below(path))
 
 
 def files_below(path: Path) -> list[Path]:
     """Return the files below a folder in a store."""
-    return [path / name for name in files.names_below(path)]
+    return [path / name for name in names_below(path)]
 
 
 def stamp(path: Path) -> tuple[int, Any]:
@@ -33,7 +39,7 @@ def stamp(path: Path) -> tuple[int, Any]:
     if address_of(path) is None:
         found = path.stat()
         return found.st_size, found.st_mtime_ns
-    about = files.about(path)
+    about = about_in_store(path)
     if about is None:
         raise UserError(f"{shown_place(path)}: no such file")
     return about.size, about.version
@@ -48,7 +54,7 @@ def open_bytes(path: Path, *, buffered: bool = True) -> BinaryIO:
     """Open a file for reading."""
     if address_of(path) is None:
         return path.open("rb", buffering=-1 if buffered else 0)
-    file = files.StoreFile(path, stamp(path)[0])
+    file = StoreFile(path, stamp(path)[0])
     return cast(BinaryIO, io.BufferedReader(file) if buffered else file)
 
 
@@ -67,3 +73,126 @@ def identities(paths: list[Path]) -> Iterator[tuple[Path, Any]]:
         elif path.exists():
             found = path.stat()
             yield path, (found.st_dev, found.st_ino)
+
+
+_FIRST, _MOST = 1 << 16, 1 << 23  # bytes of the first request of a stream, and of later ones
+_AHEAD = 2  # requests
+
+
+@lru_cache(maxsize=64)
+def _store(address: str) -> Store:
+    return Store(address)
+
+
+def _find(path: Path) -> tuple[Store, str]:
+    """Return the folder of a file in a store, and the file's name."""
+    address = address_of(path)
+    if address is None or "/" not in address.partition("://")[2]:
+        raise UserError(f"{address or path} is not the address of a file; give one such as s3://BUCKET/FOLDER/FILE")
+    above, _, name = address.rpartition("/")
+    return _store(above), name
+
+
+def about_in_store(path: Path) -> About | None:
+    """Return what is known of a file in a store, by its `source_path`; None if there is no such file."""
+    if (address := address_of(path)) is not None and "/" not in address.partition("://")[2]:
+        return None  # a bucket
+    store, name = _find(path)
+    return store.about(name)
+
+
+def names_below(path: Path) -> list[str]:
+    """Return the names of the files below a folder in a store, within it; [] if there is no such folder."""
+    address = address_of(path)
+    assert address is not None
+    return sorted(name for name in _store(address).list() if name)
+
+
+class StoreFile(io.RawIOBase):
+    """A file in a store, read in order or here and there. A stream that is read in order is read ahead.
+
+    Args:
+        path: The file's `source_path`.
+        size: Its size.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._store, self._file = _find(path)
+        self._size, self._at, self._next = size, 0, 0
+        self._window = _FIRST
+        self._start, self._content = 0, b""
+        self._coming: list[tuple[int, int, Future[bytes]]] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._stop = threading.Event()
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position; see `io.IOBase.seek`."""
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read up to the buffer's size; see `io.RawIOBase.readinto`."""
+        view = memoryview(buffer).cast("B")
+        wanted = min(len(view), self._size - self._at)
+        if wanted <= 0:
+            return 0
+        if not self._start <= self._at < self._start + len(self._content):
+            self._fill(wanted)
+        begin = self._at - self._start
+        piece = self._content[begin : begin + wanted]
+        view[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+    def _fill(self, wanted: int) -> None:
+        """Get content at the position: what was read ahead, or what is asked for."""
+        in_order = self._at == self._next
+        if in_order and self._coming and self._coming[0][0] == self._at:
+            start, stop, coming = self._coming.pop(0)
+            self._start, self._content = start, coming.result()
+        else:
+            self._drop()
+            self._window = min(_MOST, 2 * self._window) if in_order else _FIRST
+            stop = min(self._size, self._at + max(self._window, min(wanted, _MOST)))
+            self._start, self._content = self._at, self._get(self._at, stop)
+        self._next = stop
+        if in_order:
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_AHEAD, "hostdev-source")
+        end = self._coming[-1][1] if self._coming else self._next
+        while len(self._coming) < _AHEAD and end < self._size:
+            self._window = min(_MOST, 2 * self._window)
+            start, end = end, min(self._size, end + self._window)
+            self._coming.append((start, end, self._pool.submit(self._get, start, end)))
+
+    def _get(self, start: int, stop: int) -> bytes:
+        return self._store.read_range(self._file, start, stop, self._stop)
+
+    def _drop(self) -> None:
+        for _, _, coming in self._coming:
+            coming.cancel()
+        self._coming = []
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if not self.closed:
+            self._stop.set()
+            self._drop()
+            if self._pool is not None:
+                self._pool.shutdown(wait=True)
+        super().close()

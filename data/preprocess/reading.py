@@ -1,23 +1,25 @@
-"""Settings for reading values in training and serving: whitespace, missing-value markers, lists, hash buckets.
+"""Settings for reading values in training and serving: whitespace, missing-value markers, lists, hash buckets, labels.
 
 This module returns values as text or numbers; other modules turn them into ids and scaled numbers.
 """
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
+from hostdev.core.progress import note
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.columns import Codes, WrongValueError
+from hostdev.data.preprocess.columns import Codes, Positive, WrongValueError
+from hostdev.data.schema import Targets
+from hostdev.kernels.arrays import Array, Lengths, Mask, Numbers, Values
 from hostdev.kernels.strings import hash_texts
 
 ENDS = ("first", "last")
@@ -118,11 +120,11 @@ class ReadSettings:
         array, _ = readable(arrow.decoded(array))
         return self.clean(array)
 
-    def numbers(self, array: pa.Array) -> npt.NDArray[np.float64]:
+    def numbers(self, array: pa.Array) -> Numbers:
         """Return numbers as `columns.as_numbers` does, with NaN for missing-value markers."""
         return self._known(arrow.as_numbers(self._with_points(array)))
 
-    def numbers_where_readable(self, array: pa.Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    def numbers_where_readable(self, array: pa.Array) -> tuple[Numbers, Mask]:
         """Return numbers as `columns.numbers_where_readable` does, with NaN for missing-value markers."""
         if self.is_usual:
             return arrow.numbers_where_readable(array)
@@ -147,7 +149,7 @@ class ReadSettings:
             texts = pc.replace_substring(pc.replace_substring(texts, ".", ""), self.decimal, ".")
         return texts
 
-    def _known(self, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def _known(self, numbers: Numbers) -> Numbers:
         return np.where(np.isin(numbers, self._numbers), np.nan, numbers) if self._numbers else numbers
 
     def values(self, array: pa.Array) -> tuple[Codes, pa.StringArray]:
@@ -164,11 +166,8 @@ class ReadSettings:
         """
         if arrow.classify_type(array.type) == "list":
             lengths = arrow.list_lengths(array).astype(np.int32)
-            try:
+            with arrow.in_lists(lengths):
                 codes, texts = self.values(array.flatten())
-            except WrongValueError as error:
-                error.row = arrow.find_row(error.row, lengths)
-                raise
         else:
             which, whole = arrow.as_text(array)
             lists = self.split(whole)
@@ -180,9 +179,7 @@ class ReadSettings:
         codes, lengths = self.known(codes, lengths, there)
         return codes, texts, lengths
 
-    def known(
-        self, values: npt.NDArray[Any], lengths: npt.NDArray[Any], there: npt.NDArray[np.bool_]
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    def known(self, values: Array, lengths: Array, there: Mask) -> tuple[Array, Lengths]:
         """Drop missing values, and each row's values beyond `length`; return the kept values and the rows' new lengths.
 
         Args:
@@ -240,7 +237,7 @@ class ReadSettings:
         return pc.if_else(pc.equal(texts, ""), texts, numbers)
 
 
-def readable(array: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+def readable(array: pa.Array) -> tuple[pa.Array, Mask]:
     """Replace text that is not UTF-8 with null; return the result and the mask of these rows, bool [n]."""
     if arrow.classify_type(array.type) != "text":
         return array, np.zeros(len(array), np.bool_)
@@ -291,3 +288,127 @@ def all_readings(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
         trimmed = bool(options.get("trimmed", False))
         found[name] = own.get(name, ReadSettings()).within(missing, decimal, separator, trimmed=trimmed)
     return found
+
+
+GetColumn = Callable[[str], pa.Array]  # from a column's name to the column [n]
+
+
+class Labels:
+    """Reads the labels and weights of rows.
+
+    Args:
+        names: Names of all labels.
+        targets: Which labels are numbers, and the name of the weight.
+        rule: Which values are positive (see `Positive`), for labels that are not in `rules`; None means 1 and true.
+        rules: Which values are positive, by label.
+        readings: Reading settings by the name of a label or the weight.
+        tells: Whether to print a line, once for each label, if a value such as -1 beside 0 and 1 becomes a negative
+            label.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        targets: Targets,
+        rule: str | None,
+        rules: Mapping[str, str],
+        readings: Mapping[str, ReadSettings],
+        *,
+        tells: bool = False,
+    ) -> None:
+        self._names, self._targets, self._readings = names, targets, readings
+        self._rules = {
+            name: None if text is None else Positive.parse(text)
+            for name in names
+            if name not in targets.numeric
+            for text in [rules.get(name, rule)]
+        }
+        self._untold = {name for name, one in self._rules.items() if tells and one is not None and one.op == "="}
+
+    def column(self, name: str) -> str:
+        """Return the name of the column from which a label or the weight is read."""
+        return self._readings[name].column or name
+
+    def read(self, get: GetColumn, n: int, known: Container[str] | None = None) -> Values:
+        """Return the labels of n rows, float32 [n], or [n, labels] if there are several; NaN for unreadable labels.
+
+        Args:
+            known: Names of the columns that exist, or None if all do; labels of other columns are NaN.
+        """
+        each = [
+            self._label(name, get) if known is None or self.column(name) in known else np.full(n, np.nan, np.float32)
+            for name in self._names
+        ]
+        return each[0] if len(each) == 1 else np.stack(each, 1)
+
+    def weights(self, get: GetColumn) -> Values | None:
+        """Return the weights, float32 [n], or None if there is no weight; NaN for unreadable or negative weights."""
+        name = self._targets.weight
+        if name is None:
+            return None
+        return self._numbers(name, get, least=0)
+
+    def require(self, get: GetColumn) -> None:
+        """Raise WrongLabelError if a label or the weight of a single row cannot be read; `get` returns columns [1]."""
+        for name in self._targets.names(self._names[0]):
+            column = self.column(name)
+            try:
+                if name in self._rules:
+                    arrow.as_labels(self._readings[name].label(get(column)), self._rules[name])
+                else:
+                    self._require_number(name, get)
+            except WrongValueError as error:
+                raise WrongLabelError(column, error) from None
+
+    def _require_number(self, name: str, get: GetColumn) -> None:
+        """Raise WrongValueError unless a numeric label, or the weight, of a single row is a valid number."""
+        is_label = name in self._names
+        if not np.isnan(self._numbers(name, get, least=-np.inf if is_label else 0)).any():
+            return
+        self._readings[name].numbers(get(self.column(name)))  # raises for text that is not a number
+        raise WrongValueError(
+            0, "the value is missing, or too large" if is_label else "the value is missing, negative, or too large"
+        )
+
+    def _label(self, name: str, get: GetColumn) -> Values:
+        if name not in self._rules:
+            return self._numbers(name, get, least=-np.inf)
+        found = self._readings[name].label(get(self.column(name)))
+        if name in self._untold:
+            self._tell(name, found)
+        try:
+            return arrow.as_labels(found, self._rules[name])
+        except WrongValueError:
+            return arrow.labels_where_readable(found, self._rules[name])
+
+    def _tell(self, name: str, labels: pa.Array) -> None:
+        """Print a note if a number below 0, such as -1, becomes a negative label, and so does 0 or a larger number."""
+        rule = self._rules[name]
+        assert rule is not None
+        values = arrow.decoded(labels)
+        if len(values) == 0 or arrow.classify_type(values.type) not in ("text", "number"):
+            return
+        positive = arrow.parse_exactly(rule.value)
+        others = [value for value in arrow.distinct_numbers(values) if value != positive]
+        if min(others, default=0) < 0 <= max(others, default=-1) and name in self._untold:
+            self._untold.discard(name)
+            note(
+                f"label {name!r}: --positive {rule.value} makes {min(others):g} a negative label, like "
+                f"{max(others):g}; if {min(others):g} means that the label is unknown, give --missing={min(others):g}"
+            )
+
+    def _numbers(self, name: str, get: GetColumn, *, least: float) -> Values:
+        """Return a column's numbers; NaN where missing, unreadable, less than `least`, or too large for float32."""
+        numbers, unread = self._readings[name].numbers_where_readable(get(self.column(name)))
+        with np.errstate(over="ignore"):
+            found = np.asarray(numbers).astype(np.float32)
+        found[unread | ~np.isfinite(found) | (found < least)] = np.nan
+        return found
+
+
+class WrongLabelError(UserError):
+    """A label or weight cannot be read."""
+
+    def __init__(self, column: str, error: WrongValueError) -> None:
+        self.column = column
+        super().__init__(str(error))

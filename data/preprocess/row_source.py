@@ -49,6 +49,7 @@ class RecordBatches:
     lines_before = 0
     most_rows = 2**62  # unknown
     respelled: Mapping[str, str] = MappingProxyType({})
+    changed = "the rows changed while they were read; run again once nothing writes to them"
 
     def __init__(self, name: str, schema: "pa.Schema") -> None:
         self.name, self.schema = name, schema
@@ -99,15 +100,8 @@ class _Input:
     plain, size, path = False, 0, Path("-")
 
     def __init__(self, rows: RecordBatches) -> None:
-        self._rows = rows
+        self._rows, self.name, self.describe = rows, rows.name, rows.describe
         self._seen = rows.fingerprint()
-
-    @property
-    def name(self) -> str:
-        return self._rows.name
-
-    def describe(self) -> dict[str, Any]:
-        return self._rows.describe()
 
     def stamp(self) -> list[Any] | None:
         return self._seen
@@ -116,6 +110,4 @@ class _Input:
         from hostdev.core.errors import UserError
 
         if self._rows.fingerprint() != self._seen:
-            raise UserError(
-                f"{self.name}: the rows changed while they were read; run again once nothing writes to them"
-            )
+            raise UserError(f"{self.name}: {self._rows.changed}")

@@ -1,33 +1,39 @@
-"""The second pass: learn scaling and vocabulary from the training rows, assign ids, and build shards."""
+"""The second pass: learn scaling and vocabulary from the training rows, assign ids, and make shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
+from hostdev.core.errors import TransientError
+from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data import ragged
-from hostdev.data.preprocess.dense import Scaling
-from hostdev.data.preprocess.pieces import Facts, PieceFile, write_lists
+from hostdev.data.batch import Piece
+from hostdev.data.manifest import APART, SPLITS, SQUEEZED, UNKNOWN, Shard, shard_schema
+from hostdev.data.preprocess import scaling as scalings
+from hostdev.data.preprocess.pieces import Facts, PieceFile, write_arrow, write_lists
 from hostdev.data.preprocess.raw import SourceLayout
-from hostdev.data.preprocess.scaling import ByColumn
+from hostdev.data.preprocess.scaling import Scaling
 from hostdev.data.preprocess.vocabulary import Vocabulary
-from hostdev.data.rows import Piece
 from hostdev.data.schema import Schema
-from hostdev.kernels.arrays import Array
+from hostdev.kernels.arrays import Array, Numbers
 from hostdev.kernels.columns import place_column
 
-_SOME = 20  # `apart` and `squeezed` ignore columns with fewer values
+_SOME = 20  # `find_apart` and `find_squeezed` ignore columns with fewer values
+MOST_VALUES = 2**31 - 1  # per bag in a record batch: offsets are int32
 _NEARLY_ALL = 0.999  # share of a column's numbers
 
 
-def get_numbers(piece: PieceFile, columns: int) -> npt.NDArray[np.float64]:
+def get_numbers(piece: PieceFile, columns: int) -> Numbers:
     """Return the numeric columns of a piece, float64 [n, columns]."""
     return piece.array("numbers").reshape(len(piece), columns).astype(np.float64)
 
@@ -48,20 +54,11 @@ def learn(
     stop = Event()  # set on Ctrl-C or an error in one task; tasks then end after their current piece
     with bar(len(paths) * kinds, "counting", "pieces") as progress:
 
-        def known() -> Iterator[npt.NDArray[np.float64]]:
+        def known() -> Iterator[Numbers]:
             for path, fact in zip(paths, facts, strict=True):
                 if stop.is_set():
                     return
                 yield get_numbers(PieceFile(path), len(layout.dense))[: fact.rows[0]]
-
-        def numbers() -> None:
-            if isinstance(scaling, ByColumn):
-                scaling.find_limits(known)
-            for path, fact in zip(paths, facts, strict=True):
-                if stop.is_set():
-                    return
-                scaling.observe(get_numbers(PieceFile(path), len(layout.dense))[: fact.rows[0]])
-                progress.update()
 
         def values(space: int) -> None:
             assert vocabulary is not None
@@ -73,9 +70,9 @@ def learn(
                 vocabulary.count(space, piece.keys(space)[: len(uses)], uses)
                 progress.update()
 
-        tasks = [workers.submit(numbers)]
+        tasks = [workers.submit(partial(scalings.learn, scaling, known, progress.update))]
         if vocabulary is not None:
-            tasks += [workers.submit(lambda space=space: values(space)) for space in range(len(layout.spaces))]  # type: ignore[misc]
+            tasks += [workers.submit(partial(values, space)) for space in range(len(layout.spaces))]
         try:
             for task in tasks:
                 task.result()
@@ -95,7 +92,7 @@ def number(paths: Sequence[Path], vocabulary: Vocabulary, workers: Workers) -> l
         }
         return write_lists(ids_path(path), found)
 
-    tasks: list[Future[str]] = [workers.submit(lambda path=path: ids(path)) for path in paths]  # type: ignore[misc]
+    tasks = [workers.submit(partial(ids, path)) for path in paths]
     return [task.result() for task in tasks]
 
 
@@ -127,18 +124,26 @@ def split_shards(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Ite
         yield [one for one in ranges if one.start < one.stop]
 
 
+@dataclass(frozen=True)
+class ShardOptions:
+    """What all shards are made with; `dense` is the scaling's mode, `hashed` says that pieces have ids already."""
+
+    schema: Schema
+    layout: SourceLayout
+    scaling: Scaling
+    hashed: bool
+    dense: str
+
+
 def build_shard(
     ranges: Sequence[RowRange],
     split: int,
     paths: Sequence[Path] | Mapping[int, Path],
     counts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
-    schema: Schema,
-    layout: SourceLayout,
-    scaling: Scaling,
-    *,
-    hashed: bool,
+    how: ShardOptions,
 ) -> Piece:
     """Build the rows of a shard, with ids and scaled numbers; `counts` has each piece's number of rows by split."""
+    schema, layout = how.schema, how.layout
     n, columns = sum(one.stop - one.start for one in ranges), len(layout.ids)
     several = bool(layout.targets.more)
     label = np.empty((n, len(layout.labels)), np.float32)
@@ -151,15 +156,15 @@ def build_shard(
     done = 0
     for one in ranges:
         path = paths[one.piece]
-        piece, known = PieceFile(path), None if hashed else PieceFile(ids_path(path))
+        piece, known = PieceFile(path), None if how.hashed else PieceFile(ids_path(path))
         before = sum(counts[one.piece][:split])
         rows = slice(before + one.start, before + one.stop)
         here = slice(done, done + one.stop - one.start)
-        for i, values in enumerate(piece.labels(len(layout.labels))):
-            label[here, i] = values[rows]
+        for i in range(len(layout.labels)):
+            label[here, i] = piece.array(f"label {i}")[rows]
         if weight is not None:
             weight[here] = piece.array("weight")[rows]
-        dense[here] = scaling.transform(get_numbers(piece, len(layout.dense))[rows])
+        dense[here] = how.scaling.transform(get_numbers(piece, len(layout.dense))[rows])
         if known is None:
             ids[here] = piece.array("ids").reshape(len(piece), columns)[rows]
         else:
@@ -192,7 +197,7 @@ def out_of_vocabulary(rows: Piece, schema: Schema) -> tuple[list[int], list[int]
     return out, [n] * columns + [len(values) for values in bags]
 
 
-def apart(rows: Piece, schema: Schema) -> list[str]:
+def find_apart(rows: Piece, schema: Schema) -> list[str]:
     """Return the columns that share another column's ids but have no value in common with that column."""
     ids = dict(
         zip([*schema.ids, *rows.bags], [*rows.ids.T, *(values for values, _ in rows.bags.values())], strict=True)
@@ -207,7 +212,7 @@ def apart(rows: Piece, schema: Schema) -> list[str]:
     ]
 
 
-def squeezed(rows: Piece, names: Sequence[str], mode: str) -> list[str]:
+def find_squeezed(rows: Piece, names: Sequence[str], mode: str) -> list[str]:
     """Return the numeric columns where outliers push nearly all other scaled numbers close to 0."""
     least = {"max": 0.01, "standard": 0.1}.get(mode, 0.0)  # logarithms limit outliers
     found = []
@@ -216,3 +221,161 @@ def squeezed(rows: Piece, names: Sequence[str], mode: str) -> list[str]:
         if len(known) >= _SOME and np.quantile(known, _NEARLY_ALL) < least:
             found.append(name)
     return found
+
+
+def write_shard(path: Path, rows: Piece, schema: Schema) -> str:
+    """Write a shard atomically; return its SHA-256."""
+    kinds = shard_schema(schema, schema.id_type)
+    return write_arrow(path, kinds, _batches(rows, kinds), sha256)
+
+
+def _batches(rows: Piece, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Iterate over batches of rows; there is one batch unless a bag has more than MOST_VALUES values."""
+    offsets = [begin for _, begin in rows.bags.values()]
+    start, n = 0, len(rows)
+    while start < n:
+        stop = min([n, *(int(np.searchsorted(begin, begin[start] + MOST_VALUES, "right")) - 1 for begin in offsets)])
+        label = rows.label[start:stop]
+        columns = [pa.array(label) if label.ndim == 1 else _fixed_size_list(label)]
+        if rows.weight is not None:
+            columns.append(pa.array(rows.weight[start:stop]))
+        for values in (rows.dense[start:stop], rows.ids[start:stop]):
+            if values.shape[1]:
+                columns.append(_fixed_size_list(values))
+        for (name, (values, _)), begin in zip(rows.bags.items(), offsets, strict=True):
+            part = begin[start : stop + 1]
+            for each in (values, rows.bag_weights.get(name)):
+                if each is not None:
+                    inside = pa.array(each[part[0] : part[-1]])
+                    columns.append(pa.ListArray.from_arrays(pa.array(part - part[0], pa.int32()), inside))
+        yield pa.record_batch(columns, schema=kinds)
+        start = stop
+
+
+def _fixed_size_list(values: Array) -> pa.Array:
+    """Return the rows of values [n, k] as lists."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
+
+
+def shard_name(split: str, number: int) -> str:
+    """Return the path of a shard within its data set."""
+    return f"{split}/part-{number:05d}.arrow"
+
+
+def make_shard(
+    path: Path,
+    name: str,
+    ranges: Sequence[RowRange],
+    split: int,
+    paths: Sequence[Path] | Mapping[int, Path],
+    counts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
+    how: ShardOptions,
+) -> dict[str, Any]:
+    """Write a shard to `path`; return its entry of the journal: name, rows, SHA-256 and statistics.
+
+    `counts` has the number of rows by split of each piece.
+    """
+    rows = build_shard(ranges, split, paths, counts, how)
+    out, uses = out_of_vocabulary(rows, how.schema)
+    is_first = name == shard_name(SPLITS[0], 0)
+    apart = find_apart(rows, how.schema) if is_first and not how.hashed else []
+    near = find_squeezed(rows, how.schema.dense, how.dense) if is_first else []
+    found = {"file": name, "rows": len(rows), "sha256": write_shard(path, rows, how.schema)}
+    return found | {"out": out, "uses": uses, APART: apart, SQUEEZED: near}
+
+
+class Shards:
+    """The shards of a data set.
+
+    Attributes:
+        found: The shards by split, in order.
+    """
+
+    def __init__(self, splits: Sequence[str], schema: Schema, *, hashed: bool) -> None:
+        self.found: dict[str, list[Shard]] = {split: [] for split in splits}
+        self._names, self._hashed = [*schema.ids, *schema.bags], hashed
+        self._out = {split: [0] * len(self._names) for split in splits}
+        self._uses = {split: [0] * len(self._names) for split in splits}
+        self._told: dict[str, list[str]] = {APART: [], SQUEEZED: []}
+
+    def add(self, split: str, made: Mapping[str, Any]) -> None:
+        """Add the next shard of a split, a result of `make_shard`."""
+        self.found[split].append(Shard(file=made["file"], rows=made["rows"], sha256=made["sha256"]))
+        self._out[split] = [*map(sum, zip(self._out[split], made["out"], strict=True))]
+        self._uses[split] = [*map(sum, zip(self._uses[split], made["uses"], strict=True))]
+        for about in (APART, SQUEEZED):
+            self._told[about] += made[about]
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the manifest's statistics of ids out of vocabulary, and the columns to tell of."""
+        whole = {split: sum(self._out[split]) / max(1, sum(self._uses[split])) for split in self.found}
+        by_column = {
+            split: {
+                name: a / max(1, b) for name, a, b in zip(self._names, self._out[split], self._uses[split], strict=True)
+            }
+            for split in self.found
+        }
+        return {"out_of_vocabulary": whole, **({} if self._hashed else {UNKNOWN: by_column}), **self._told}
+
+
+_OVERHEAD = 16 << 20  # bytes per thread, besides rows
+_NUMBER_BYTES = 24  # per number of a piece during scaling: three float64 copies
+
+
+class ShardMemory:
+    """Estimates the memory for writing the shards of all rows added so far.
+
+    Args:
+        threads: Number of threads; each writes one shard at a time.
+        splits: Number of splits.
+        free: Bytes of memory for all threads; None for what is free on this machine.
+    """
+
+    def __init__(
+        self,
+        layout: SourceLayout,
+        rows_per_shard: int,
+        threads: int,
+        id_type: str,
+        splits: int,
+        free: int | None = None,
+    ) -> None:
+        self._free = free
+        self._layout, self._most, self._threads = layout, rows_per_shard, threads
+        self._id_bytes = np.dtype(id_type).itemsize
+        self._rows, self._values, self._piece_rows = [0] * splits, [0] * splits, 0
+
+    def add_pieces(self, facts: Sequence[Facts]) -> None:
+        """Add the rows of pieces.
+
+        Raises TransientError unless all shards that are written concurrently fit into free memory.
+        """
+        for i in range(len(self._rows)):
+            self._rows[i] += sum(fact.rows[i] for fact in facts)
+            self._values[i] += sum(sum(fact.bag_values[i]) for fact in facts)
+        self._piece_rows = max([self._piece_rows, *(sum(fact.rows) for fact in facts)])
+        shard, threads, rows = max(map(self._shard, range(len(self._rows))), key=lambda found: found[0] * found[1])
+        free = available_bytes() if self._free is None else self._free
+        if threads * shard > free:
+            held = "a thread would hold" if threads == 1 else f"{threads} threads would each hold"
+            fewer = "" if threads == 1 else ", or fewer --threads"
+            raise TransientError(
+                f"{held} a shard of {rows:,} rows, {format_bytes(shard)}, but {format_bytes(free)} of memory are free; "
+                f"give a smaller --rows-per-shard{fewer}"
+            )
+
+    def _shard(self, split: int) -> tuple[int, int, int]:
+        """Return the estimated bytes of a split's shard, the number of concurrent shards, and the rows per shard.
+
+        A bag's values are held twice: by piece and concatenated. Counting out-of-vocabulary ids takes a byte per id.
+        """
+        rows = min(self._rows[split], self._most)
+        if rows == 0:
+            return 0, 0, 0
+        ids, numbers, bags = len(self._layout.ids), len(self._layout.dense), len(self._layout.bags)
+        each = 4 + 4 * numbers + (self._id_bytes + 1) * ids + 16 * bags
+        values = self._values[split] * rows // self._rows[split]
+        piece_bytes = _NUMBER_BYTES * numbers * self._piece_rows
+        threads = min(self._threads, -(-self._rows[split] // rows))
+        each_value = 2 * self._id_bytes + (8 if any(bag.weighted for bag in self._layout.bags) else 0)
+        return rows * each + each_value * values + piece_bytes + _OVERHEAD, threads, rows

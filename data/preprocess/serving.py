@@ -14,8 +14,21 @@ import pyarrow.compute as pc
 
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import WrongValueError
-from hostdev.data.preprocess.forms import BOOLS, MISSING, NUMBERS, PADDED, TIMES, TIMESTAMPS, Texts, Written, each_form
-from hostdev.data.preprocess.times import time_texts, timestamp_texts, timestamps_from_text
+from hostdev.data.preprocess.forms import (
+    BOOLS,
+    MISSING,
+    NUMBERS,
+    PADDED,
+    TIMES,
+    TIMESTAMPS,
+    Texts,
+    Written,
+    each_form,
+    find_zone,
+    time_texts,
+    timestamp_texts,
+    timestamps_from_text,
+)
 from hostdev.kernels import forms as kernel
 from hostdev.kernels.arrays import Mask
 
@@ -294,14 +307,8 @@ def _format_times(values: pa.Array, written: Written, shown: str | None = None) 
     require_type(values.type, written)
     if pa.types.is_time(values.type):
         return time_texts(values.cast(pa.string()), written.forms)
-    zoned = any(
-        kernel.TIMESTAMP <= form < kernel.TIME and (form - kernel.TIMESTAMP) % kernel.ZONES for form in written.forms
-    )
-    naive = any(
-        form == kernel.DATE
-        or (kernel.TIMESTAMP <= form < kernel.TIME and (form - kernel.TIMESTAMP) % kernel.ZONES == 0)
-        for form in written.forms
-    )
+    zones = {kernel.NAIVE if form == kernel.DATE else find_zone(form) for form in written.forms} - {None}
+    zoned, naive = bool(zones - {kernel.NAIVE}), kernel.NAIVE in zones
     zone = getattr(values.type, "tz", None)
     if zone is not None and not zoned:
         raise WrongTypeError(

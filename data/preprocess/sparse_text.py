@@ -18,10 +18,10 @@ import pyarrow as pa
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
-from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, UnparsedRows
+from hostdev.data.preprocess.files import Chunk, TableFile, UnparsedRows
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
-from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.raw import RejectedLines
 from hostdev.data.preprocess.text import LONGEST, whole_lines, window_lines
 
 _BLOCK = 1 << 22  # bytes
@@ -53,11 +53,8 @@ def find_kind(source: AnyInput) -> str | None:
     return next((kind for kind, form in _KINDS.items() if lines and all(map(form.fullmatch, lines))), None)
 
 
-class SparseText:
+class SparseText(TableFile):
     """A file of sparse text; a line is malformed if it has a column that does not occur in the file's first MiB."""
-
-    lines_before = 0
-    respelled = AS_WRITTEN
 
     def __init__(self, source: AnyInput, kind: str) -> None:
         self.input, self._kind = source, kind

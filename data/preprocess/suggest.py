@@ -21,7 +21,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import roles
 from hostdev.data.preprocess.files import TableFile
 from hostdev.data.preprocess.naming import listed, short
-from hostdev.data.preprocess.sampled import SampledColumn, sample
+from hostdev.data.preprocess.roles import SampledColumn, sample
 
 _SEPARATORS = ("|", ";", ",", "^", " ")
 _DOUBTFUL = (";", ",", " ")  # separators that also occur within a single text

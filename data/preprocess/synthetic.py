@@ -1,11 +1,15 @@
 """Synthetic Criteo data of any length: Zipf-distributed categoricals, skewed integers, labels from a planted model.
 
-Row i is a pure function of (seed, i), so a longer data set begins with the rows of a shorter one.
+Row i is a pure function of (seed, i), so a longer data set begins with the rows of a shorter one. A small data set for
+runs without --data is created once in the user's cache folder.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +19,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar
+from hostdev.core.user_cache import user_cache
+from hostdev.data.manifest import FILE_NAME, VERSION
+from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text
-from hostdev.data.preprocess.raw import BEGINNING, RawBlock, RawRows, SourcePosition
+from hostdev.data.preprocess.options import Options
+from hostdev.data.preprocess.raw import BEGINNING, FileSource, RawBlock, RawRows, SourcePosition
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
 
@@ -28,65 +36,12 @@ CHUNK_ROWS = 1 << 16
 _SQRT_12 = math.sqrt(12.0)
 
 # Distinct values per categorical field of Criteo's Kaggle data set, and the share of empty fields.
-CARDINALITIES = np.array(
-    [
-        1460,
-        583,
-        10_131_227,
-        2_202_608,
-        305,
-        24,
-        12_517,
-        633,
-        3,
-        93_145,
-        5_683,
-        8_351_593,
-        3_194,
-        27,
-        14_992,
-        5_461_306,
-        10,
-        5_652,
-        2_173,
-        4,
-        7_046_547,
-        18,
-        15,
-        286_181,
-        105,
-        142_572,
-    ]
-)
+CARDINALITIES = np.array([
+    1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194, 27, 14_992, 5_461_306,
+    10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
+])  # fmt: skip
 EMPTY_RATES = np.array(
-    [
-        0,
-        0,
-        0.03,
-        0.03,
-        0,
-        0.12,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0.03,
-        0,
-        0,
-        0,
-        0.03,
-        0,
-        0,
-        0.44,
-        0.44,
-        0.03,
-        0.76,
-        0,
-        0.03,
-        0.44,
-        0.44,
-    ]
+    [0, 0, 0.03, 0.03, 0, 0.12, 0, 0, 0, 0, 0, 0.03, 0, 0, 0, 0.03, 0, 0, 0.44, 0.44, 0.03, 0.76, 0, 0.03, 0.44, 0.44]
 )
 ZIPF_EXPONENT = 1.1
 # Integer columns: log-normal with these medians, shifted down, and the share of missing values.
@@ -100,12 +55,11 @@ VALUE_EFFECT = 0.28
 SLOPES = np.array([0.25, 0.05, 0.05, -0.1, -0.2, -0.15, 0.25, 0.05, 0.05, 0.15, 0.15, 0.05, -0.1])
 
 
-class Synthetic:
+class Synthetic(FileSource):
     """The first `rows` synthetic rows for this seed."""
 
     layout = LAYOUT
     unit = "rows"
-    has_validation = False
     signed = False
     format_keys = staticmethod(hex_text)
     kinds = None
@@ -129,30 +83,13 @@ class Synthetic:
 
     def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Return a chunk's rows."""
-        return self._chunk(*block.content)
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Return the generator's arguments."""
-        return [{"synthetic": True, "rows": self.total, "seed": self.seed}]
-
-    def stamp(self) -> list[Any]:
-        """Return the generator's version and arguments."""
-        return [GENERATOR_VERSION, self.total, self.seed]
-
-    def check_unchanged(self) -> None:
-        """Do nothing: generated rows cannot change."""
-
-    def options(self) -> dict[str, Any]:
-        """Return the options that the manifest records for synthetic rows."""
-        return {"preset": "synthetic"}
-
-    def _chunk(self, number: int, n: int) -> RawRows:
+        number, n = block.content
         rng = np.random.Generator(np.random.Philox(key64(self.seed, "synthetic", number)))
         ranks = zipf_ranks(rng.random((CHUNK_ROWS, CATEGORICAL))[:n], CARDINALITIES, ZIPF_EXPONENT)
         ranks = np.where(rng.random((CHUNK_ROWS, CATEGORICAL))[:n] < EMPTY_RATES, -1, ranks)  # -1: empty
-        hashed = ranks.astype(np.uint64)
-        values = (mix64(hashed ^ self._value_keys) >> np.uint64(32)).astype(np.int64)
-        logit = BIAS + VALUE_EFFECT * _standard(mix64(hashed ^ self._effect_keys)).sum(axis=1)
+        bits = ranks.astype(np.uint64)
+        values = (mix64(bits ^ self._value_keys) >> np.uint64(32)).astype(np.int64)
+        logit = BIAS + VALUE_EFFECT * _standard(mix64(bits ^ self._effect_keys)).sum(axis=1)
 
         normal = rng.standard_normal((CHUNK_ROWS, DENSE))[:n]
         missing = rng.random((CHUNK_ROWS, DENSE))[:n] < MISSING_RATES
@@ -165,6 +102,18 @@ class Synthetic:
             np.where(ranks < 0, EMPTY, values),
             missing=dict.fromkeys(LAYOUT.spaces, EMPTY),
         )
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the generator's arguments."""
+        return [{"synthetic": True, "rows": self.total, "seed": self.seed}]
+
+    def stamp(self) -> list[Any]:
+        """Return the generator's version and arguments."""
+        return [GENERATOR_VERSION, self.total, self.seed]
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that the manifest records for synthetic rows."""
+        return {"preset": "synthetic"}
 
 
 def zipf_ranks(
@@ -214,3 +163,35 @@ def _text_table(rows: RawRows) -> pa.Table:
         columns.append(pc.fill_null(pa.array(integers[:, i], mask=missing[:, i]).cast(pa.string()), ""))
     columns += [hex_text(rows.keys[:, i]) for i in range(CATEGORICAL)]
     return pa.table(columns, names=COLUMNS)
+
+
+LOOKALIKE_ROWS = 60_000
+_SEED = 2020
+_OPTIONS = Options(threshold=5, dense="log", seed=_SEED)
+
+
+def find_lookalike() -> Path | None:
+    """Return the synthetic data set's folder, or None if it does not exist."""
+    folder = _folder()
+    return folder if (folder / FILE_NAME).is_file() else None
+
+
+def _folder() -> Path:
+    recipe = json.dumps([LOOKALIKE_ROWS, _SEED, asdict(_OPTIONS), GENERATOR_VERSION, VERSION])
+    return user_cache() / f"lookalike-{sha256(recipe.encode()).hexdigest()[:8]}"
+
+
+def ensure_lookalike() -> tuple[Path, bool]:
+    """Create the synthetic data set unless it exists; return its folder, and whether it was missing.
+
+    Concurrent processes may call this; all of them get the same folder.
+    """
+    folder = _folder()
+    if (folder / FILE_NAME).is_file():
+        return folder, False
+    try:
+        build(Synthetic(LOOKALIKE_ROWS, _SEED), folder, _OPTIONS)
+    except (HostdevError, OSError):
+        if not (folder / FILE_NAME).is_file():  # otherwise another process created it first
+            raise
+    return folder, True

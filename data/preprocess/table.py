@@ -1,4 +1,4 @@
-"""A source of rows from tables with named columns: CSV, TSV, Parquet and Arrow files."""
+"""A source of rows from tables with named columns: CSV, TSV, sparse text, Parquet and Arrow files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,23 +10,49 @@ from hostdev.core.addresses import source_path
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.bag_weights import can_be_weights
 from hostdev.data.preprocess.columns import Positive
 from hostdev.data.preprocess.delimited import DelimitedFile
-from hostdev.data.preprocess.files import TableFile, UnparsedRows, find_format, is_table
+from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile, UnparsedRows, find_format, is_table
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.forms import NUMBERS, Written
-from hostdev.data.preprocess.inputs import open_input
+from hostdev.data.preprocess.inputs import AnyInput, InputFile, open_input
+from hostdev.data.preprocess.lists import can_be_weights, elements
 from hostdev.data.preprocess.naming import about_blanks, listed, short
-from hostdev.data.preprocess.opening import open_file
-from hostdev.data.preprocess.raw import BEGINNING, RawBlock, RawRows, SourcePosition
+from hostdev.data.preprocess.raw import BEGINNING, FileSource, RawBlock, RawRows, SourcePosition
+from hostdev.data.preprocess.sparse_text import SparseText, find_kind
 from hostdev.data.preprocess.table_options import TEXT_OPTIONS, TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
-from hostdev.data.preprocess.vectors import elements
 from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
 
 
-class TableSource:
+def open_file(
+    source: AnyInput,
+    found: str,
+    *,
+    columns: Sequence[str] | None,
+    delimiter: str | None,
+    quotes: bool,
+    encoding: str,
+    skipped_lines: int,
+) -> TableFile:
+    """Open a file of format `found`, a result of `files.find_format`.
+
+    The options are those of `DelimitedFile`. Sparse text is recognized only if all options have their defaults.
+    Raises UserError for a broken file, and for a pipe unless the format is text.
+    """
+    if found == "text":
+        is_told = columns is not None or delimiter is not None or skipped_lines or encoding != "utf-8" or not quotes
+        if not is_told and (kind := find_kind(source)) is not None:
+            return SparseText(source, kind)
+        return DelimitedFile(
+            source, columns=columns, delimiter=delimiter, quotes=quotes, encoding=encoding, skipped_lines=skipped_lines
+        )
+    if not isinstance(source, InputFile):
+        raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
+    return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
+
+
+class TableSource(FileSource):
     """The rows of files, of all tables in folders, or of standard input ("-").
 
     Args:
@@ -47,54 +73,31 @@ class TableSource:
         chosen = (list(map(source_path, names)) for names in (options.test_files, options.validation_files))
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
-        self._used = options.used()
+        self.used = options.used()  # names of the columns that are read
         self._owners = dict(options.share)  # columns that share another column's ids
         named = [[file for file in files if isinstance(file, Path)], *chosen]
         paths = [expand(group, is_table) if group else [] for group in named] if groups is None else groups
         opened: list[list[TableFile]] = [[open_table(path, options) for path in group] for group in paths]
         opened[0] += [file for file in files if not isinstance(file, Path)]
-        self._files = [file for group in opened for file in group]
+        self.files = [file for group in opened for file in group]  # in the order in which they are read
+        self.inputs = [file.input for file in self.files]
         # The index of each file's split; 0 if the options select the split of each row.
         self._splits = [split for split, group in enumerate(opened) for _ in group]
         self._types: dict[
             str, tuple[str, pa.DataType, TableFile, str]
         ] = {}  # by id space: written form, type, file and column of the first column that has a written form
-        for file in self._files:
+        for file in self.files:
             self._check_columns(file)
         self.layout, self.has_validation = options.layout(), options.has_validation()
-        self._parser = RowParser(options, self._files)
-        self.total = sum(file.input.size for file in self._files)
-        self.most_rows = sum(file.most_rows for file in self._files)
-
-    @property
-    def files(self) -> list[TableFile]:
-        """The files, in the order in which they are read: the inputs of the blocks."""
-        return list(self._files)
-
-    @property
-    def used(self) -> tuple[str, ...]:
-        """Names of the columns that are read."""
-        return self._used
+        self._parser = RowParser(options, self.files)
+        self.total = sum(file.input.size for file in self.files)
+        self.most_rows = sum(file.most_rows for file in self.files)
 
     @property
     def description(self) -> tuple[TableOptions, list[list[Path]]]:
         """The options, and the paths of all files by split."""
-        pairs = list(zip(self._files, self._splits, strict=True))
+        pairs = list(zip(self.files, self._splits, strict=True))
         return self._options, [[file.input.path for file, of in pairs if of == split] for split in range(3)]
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Return each file's absolute path and size."""
-        return [file.input.describe() for file in self._files]
-
-    def stamp(self) -> list[Any] | None:
-        """Return each file's path, size and modification time; None if an input is readable only once."""
-        stamps = [file.input.stamp() for file in self._files]
-        return None if None in stamps else stamps
-
-    def check_unchanged(self) -> None:
-        """Raise UserError if a file has changed since it was opened."""
-        for file in self._files:
-            file.input.check_unchanged()
 
     def options(self) -> dict[str, Any]:
         """Return the manifest's entry about the columns' roles and how their values are read."""
@@ -102,13 +105,13 @@ class TableSource:
 
     def blocks(self, start: SourcePosition = BEGINNING) -> Iterator[RawBlock]:
         """Iterate over the rows from `start` on."""
-        for number, file in enumerate(self._files[start.input :], start.input):
-            for part in file.parts(self._used, start.offset if number == start.input else 0):
+        for number, file in enumerate(self.files[start.input :], start.input):
+            for part in file.parts(self.used, start.offset if number == start.input else 0):
                 yield self.block(number, part)
 
     def block(self, number: int, part: UnparsedRows) -> RawBlock:
         """Return a part of file `number` as a block."""
-        file = self._files[number]
+        file = self.files[number]
         return RawBlock(
             (file, part, self._splits[number]), file.input.name, SourcePosition(number, part.offset), part.taken
         )
@@ -119,7 +122,7 @@ class TableSource:
         A key is the hash of the value's text if `hashed` is true, otherwise the text's index within the id space.
         """
         file, part, split = block.content
-        return self._parser.parse(file, file.parse(part, self._used), hashed=hashed, split=split)
+        return self._parser.parse(file, file.parse(part, self.used), hashed=hashed, split=split)
 
     def kinds(self, forms: Mapping[str, Mapping[int, frozenset[int]]]) -> dict[str, Any]:
         """Return the manifest's entries about columns with ids: their types in the files, and the forms of the values.
@@ -133,14 +136,14 @@ class TableSource:
             found[column.name] = Written(
                 frozenset().union(*by_file.values()),
                 tuple(
-                    dict.fromkeys(_type_name(file.get_type(self._options.column(column.name))) for file in self._files)
+                    dict.fromkeys(_type_name(file.get_type(self._options.column(column.name))) for file in self.files)
                 ),
             ).as_json()
             some = {number: each & NUMBERS for number, each in by_file.items() if TEXT not in each}
             plain = next((number for number, each in some.items() if each == {INTEGER}), None)
             point = next((number for number, each in some.items() if WHOLE + 1 in each and INTEGER not in each), None)
             if plain is not None and point is not None:
-                names = [self._files[number].input.name for number in (plain, point)]
+                names = [self.files[number].input.name for number in (plain, point)]
                 note(
                     f"column {column.name!r} has numbers such as '1' in {names[0]} and '1.0' in {names[1]}, which are "
                     "different values; write them the same way if they should be equal"
@@ -148,8 +151,8 @@ class TableSource:
         return found
 
     def _check_columns(self, file: TableFile) -> None:
-        first = self._files[0]
-        if missing := [name for name in self._used if name not in file.names]:
+        first = self.files[0]
+        if missing := [name for name in self.used if name not in file.names]:
             hint = about_blanks(missing[0], file.names) or self._about_headers(file)
             raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}{hint}")
         if sorted(file.names) != sorted(first.names):
@@ -158,7 +161,7 @@ class TableSource:
             raise UserError(
                 f"{file.input.name} has different columns than {first.input.name}: {difference}; make the columns equal"
             )
-        for name in self._used:
+        for name in self.used:
             if file.names.count(name) > 1:
                 raise UserError(f"{file.input.name} has {file.names.count(name)} columns named {name!r}; keep one")
         columns = {name: self._options.column(name) for name in self._options.roles()}

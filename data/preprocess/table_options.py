@@ -7,13 +7,12 @@ from functools import cached_property
 from typing import Any
 
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess.lists import Vector, with_elements
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.scaling import ColumnScaling
-from hostdev.data.preprocess.vectors import Vector, with_elements
-from hostdev.data.schema import Column
-from hostdev.data.targets import SINGLE_LABEL, Targets
+from hostdev.data.schema import SINGLE_LABEL, Column, Targets
 
 TEXT_OPTIONS = {  # options for reading text files, with their flags
     "columns": "--columns",

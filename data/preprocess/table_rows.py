@@ -6,7 +6,7 @@ A row is rejected, like a malformed line of text, if a label, its weight, a numb
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,20 +16,24 @@ import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.bag_weights import encode_weighted, read_weighted, require_weighted
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.comparing import is_after, is_after_where_readable
 from hostdev.data.preprocess.files import Chunk, TableFile
 from hostdev.data.preprocess.forms import PADDED, each_form
-from hostdev.data.preprocess.labels import Labels, WrongLabelError
+from hostdev.data.preprocess.lists import (
+    WrongNumberError,
+    encode_weighted,
+    read_numbers,
+    read_weighted,
+    require_numbers,
+    require_weighted,
+)
 from hostdev.data.preprocess.naming import short
-from hostdev.data.preprocess.raw import Bags, InvalidRowError, RawRows, SourceLayout
-from hostdev.data.preprocess.reading import ReadSettings
-from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.raw import InvalidRowError, RawRows, RejectedLines, SourceLayout
+from hostdev.data.preprocess.reading import Labels, ReadSettings, WrongLabelError
 from hostdev.data.preprocess.serving import large_float
 from hostdev.data.preprocess.table_options import TableOptions
-from hostdev.data.preprocess.vectors import WrongNumberError, read_numbers, require_numbers
-from hostdev.data.targets import columns_of
+from hostdev.data.schema import columns_of
 from hostdev.kernels.arrays import Mask
 from hostdev.kernels.forms import EMPTY, FRACTION, INTEGER, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts
@@ -146,8 +150,15 @@ class RowParser:
                 f"{file.input.name}, column {column!r}: its values, of type {short(file.get_type(column))}, cannot be "
                 f"read ({short(error)}); write them as another type, such as text"
             ) from error
-        found = keys.rows(read.label, read.weight, read.numbers, ids, tuple(bags), rejected, read.splits, forms)
-        return replace(found, bag_weights=bag_weights) if bag_weights else found
+        texts_by_space, missing = keys.texts()
+        return RawRows(
+            *(read.label, read.numbers, ids.T, tuple(bags), rejected, read.splits),
+            texts=texts_by_space,
+            missing=missing,
+            forms=forms,
+            weight=read.weight,
+            bag_weights=bag_weights,
+        )
 
     def _read(self, rows: _Rows, split: int) -> _Read:
         """Read labels, weights, numbers, and each row's split."""
@@ -266,33 +277,10 @@ class _Keys:
             return hash_texts(offsets, content).view(np.int64)[codes]
         return self._seen[space].add(offsets, content).astype(np.int64)[codes]
 
-    def rows(
-        self,
-        label: npt.NDArray[np.float32],
-        weight: npt.NDArray[np.float32] | None,
-        numbers: npt.NDArray[np.float64],
-        ids: npt.NDArray[np.int64],
-        bags: Bags,
-        rejected: RejectedLines,
-        splits: npt.NDArray[np.uint8] | None,
-        forms: dict[str, frozenset[int]],
-    ) -> RawRows:
-        """Return raw rows with the texts of all keys; `ids` is int64 [columns, n]."""
+    def texts(self) -> tuple[dict[str, pa.Array] | None, dict[str, int]]:
+        """Return, by id space, the texts of all keys, or None if keys are hashes; and the key of a missing value."""
         if self._hashed:
-            by_space, missing = None, dict.fromkeys(self._seen, int(hash_texts(*_NOTHING).view(np.int64)[0]))
-        else:
-            seen = self._seen.items()
-            by_space = {space: arrow.make_texts(*values.take(np.arange(len(values)))) for space, values in seen}
-            missing = {space: int(values.find(*_NOTHING)[0]) for space, values in seen}
-        return RawRows(
-            label,
-            numbers,
-            ids.T,
-            bags,
-            rejected,
-            splits,
-            texts=by_space,
-            missing=missing,
-            forms=forms,
-            weight=weight,
-        )
+            return None, dict.fromkeys(self._seen, int(hash_texts(*_NOTHING).view(np.int64)[0]))
+        seen = self._seen.items()
+        texts = {space: arrow.make_texts(*values.take(np.arange(len(values)))) for space, values in seen}
+        return texts, {space: int(values.find(*_NOTHING)[0]) for space, values in seen}

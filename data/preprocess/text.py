@@ -1,11 +1,110 @@
-"""Reader of text in blocks of complete lines, from the beginning or at any window of an uncompressed file."""
+"""Reader of text in blocks of complete lines, from the beginning or at any window of an uncompressed file.
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+Inputs with other encodings and line ends are converted to UTF-8 with newlines first. Where a row of quoted text ends
+depends on whether a quoted value is open, which depends on all text before. A window of it is therefore scanned once
+for each state in which it may begin, and then the results are chained.
+"""
+
+import codecs
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from hostdev.core.errors import UserError
-from hostdev.data.preprocess.inputs import AnyInput
-from hostdev.data.preprocess.recoded import Recoded
+from hostdev.data.preprocess.inputs import AnyInput, Stream
+from hostdev.kernels.strings import IN_QUOTES, scan_quotes
+
+_AT_ONCE = 1 << 22  # bytes
+
+
+class Recoded:
+    """An input converted to UTF-8 with newlines as line ends; what it says of its file is what the input says.
+
+    Args:
+        source: The input.
+        encoding: Python's name for the input's encoding.
+        skipped_lines: Number of lines to skip at the beginning.
+        returns: Whether lines end with a carriage return and no newline.
+    """
+
+    plain = False
+
+    def __init__(self, source: AnyInput, *, encoding: str, skipped_lines: int, returns: bool) -> None:
+        self._source, self._how = source, (encoding, skipped_lines, returns)
+        self.path, self.name, self.size = source.path, source.name, source.size
+        self.describe, self.stamp, self.check_unchanged = source.describe, source.stamp, source.check_unchanged
+
+    def head(self, size: int) -> bytes:
+        """Return the beginning of the content, at most `size` bytes; fewer if lines are skipped."""
+        return _Recoder(io.BytesIO(self._source.head(size)), self.name, *self._how, whole=False).read(size)
+
+    @contextmanager
+    def open(self) -> Iterator[Stream]:
+        """Open the content from its beginning."""
+        with self._source.open() as stream:
+            yield Stream(_Recoder(stream, self.name, *self._how), self.name, stream.taken)
+
+
+def recode(source: AnyInput, *, encoding: str, skipped_lines: int, head: int) -> "AnyInput | Recoded":
+    """Convert an input to UTF-8 with newlines; return `source` itself if no conversion is needed.
+
+    The line ends are inferred from the first `head` bytes.
+    """
+    start = source.head(head)
+    returns = b"\r" in start and b"\n" not in start and encoding == "utf-8"
+    if encoding == "utf-8" and not skipped_lines and not returns:
+        return source
+    return Recoded(source, encoding=encoding, skipped_lines=skipped_lines, returns=returns)
+
+
+class _Recoder:
+    """Reads a byte stream as UTF-8; `whole` is false if the stream is only the beginning of an input."""
+
+    def __init__(
+        self, stream: Any, name: str, encoding: str, skipped_lines: int, returns: bool, *, whole: bool = True
+    ) -> None:
+        self._stream, self._name, self._encoding, self._whole = stream, name, encoding, whole
+        self._decoder = None if encoding == "utf-8" else codecs.getincrementaldecoder(encoding)()
+        self._left, self._returns, self._rest, self._read = skipped_lines, returns, b"", 0
+
+    def read(self, size: int) -> bytes:
+        """Return at most `size` bytes; none at the end."""
+        while not self._rest:
+            piece = self._stream.read(_AT_ONCE)
+            text = self._decoded(piece)
+            if self._returns:
+                text = text.replace(b"\r", b"\n")
+            self._rest = self._without_first_lines(text)
+            if not piece:
+                break
+        found, self._rest = self._rest[:size], self._rest[size:]
+        return found
+
+    def _decoded(self, piece: bytes) -> bytes:
+        if self._decoder is None:
+            return piece
+        try:
+            text: bytes = self._decoder.decode(piece, final=self._whole and not piece).encode()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self._name}: byte {self._read + error.start:,} or a byte near it is not {self._encoding}; "
+                "choose another --encoding"
+            ) from None
+        except UnicodeEncodeError:  # the encoding allows lone surrogates
+            raise UserError(
+                f"{self._name}: a character cannot be written as UTF-8; choose another --encoding"
+            ) from None
+        self._read += len(piece)
+        return text
+
+    def _without_first_lines(self, text: bytes) -> bytes:
+        while self._left and text:
+            _, newline, text = text.partition(b"\n")
+            self._left -= bool(newline)
+        return text
 
 
 class TextLines(NamedTuple):
@@ -116,3 +215,90 @@ def _last_line_end(source: AnyInput | Recoded, before: int, most: int, too_long:
         if size >= most:
             raise too_long()
         size = min(most, size * 8)
+
+
+STATES = 4  # of `scan_quotes`
+_UNCHANGED = -1
+
+
+class Scan(NamedTuple):
+    """What a window does if it begins in one state of `scan_quotes`.
+
+    Attributes:
+        state: The state at its end.
+        lines: Number of line ends.
+        opened: The number, from 1, of the window's line on which its last quoted value begins; -1 if none does.
+        end: Number of bytes up to and including the last line end outside quotes.
+    """
+
+    state: int
+    lines: int
+    opened: int
+    end: int
+
+
+class TextRows(NamedTuple):
+    """Text [begin, end) of complete rows; `is_last` if it does not end with a line end."""
+
+    begin: int
+    end: int
+    is_last: bool = False
+
+
+def scan_windows(
+    source: AnyInput | Recoded, delimiter: bytes, block_bytes: int, windows: range
+) -> list[tuple[Scan, ...]]:
+    """Return, for each window of `block_bytes` bytes, a `Scan` for each state in which it may begin."""
+    found = []
+    with source.open() as stream:
+        stream.skip(windows.start * block_bytes)
+        for _ in windows:
+            text = stream.read(block_bytes)
+            found.append(tuple(_scan(text, delimiter, state) for state in range(STATES)))
+    return found
+
+
+def _scan(text: bytes, delimiter: bytes, state: int) -> Scan:
+    if b'"' not in text:
+        lines = text.count(b"\n")
+        if state == IN_QUOTES or not text:
+            return Scan(state, lines, _UNCHANGED, 0)
+        return Scan(int(text[-1:] not in (delimiter, b"\n", b"\r")), lines, _UNCHANGED, text.rfind(b"\n") + 1)
+    found = scan_quotes(np.frombuffer(text, np.uint8), delimiter[0], state, 0, _UNCHANGED)
+    return Scan(*map(int, found))
+
+
+def chain(
+    scans: Sequence[Sequence[Scan]], size: int, block_bytes: int, too_long: Callable[[], UserError], name: str
+) -> tuple[list[TextRows], UserError | None]:
+    """Return the rows of each window of a file of `size` bytes, as `whole_lines` yields them with `_RowEnds`.
+
+    Also returns the error that ends the iteration, if any. Windows without a row end have no entry.
+    """
+    rows: list[TextRows] = []
+    state = lines = opened = begin = 0
+    for number, by_state in enumerate(scans):
+        start, one = number * block_bytes, by_state[state]
+        waiting = start - begin
+        continued = 0 if one.end else min(block_bytes, size - start)
+        if waiting + continued > LONGEST * block_bytes:
+            return rows, too_long()
+        if one.opened != _UNCHANGED:
+            opened = lines + one.opened
+        state, lines = one.state, lines + one.lines
+        if one.end:
+            rows.append(TextRows(begin, start + one.end))
+            begin = start + one.end
+    if begin < size:
+        if state == IN_QUOTES:
+            return rows, unclosed(name, opened)
+        rows.append(TextRows(begin, size, is_last=True))
+    return rows, None
+
+
+def unclosed(name: str, line: int) -> UserError:
+    """Return the error for quotes that begin on a line of the file and are never closed."""
+    return UserError(
+        f"{name}, line {line}: the quotes that begin here are never closed; if quotes are ordinary characters, give "
+        "--no-quotes"
+    )

@@ -2,23 +2,100 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core import memory
 from hostdev.core.errors import TransientError
+from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import SourceLayout
-from hostdev.data.preprocess.values import FormatKeys, make_values
 from hostdev.data.schema import Schema, Space
-from hostdev.kernels.arrays import LongIds
+from hostdev.kernels.arrays import Array, LongIds, Mask
 from hostdev.kernels.columns import hash_keys, hash_rows
 from hostdev.kernels.counter import key64
-from hostdev.kernels.dictionary import BYTES_A_VALUE
-from hostdev.kernels.strings import BYTES_A_TEXT
+from hostdev.kernels.dictionary import BYTES_A_VALUE, Dictionary
+from hostdev.kernels.strings import BYTES_A_TEXT, TextMap
+
+FormatKeys = Callable[[LongIds], pa.Array]
+DIGITS = 20  # maximum number of characters of an integer
+
+
+def make_values(format_keys: FormatKeys | None) -> "IntegerValues | TextValues":
+    """Return an empty collection: of integers if `format_keys` returns their texts, of texts if it is None."""
+    return TextValues() if format_keys is None else IntegerValues(format_keys)
+
+
+class IntegerValues:
+    """The integer values of an id space."""
+
+    def __init__(self, format_keys: FormatKeys) -> None:
+        self._seen, self._format_keys = Dictionary(), format_keys
+
+    @property
+    def uses(self) -> LongIds:
+        """Occurrences of each value, in order of first occurrence."""
+        return self._seen.uses
+
+    def count(self, keys: LongIds, uses: Array) -> None:
+        """Add the occurrences `uses` [N] of distinct values."""
+        self._seen.count(keys, uses)
+
+    def find(self, keys: LongIds) -> LongIds:
+        """Return the index of each value, int64 [N]; -1 for an unknown one."""
+        return self._seen.find(keys)
+
+    def texts(self, numbers: LongIds) -> pa.Array:
+        """Return the values at these indices as text."""
+        return self._format_keys(self._seen.keys[numbers])
+
+    def keys(self, numbers: LongIds) -> LongIds:
+        """Return the values at these indices."""
+        return self._seen.keys[numbers]
+
+    def lengths(self, numbers: LongIds) -> LongIds:
+        """Return an upper bound on the number of bytes of each value's text."""
+        return np.full(len(numbers), DIGITS)
+
+
+class TextValues:
+    """The text values of an id space."""
+
+    def __init__(self) -> None:
+        self._seen = TextMap()
+        self._uses = np.zeros(1024, np.int64)
+
+    @property
+    def uses(self) -> LongIds:
+        """Occurrences of each value, in order of first occurrence."""
+        return self._uses[: len(self._seen)]
+
+    def count(self, keys: pa.LargeStringArray, uses: Array) -> None:
+        """Add the occurrences `uses` [N] of distinct values."""
+        positions = self._seen.add(*arrow.get_buffers(keys))
+        if len(self._seen) > len(self._uses):
+            self._uses.resize(len(self._seen) + len(self._seen) // 4, refcheck=False)
+        self._uses[positions] += uses  # positions are distinct
+
+    def find(self, keys: pa.LargeStringArray) -> LongIds:
+        """Return the index of each value, int64 [N]; -1 for an unknown one."""
+        return self._seen.find(*arrow.get_buffers(keys)).astype(np.int64)
+
+    def texts(self, numbers: LongIds) -> pa.Array:
+        """Return the values at these indices, which must have less than 2 GiB of text."""
+        return arrow.make_texts(*self._seen.take(numbers)).cast(pa.string())
+
+    def keys(self, numbers: LongIds) -> pa.LargeStringArray:
+        """Return the values at these indices."""
+        return arrow.make_texts(*self._seen.take(numbers))
+
+    def lengths(self, numbers: LongIds) -> LongIds:
+        """Return the number of bytes of each value."""
+        return self._seen.lengths(numbers)
+
 
 _WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
 _WRITTEN_BYTES = 1 << 28  # maximum bytes of text in a batch
@@ -72,7 +149,7 @@ class Vocabulary:
         self._values: list[Any] = [make_values(format_keys) for _ in layout.spaces]
         self._ids: list[LongIds] = []
 
-    def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
+    def count(self, space: int, keys: Any, uses: Array) -> None:
         """Add the occurrence counts `uses` [N] of an id space's distinct values; thread-safe across id spaces."""
         self._values[space].count(keys, uses)
 
@@ -164,18 +241,12 @@ class Vocabulary:
     def _written(self) -> "Iterator[WrittenValues]":
         for number, kept in self._in_order():
             values = self._values[number]
-            texts = _Taken(values, kept)
+            texts = partial(_take_texts, values, kept)
             yield WrittenValues(self.schema.spaces[number].oov, values.lengths(kept), values.uses[kept], texts)
 
 
-class _Taken:
-    """The texts of some values, formatted when they are needed."""
-
-    def __init__(self, values: Any, numbers: LongIds) -> None:
-        self._values, self._numbers = values, numbers
-
-    def __getitem__(self, rows: slice) -> pa.Array:
-        return self._values.texts(self._numbers[rows])
+def _take_texts(values: Any, numbers: LongIds, start: int, stop: int) -> pa.Array:
+    return values.texts(numbers[start:stop])
 
 
 class WrittenValues(NamedTuple):
@@ -185,13 +256,13 @@ class WrittenValues(NamedTuple):
         oov: The out-of-vocabulary id of their id space.
         lengths: An upper bound on the bytes of each value's text, int64 [n].
         uses: Occurrences in training rows, int64 [n].
-        texts: `texts[a:b]` returns the texts of values [a, b), a string array.
+        texts: `texts(a, b)` returns the texts of values [a, b), a string array.
     """
 
     oov: int
     lengths: LongIds
     uses: LongIds
-    texts: Any
+    texts: Callable[[int, int], pa.Array]
 
 
 def write_values(path: Path, layout: SourceLayout, fixed: Sequence[int], values: "Iterator[WrittenValues]") -> None:
@@ -203,7 +274,7 @@ def write_values(path: Path, layout: SourceLayout, fixed: Sequence[int], values:
     kinds = pa.schema(
         [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
     )
-    waiting: list[tuple[npt.NDArray[Any], pa.Array, LongIds]] = [
+    waiting: list[tuple[Array, pa.Array, LongIds]] = [
         (np.arange(len(names)), pa.nulls(len(names), pa.string()), np.array(fixed, np.int64))
     ]
     with pa.OSFile(os.fsencode(path), "wb") as content, pa.ipc.new_file(content, kinds) as file:
@@ -225,7 +296,7 @@ def write_values(path: Path, layout: SourceLayout, fixed: Sequence[int], values:
                     fitting = 1  # a single text exceeds the limit of a batch
                 stop = start + fitting
                 if fitting:
-                    waiting.append((np.full(fitting, some.oov), some.texts[start:stop], some.uses[start:stop]))
+                    waiting.append((np.full(fitting, some.oov), some.texts(start, stop), some.uses[start:stop]))
                     rows_left, bytes_left = rows_left - fitting, bytes_left - int(ends[fitting - 1])
                 start = stop
                 if rows_left == 0 or fitting < len(ends):
@@ -267,9 +338,7 @@ class HashBuckets:
         keys = {space: key64(0, "bucket", name) for space, name in names}
         self._keys = np.array([keys[column.space] for column in layout.columns], np.uint64)
 
-    def encode(
-        self, keys: LongIds, order: npt.NDArray[np.int64], missing: Sequence[int]
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    def encode(self, keys: LongIds, order: LongIds, missing: Sequence[int]) -> tuple[Array, Mask]:
         """Return the ids of the columns with one id per row, [n, columns], and which values are missing, [columns, n].
 
         Args:

@@ -30,10 +30,10 @@ from hostdev.core.errors import HostdevError, StoreError, UserError, in_words
 from hostdev.core.options import flag_of
 from hostdev.core.progress import note
 from hostdev.core.run_files import CONFIG, SUMMARY
+from hostdev.data.folder import pin
 from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
 from hostdev.data.manifest import Manifest
 from hostdev.data.manifest import read as read_data
-from hostdev.data.remote import pin
 from hostdev.distributed.process_group import SAVE
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.train.build import model_of

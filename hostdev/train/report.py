@@ -26,7 +26,7 @@ from hostdev.core.run_files import (
     TENSORBOARD,
 )
 from hostdev.core.table_dtypes import FP32
-from hostdev.data.advice import unknown_lines
+from hostdev.data.manifest import warn_of_unknown
 from hostdev.kernels.numa import in_words
 from hostdev.train.evaluation import Evaluation
 from hostdev.train.key_log import describe
@@ -81,7 +81,7 @@ def start_lines(
     lines = [
         *([inexact] if config["staleness"] else []),
         f"data     {trained}",
-        *(f"         {line}" for line in unknown_lines(statistics or {})),
+        *(f"         {line}" for line in warn_of_unknown(statistics or {})),
         f"tables   {tables_line(tables.values(), on_host=config['host_device_mix'])} of {where}",
         *_disk_lines(tables.values()),
         *map(_cache_line, caches),

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from hostdev.core.run_files import SCORE_BINS, SCORE_LIMIT
-from hostdev.data.targets import Targets, columns_of
+from hostdev.data.schema import Targets, columns_of
 from hostdev.kernels.arrays import Values
 
 

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.data.targets import SINGLE_LABEL, Targets, columns_of
+from hostdev.data.schema import SINGLE_LABEL, Targets, columns_of
 from hostdev.train.scores import BLOCK, Figures, Scores
 
 _BLOCK = 1 << 20  # samples whose errors are summed at once

@@ -9,7 +9,7 @@ import pytest
 from hostdev import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
-from hostdev.data.preprocess import counting, stored, stored_vocabulary
+from hostdev.data.preprocess import stored
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.check import check
 from hostdev.data.preprocess.synthetic import Synthetic
@@ -74,7 +74,7 @@ def test_whole_data_sets(tmp_path, in_process, small_data, films, bag_data):
 
 
 def stored_size(path):
-    return counting.format_bytes(sum(file.stat().st_size for file in [path, *path.glob("*")] if file.is_file()))
+    return stored.format_bytes(sum(file.stat().st_size for file in [path, *path.glob("*")] if file.is_file()))
 
 
 def test_files_that_are_not_of_it_are_no_error(own_data, in_process):
@@ -99,7 +99,7 @@ def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
     lines = out.splitlines()
     damaged = "it has a wrong checksum: it is damaged or was changed"
     missing = f"{own_data}/train/part-00002.arrow: it is missing{REMEDY}"
-    shards = f"{counting.format_bytes((own_data / 'train/part-00000.arrow').stat().st_size * 2)}"
+    shards = f"{stored.format_bytes((own_data / 'train/part-00000.arrow').stat().st_size * 2)}"
     assert code == 1
     assert lines[:3] == [
         f"{own_data}/vocabulary.arrow: {damaged}{REMEDY}",
@@ -282,7 +282,7 @@ def test_what_is_wrong_with_the_vocabulary(tmp_path, change, messages):
 
 def test_a_value_twice_far_apart(tmp_path, monkeypatch):
     """Pieces of the vocabulary are looked at together; the same value of another column is none twice."""
-    monkeypatch.setattr(stored_vocabulary, "_MOST_IDS", 3)
+    monkeypatch.setattr(stored, "_MOST_IDS", 3)
     columns = {"y": [i % 2 for i in range(90)], "a": [f"v{i % 9}" for i in range(90)]}
     columns["b"] = columns["a"]
     path = twins.write_arrow(tmp_path / "t.arrow", columns)
@@ -398,6 +398,6 @@ def test_no_data_set(tmp_path, in_process):
 
 
 def test_too_little_memory(own_data, monkeypatch):
-    monkeypatch.setattr(counting, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(stored, "available_bytes", lambda: 1000)
     with pytest.raises(UserError, match=r"counting its .* ids needs \d+ bytes .* of memory, but 1000 .* are free; use"):
         check(own_data)

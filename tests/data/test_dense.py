@@ -5,7 +5,7 @@ import pytest
 
 from hostdev import UserError
 from hostdev.data import ragged
-from hostdev.data.preprocess.dense import make_scaling
+from hostdev.data.preprocess.scaling import make_scaling
 
 NAN = np.nan
 NUMBERS = np.array([[0, -8, 5, NAN], [2, 4, 5, NAN], [NAN, 1, NAN, NAN]], np.float64)

@@ -180,17 +180,16 @@ def test_version_1_says_nowhere_which_ids_are_whose(tmp_path):
 @pytest.mark.parametrize(
     ("owner", "name", "at"),
     [
-        ("shards", "write_shard", 1),
+        (second_pass, "write_shard", 1),
         (second_pass, "write_lists", 1),
         (second_pass, "learn", 0),
         ("vocabulary", "write", 0),
     ],
 )
 def test_interrupted_work_goes_on_with_the_same_earlier_ids(tmp_path, monkeypatch, capsys, owner, name, at):
-    from hostdev.data.preprocess import shards
     from hostdev.data.preprocess.vocabulary import Vocabulary
 
-    owner = {"shards": shards, "vocabulary": Vocabulary}.get(owner, owner)
+    owner = {"vocabulary": Vocabulary}.get(owner, owner)
     options = Options(threshold=0, test_fraction=None, rows_per_shard=50)
     for day, values in ((1, 20), (2, 30)):
         build(table(tmp_path / f"{day}.arrow", rows_of(day, 200, values)), tmp_path / f"from{day}", options)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from hostdev import UserError
 from hostdev.core import pictures
 from hostdev.data.preprocess import cli as preprocess
-from hostdev.data.preprocess import counting, info, info_picture, info_text, stored
+from hostdev.data.preprocess import info, info_output, stored
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.kernels.pool import set_host_threads
@@ -145,7 +145,7 @@ def test_too_little_memory(tables, tmp_path, monkeypatch):
         UserError, match=r"data: counting its 35,184,372,088,832 ids needs \d+ bytes .* of memory, but "
     ):
         info.gather(tmp_path / "data")
-    monkeypatch.setattr(counting, "available_bytes", lambda: 100)
+    monkeypatch.setattr(stored, "available_bytes", lambda: 100)
     with pytest.raises(UserError, match=r"words: counting its \d+ ids needs \d+ bytes .* of memory, but 100 "):
         info.gather(tables["words"])
 
@@ -162,9 +162,9 @@ def test_version_1():
 
 def test_what_is_printed(tables):
     folder = tables["words"]
-    lines = list(info_text.format_lines(info.gather(folder)))
+    lines = list(info_output.format_lines(info.gather(folder)))
     on_disk = [
-        counting.format_bytes(sum(path.stat().st_size for path in (folder / split).iterdir()))
+        stored.format_bytes(sum(path.stat().st_size for path in (folder / split).iterdir()))
         for split in ("train", "test")
     ]
     assert lines[0] == f"data     {folder}: 2 numeric columns, 3 columns with ids, 91 ids"
@@ -183,7 +183,7 @@ def test_what_is_printed(tables):
 
 
 def test_hashed_ids_are_never_out_of_vocabulary(tables):
-    text = "\n".join(info_text.format_lines(info.gather(tables["hashed"])))
+    text = "\n".join(info_output.format_lines(info.gather(tables["hashed"])))
     assert text.splitlines()[0].endswith(" with ids, 68 ids, hashed")
     assert "vocabulary" not in text
 
@@ -219,7 +219,7 @@ def drawn(monkeypatch, folder, tmp_path):
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, *args, **options: figures.append(figure) or save(figure, *args, **options)
     )
-    info_picture.draw(info.gather(folder), tmp_path / "x.png")
+    info_output.draw(info.gather(folder), tmp_path / "x.png")
     return figures[0]
 
 
@@ -297,6 +297,6 @@ def test_names_that_are_no_formulas_and_no_hints(tmp_path, monkeypatch, names):
     columns = {"y": [i % 2 for i in range(60)], **{name: [i % 7 for i in range(60)] for name in names}}
     path = twins.write_parquet(tmp_path / "t.parquet", columns)
     twins.build_table(path, tmp_path / "d", label="y", categorical=names, options=Options(threshold=0))
-    info_picture.draw(info.gather(tmp_path / "d"), tmp_path / "info.png")
+    info_output.draw(info.gather(tmp_path / "d"), tmp_path / "info.png")
     texts = [text.get_text().strip() for axes in saved[0].axes for text in axes.get_legend().get_texts()]
     assert {text.partition(":")[0] for text in texts} >= set(names)

@@ -9,11 +9,10 @@ import pytest
 
 from hostdev import UserError
 from hostdev.core.errors import TransientError
-from hostdev.data.preprocess import criteo, files, first_pass, shard_memory, vocabulary
+from hostdev.data.preprocess import criteo, files, first_pass, second_pass, vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.preprocess.raw import SourceLayout
-from hostdev.data.preprocess.rejected import read_rejected
+from hostdev.data.preprocess.raw import SourceLayout, read_rejected
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vocabulary import Vocabulary
@@ -103,13 +102,13 @@ def test_shards_that_threads_cannot_hold_are_refused_while_the_first_pass_is_on(
     rows = {"y": [0, 1] * 500, "x": [1.5] * 1000, "c": ["a", "b"] * 500, "h": [[1, 2, 3]] * 1000}
     pq.write_table(pa.table(rows | {"test": [0, 0, 0, 1] * 250}), tmp_path / "t.parquet")
     monkeypatch.setattr(files, "CHUNK_ROWS", 100)
-    monkeypatch.setattr(shard_memory, "_OVERHEAD", 0)
+    monkeypatch.setattr(second_pass, "_OVERHEAD", 0)
     monkeypatch.setattr(first_pass, "_CHECKED_AT_ONCE", 1)
     how = {"label": "y", "numeric": ("x",), "categorical": ("c",), "bags": (("h", None),), "test_column": ("test", "1")}
     table, out = TableSource([tmp_path / "t.parquet"], TableOptions(**how)), tmp_path / "out"
     # of each row label, number, id with whether it is known, lengths of the bag, 3 ids twice; a piece's numbers
     two = 2 * (200 * (4 + 4 + 5 + 16 + 3 * 8) + 100 * 24)
-    monkeypatch.setattr(shard_memory, "available_bytes", lambda: two - 1)
+    monkeypatch.setattr(second_pass, "available_bytes", lambda: two - 1)
     asked = []
     monkeypatch.setattr(first_pass, "require_memory", lambda *sizes: asked.append(sizes))
     with pytest.raises(
@@ -120,7 +119,7 @@ def test_shards_that_threads_cannot_hold_are_refused_while_the_first_pass_is_on(
         build(table, out, Options(test_fraction=None, rows_per_shard=200), threads=2)
     assert len(asked) == 2  # before the third piece: with 75 rows for training in each there are two shards then
     assert not out.exists()
-    monkeypatch.setattr(shard_memory, "available_bytes", lambda: two)
+    monkeypatch.setattr(second_pass, "available_bytes", lambda: two)
     assert len(build(table, out, Options(test_fraction=None, rows_per_shard=200), threads=2).train) == 4
     with pytest.raises(TransientError, match=r"a thread would hold a shard of 450 .*give a smaller --rows-per-shard$"):
         build(table, tmp_path / "other", Options(test_fraction=None, rows_per_shard=10**6), threads=2)

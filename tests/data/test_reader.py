@@ -17,9 +17,8 @@ from hostdev import UserError
 from hostdev.core.errors import StoppedError
 from hostdev.core.workers import Workers
 from hostdev.data import manifest, shards
-from hostdev.data.order import windows_of
 from hostdev.data.shard_files import ShardFiles
-from hostdev.data.shards import ShardReader
+from hostdev.data.shards import ShardReader, windows_of
 from hostdev.kernels.counter import key64
 from hostdev.kernels.pool import host_threads, set_host_threads
 from tests import naive

@@ -23,7 +23,7 @@ from hostdev.core.errors import TransientError
 from hostdev.data.preprocess import first_pass, inputs, second_pass, vocabulary, work
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.preprocess.dense import Standard
+from hostdev.data.preprocess.scaling import Standard
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
@@ -150,18 +150,16 @@ def fail_at(monkeypatch, owner, name, at, error):
         ("work", "note", 5),
         ("vocabulary", "write", 0),
         (second_pass, "write_lists", 2),
-        ("shards", "write_shard", 3),
+        (second_pass, "write_shard", 3),
         ("manifest", "write", 0),
     ],
 )
 def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, name, at, capsys):
     from hostdev.data import manifest
-    from hostdev.data.preprocess import shards
 
     named = {
         "work": work.WorkFolder,
         "vocabulary": vocabulary.Vocabulary,
-        "shards": shards,
         "manifest": manifest.Manifest,
     }
     with monkeypatch.context() as patched:

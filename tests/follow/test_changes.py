@@ -14,10 +14,8 @@ import pyarrow.csv
 import pytest
 
 from hostdev.core.run_files import GROWN, REPLACED
-from hostdev.ext.streams.arrivals.changes import SAME, UNSETTLED, examine
-from hostdev.ext.streams.arrivals.endings import has_end
-from hostdev.ext.streams.arrivals.folder import Folder, State
-from hostdev.ext.streams.arrivals.seen import Seen, Taken, digest_bits
+from hostdev.ext.streams.folder import Folder, State, has_end
+from hostdev.ext.streams.seen import SAME, UNSETTLED, Seen, Taken, digest_bits, examine
 from hostdev.ext.training import cli as train
 from tests.conftest import digest_of
 from tests.follow.arriving import DAYS, END, MODEL, NAMES, QUICK, ROWS, RULES, day, lines, write

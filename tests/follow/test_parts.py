@@ -7,19 +7,16 @@ import numpy as np
 import pytest
 
 from hostdev.core.errors import UserError
-from hostdev.data.rows import Piece
-from hostdev.data.targets import SINGLE_LABEL, Targets
-from hostdev.ext.streams.arrivals.converting import Converted
-from hostdev.ext.streams.arrivals.cutting import BatchCutter, batches_of
-from hostdev.ext.streams.arrivals.folder import Folder, State, key_of
-from hostdev.ext.streams.arrivals.seen import MOST_DIGESTS, Seen
-from hostdev.ext.streams.arrivals.spool import Spool, SpoolError
-from hostdev.ext.streams.following import progressive
-from hostdev.ext.streams.following.logs import FileLogs
-from hostdev.ext.streams.following.progress import MOST_FILES, MOST_STEPS, RecentProgress, RecentQuality
-from hostdev.ext.streams.following.progressive import Histogram, OutputSums, ScoreWindow
-from hostdev.ext.streams.following.state import FollowState
+from hostdev.data.batch import Piece
+from hostdev.data.schema import SINGLE_LABEL, Targets
+from hostdev.ext.streams import progressive
+from hostdev.ext.streams.converting import BatchCutter, Converted, Spool, SpoolError, batches_of
+from hostdev.ext.streams.folder import Folder, State, key_of
 from hostdev.ext.streams.options import Until, parse_until
+from hostdev.ext.streams.progressive import Histogram, OutputSums, ScoreWindow, merge
+from hostdev.ext.streams.report import MOST_FILES, MOST_STEPS, RecentProgress, RecentQuality
+from hostdev.ext.streams.seen import MOST_DIGESTS, Seen
+from hostdev.ext.streams.state import FileLogs, FollowState
 from hostdev.train import metrics
 
 
@@ -47,7 +44,7 @@ def test_seen_files_survive_a_checkpoint():
     seen = Seen()
     for name, content in (("day2", 1), ("day10", 2)):
         seen.take(name, digest(content))
-    seen.set_aside("day99.txt")
+    seen.note("day99.txt")
     again = Seen.of(seen.as_values())
     for each in (seen, again):
         assert each.last == "day10" and each.taken == 2
@@ -207,7 +204,7 @@ def test_a_histogram_does_not_depend_on_the_batches():
     for size in (1_000, 17_000):
         parts = Histogram.empty()
         for start in range(0, len(outputs), size):
-            parts = parts.plus(Histogram.of(outputs[start : start + size], labels[start : start + size]))
+            parts = merge([parts, Histogram.of(outputs[start : start + size], labels[start : start + size])])
         assert parts.shift == whole.shift
         np.testing.assert_array_equal(parts.keys, whole.keys)
         np.testing.assert_array_equal(parts.counts, whole.counts)

@@ -3,8 +3,7 @@
 import numpy as np
 
 from hostdev.data.batch import Batch
-from hostdev.data.schema import Column, Schema, Space
-from hostdev.data.targets import SINGLE_LABEL
+from hostdev.data.schema import SINGLE_LABEL, Column, Schema, Space
 
 # Options of the models' constructors: small networks, for speed.
 SMALL = {

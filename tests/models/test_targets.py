@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from hostdev.core.errors import UserError
-from hostdev.data.schema import Schema
-from hostdev.data.targets import Targets
+from hostdev.data.schema import Schema, Targets
 from hostdev.models import make, names
 from hostdev.models.losses import TargetLoss
 from hostdev.train.target_scores import Errors

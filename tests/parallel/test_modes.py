@@ -208,8 +208,8 @@ def test_wide_deep(processes, tmp_path, wide_deep_alone, case):
 @pytest.fixture(scope="session")
 def wide_deep_alone(tmp_path_factory):
     """The look-alike's folder, and the run directory of one process."""
-    from hostdev.data.preprocess import lookalike
+    from hostdev.data.preprocess import synthetic
 
-    data, folder = lookalike.ensure()[0], tmp_path_factory.mktemp("wide_deep") / "run"
+    data, folder = synthetic.ensure_lookalike()[0], tmp_path_factory.mktemp("wide_deep") / "run"
     assert cli.run(train.PROG, train.main, flags(data, folder)) == 0
     return data, folder

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from hostdev.core.run_files import eval_line, loss_line
-from hostdev.data.targets import SINGLE_LABEL
+from hostdev.data.schema import SINGLE_LABEL
 from hostdev.train.score_counts import ScoreCounts
 
 GIB = 1 << 30

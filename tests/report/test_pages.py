@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hostdev.core.run_files import eval_line, loss_line, read_evaluations, read_losses
-from hostdev.data.targets import SINGLE_LABEL, Targets
+from hostdev.data.schema import SINGLE_LABEL, Targets
 from hostdev.ext.report import cli as report
 from hostdev.ext.report.command import make
 from hostdev.ext.report.scores import calibrate, distribution, newest

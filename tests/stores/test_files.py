@@ -14,15 +14,14 @@ from hostdev.core import patience, stores
 from hostdev.core.addresses import source_path
 from hostdev.core.errors import StoreError, UserError
 from hostdev.data.preprocess import places
-from hostdev.ext.stores import files
 
 SIZE = 20_000
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-    monkeypatch.setattr(files, "_FIRST", 16)
-    monkeypatch.setattr(files, "_MOST", 1024)
+    monkeypatch.setattr(places, "_FIRST", 16)
+    monkeypatch.setattr(places, "_MOST", 1024)
     monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
 
@@ -43,7 +42,7 @@ def test_reads_in_order(content, monkeypatch):
     requests = []
     real = stores.Store.read_range
     monkeypatch.setattr(stores.Store, "read_range", lambda self, *args: requests.append(args[1:3]) or real(self, *args))
-    with files.StoreFile(source_path(PATH), SIZE) as file:
+    with places.StoreFile(source_path(PATH), SIZE) as file:
         found = b"".join(iter(lambda: file.read(700), b""))
     assert found == content
     assert sum(stop - start for start, stop in requests) == SIZE and len(requests) < 30
@@ -88,7 +87,7 @@ def test_a_failure_is_raised_where_it_is_read(content, monkeypatch):
         return real(self, name, start, stop, stopped)
 
     monkeypatch.setattr(stores.Store, "read_range", read)
-    with files.StoreFile(source_path(PATH), SIZE) as file:
+    with places.StoreFile(source_path(PATH), SIZE) as file:
         got = b""
         with pytest.raises(StoreError, match="the store is gone"):
             while piece := file.read(500):
@@ -97,16 +96,16 @@ def test_a_failure_is_raised_where_it_is_read(content, monkeypatch):
 
 
 def test_closing_does_not_wait_for_what_is_read_ahead(content, monkeypatch):
-    hold, real = threading.Event(), files.StoreFile._get
+    hold, real = threading.Event(), places.StoreFile._get
 
     def get(self, start, stop):
         if start > 2000:
             self._stop.wait(60)
         return real(self, start, stop)
 
-    monkeypatch.setattr(files.StoreFile, "_get", get)
+    monkeypatch.setattr(places.StoreFile, "_get", get)
     start = time.monotonic()
-    with files.StoreFile(source_path(PATH), SIZE) as file:
+    with places.StoreFile(source_path(PATH), SIZE) as file:
         assert file.read(16) == content[:16]
         assert file.read(16) == content[16:32]
     assert time.monotonic() - start < 30
@@ -124,5 +123,5 @@ def test_what_is_known_of_files(content):
     with pytest.raises(UserError, match="memory://raw/none: no such file"):
         places.stamp(source_path("memory://raw/none"))
     with pytest.raises(UserError, match="not the address of a file"):
-        files.StoreFile(source_path("memory://raw"), 1)
+        places.StoreFile(source_path("memory://raw"), 1)
     assert not places.is_file(source_path("memory://raw"))

@@ -10,7 +10,7 @@ import pytest
 from hostdev.core import patience, stores
 from hostdev.core.addresses import source_path
 from hostdev.core.errors import StoreError
-from hostdev.ext.streams.arrivals.folder import open_folder
+from hostdev.ext.streams.folder import open_folder
 from tests import forks
 from tests.conftest import digest_of, environment
 

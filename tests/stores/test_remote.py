@@ -11,10 +11,10 @@ from hostdev.core import patience
 from hostdev.core.addresses import data_path
 from hostdev.core.errors import StoreError, UserError
 from hostdev.data import manifest
+from hostdev.data.folder import pin
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic
-from hostdev.data.remote import pin
 from hostdev.data.shards import ShardReader
 from hostdev.train.checkpointing import data_files
 

@@ -1,27 +1,141 @@
-"""Tasks of the first pass: divide an input, parse a range, and write its blocks as pieces.
+"""Division of a source into ranges, and the tasks of the first pass: divide an input, parse a range, write its pieces.
 
-A block is parsed before the number of rows before it is known, which decides its test rows. If rows are drawn, they are
-written as they are, and a second task draws them and writes the piece.
+A range is parsed alone, with the same blocks as on one machine. A block is parsed before the number of rows before it
+is known, which decides its test rows. If rows are drawn, they are written as they are, and a second task draws them and
+writes the piece.
 """
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hostdev.core.errors import HostdevError
-from hostdev.data.preprocess.cluster import ranges
+from hostdev.core.errors import HostdevError, UserError
 from hostdev.data.preprocess.cluster.job import Files, WorkerJob
+from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.delimited import DelimitedFile
+from hostdev.data.preprocess.files import ArrowTable, GroupsRead, ParquetTable, TableFile
 from hostdev.data.preprocess.pieces import PieceFile, Survey, merge, write_lists, write_piece
 from hostdev.data.preprocess.pieces import PieceFile as Lists
-from hostdev.data.preprocess.raw import InvalidRowError, RawRows
-from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.raw import InvalidRowError, RawBlock, RawRows, RejectedLines, Source, SourcePosition
+from hostdev.data.preprocess.sparse_text import SparseText
+from hostdev.data.preprocess.synthetic import CHUNK_ROWS, Synthetic
+from hostdev.data.preprocess.table import TableSource
+from hostdev.data.preprocess.text import Scan, TextRows
 from hostdev.kernels.cardinality import Sample, estimate, total
 from hostdev.kernels.columns import narrowed
+
+SCANNED = 16  # windows of quoted text that a task scans
+
+
+class InputRange(NamedTuple):
+    """Consecutive blocks of one input.
+
+    Attributes:
+        input: The input's number.
+        kind: "window", "rows", "groups", "batch", "chunk", or "whole" for an input that can be read only in order.
+        place: Where the blocks are, by kind.
+        size: In the source's unit, for the progress bar; 0 if unknown.
+    """
+
+    input: int
+    kind: str
+    place: Any = None
+    size: int = 0
+
+
+def plan(source: Source, number: int) -> list[InputRange] | None:
+    """Return the ranges of an input, or None if tasks must look_at at it first (`looks`)."""
+    if isinstance(source, Synthetic):
+        return [InputRange(0, "chunk", chunk, CHUNK_ROWS) for chunk in range(-(-source.total // CHUNK_ROWS))]
+    if isinstance(source, CriteoText):
+        size = source.inputs[number].size
+        return _windows(number, source.windows(number), source.block_bytes) or [InputRange(number, "whole", None, size)]
+    file = _file(source, number)
+    whole = [InputRange(number, "whole", None, file.input.size)]
+    if isinstance(file, SparseText) or (isinstance(file, DelimitedFile) and not file.is_quoted):
+        windows = file.windows
+        return _windows(number, windows, -(-file.input.size // (windows or 1))) or whole
+    if isinstance(file, ArrowTable):
+        batches = file.count_batches()
+        if batches is None:
+            return whole
+        return [InputRange(number, "batch", batch, file.input.size // batches) for batch in range(batches)]
+    if isinstance(file, ParquetTable) or (isinstance(file, DelimitedFile) and file.windows is not None):
+        return None
+    return whole
+
+
+def _windows(number: int, windows: int | None, size: int) -> list[InputRange]:
+    return [InputRange(number, "window", window, size) for window in range(windows or 0)]
+
+
+def looks(source: Source, number: int) -> list[tuple[int, int, int]]:
+    """Return the arguments of the tasks `look_at` that an input needs: its number, and a range of windows."""
+    file = _file(source, number)
+    if not isinstance(file, DelimitedFile):
+        return [(number, 0, 0)]
+    windows = file.windows or 0
+    return [(number, start, min(start + SCANNED, windows)) for start in range(0, windows, SCANNED)]
+
+
+def look_at(source: Source, number: int, start: int, stop: int) -> list[Any]:
+    """Return what is needed to divide an input: scans of windows of quoted text, or the row groups read at a time."""
+    file = _file(source, number)
+    if isinstance(file, DelimitedFile):
+        return file.scan(range(start, stop))
+    assert isinstance(file, ParquetTable) and isinstance(source, TableSource)
+    return file.reads(source.used)
+
+
+def divide(source: Source, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
+    """Return the ranges of an input from the results of its tasks `look`, and the error that follows them, if any."""
+    file = _file(source, number)
+    if isinstance(file, DelimitedFile):
+        rows, error = file.rows([[Scan(*one) for one in by_state] for by_state in looked])
+        return [InputRange(number, "rows", list(one), one.end - one.begin) for one in rows], error
+    reads = [GroupsRead(*one) for one in looked]
+    share = file.input.size // max(1, len(reads))
+    return [InputRange(number, "groups", list(one), share) for one in reads], None
+
+
+def find_blocks(source: Source, one: InputRange) -> Iterator[RawBlock]:
+    """Yield the blocks of a range."""
+    if isinstance(source, Synthetic):
+        n = min(CHUNK_ROWS, source.total - one.place * CHUNK_ROWS)
+        yield RawBlock((one.place, n), "synthetic", SourcePosition(0, one.place + 1), n)
+    elif isinstance(source, CriteoText):
+        yield from source.whole(one.input) if one.kind == "whole" else source.window(one.input, one.place)
+    else:
+        assert isinstance(source, TableSource)
+        for part in _parts(source, one):
+            yield source.block(one.input, part)
+
+
+def _parts(source: TableSource, one: InputRange) -> Iterator[Any]:
+    file = source.files[one.input]
+    if one.kind == "whole":
+        yield from file.parts(source.used, 0)
+    elif isinstance(file, DelimitedFile) and one.kind == "rows":
+        yield file.part_at(TextRows(*one.place))
+    elif isinstance(file, DelimitedFile | SparseText):
+        yield from file.parts_of(one.place)
+    elif isinstance(file, ParquetTable):
+        yield from file.parts_of(source.used, GroupsRead(*one.place))
+    else:
+        assert isinstance(file, ArrowTable)
+        yield from file.parts_of(source.used, one.place)
+
+
+def _file(source: Source, number: int) -> TableFile:
+    assert isinstance(source, TableSource)
+    return source.files[number]
+
 
 Result = dict[str, Any]
 
@@ -33,25 +147,16 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     return {"kind": type(error).__name__, "message": str(error)}
 
 
-def rows_name(name: str) -> str:
-    """Return the file of a block's parsed rows."""
-    return f"rows/{name}.arrow"
-
-
-def piece_name(name: str) -> str:
-    """Return the file of a block's piece."""
-    return f"pieces/{name}.arrow"
-
-
-def survey_name(name: str) -> str:
-    """Return the file of a piece's survey."""
-    return f"pieces/{name}.survey"
+# Files: of a block's parsed rows, of its piece, and of the piece's survey.
+rows_name = "rows/{}.arrow".format
+piece_name = "pieces/{}.arrow".format
+survey_name = "pieces/{}.survey".format
 
 
 def look(work: WorkerJob, number: int, start: int, stop: int) -> Result:
     """Return what divides an input into ranges."""
     work.check_input(number)
-    return {"looked": [list(one) for one in ranges.look(work.source, number, start, stop)], "files": {}}
+    return {"looked": [list(one) for one in look_at(work.source, number, start, stop)], "files": {}}
 
 
 def parse(work: WorkerJob, number: int, given: list[Any], begin: int | None) -> Result:
@@ -59,13 +164,13 @@ def parse(work: WorkerJob, number: int, given: list[Any], begin: int | None) -> 
 
     Returns the facts of each block, and the error that ended the range, if any.
     """
-    one = ranges.InputRange(*given)
+    one = InputRange(*given)
     work.check_input(one.input)
     blocks: list[Result] = []
     files: Files = {}
     error = None
     try:
-        for k, block in enumerate(ranges.blocks(work.source, one)):
+        for k, block in enumerate(find_blocks(work.source, one)):
             rows = work.source.parse(block, hashed=work.hashed is not None)
             name = f"{number:06d}-{k:06d}"
             found: Result = {
@@ -116,7 +221,7 @@ def _write_piece(work: WorkerJob, name: str, rows: RawRows, begin: int) -> tuple
 
     files = {piece_name(name): work.write(piece_name(name), write)}
     if made["survey"] is not None:
-        files[survey_name(name)] = _write_survey(work, survey_name(name), made["survey"])
+        files |= _write_survey(work, survey_name(name), made["survey"])
     return made["facts"], files
 
 
@@ -125,15 +230,15 @@ def survey(work: WorkerJob, names: list[str], out: str) -> Result:
     merged = merge([_read_survey(work.path(name)) for name in names])
     texts = None if merged.texts is None else list(map(total, merged.texts))
     found = {"values": list(map(estimate, merged.registers)), "texts": texts}
-    return {**found, "files": {out: _write_survey(work, out, merged)}}
+    return {**found, "files": _write_survey(work, out, merged)}
 
 
-def _write_survey(work: WorkerJob, name: str, found: Survey) -> str:
+def _write_survey(work: WorkerJob, name: str, found: Survey) -> Files:
     content: dict[str, npt.NDArray[Any]] = {"registers": found.registers.reshape(-1)}
     content["shape"] = np.array(found.registers.shape, np.int64)
     for i, sample in enumerate(found.texts or ()):
         content |= {f"keys {i}": sample.keys, f"weights {i}": sample.weights}
-    return work.write(name, lambda path: write_lists(path, content))
+    return work.write_lists(name, content)
 
 
 def _read_survey(path: Path) -> Survey:
@@ -143,9 +248,6 @@ def _read_survey(path: Path) -> Survey:
     if "keys 0" in lists.names:
         texts = tuple(Sample(lists.array(f"keys {i}"), lists.array(f"weights {i}")) for i in range(len(registers)))
     return Survey(registers, texts)
-
-
-_INTEGERS = (np.uint8, np.uint16, np.uint32)
 
 
 def write_rows(path: Path, rows: RawRows) -> str:
@@ -208,5 +310,4 @@ def _narrow(values: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
     if not len(values):
         return values
     low, high = int(values.min()), int(values.max())
-    dtype = next((kind for kind in _INTEGERS if low >= 0 and high <= np.iinfo(kind).max), np.int64)
-    return values.astype(dtype)
+    return values if low < 0 or high >> 32 else values.astype(np.min_scalar_type(high))

@@ -9,7 +9,8 @@ import pickle
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -29,11 +30,12 @@ from hostdev.core.outputs import replacing
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import NO_EARLIER, Earlier, read_earlier
+from hostdev.data.preprocess.first_pass import SplitDraw
 from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.options import Options
+from hostdev.data.preprocess.pieces import write_lists
 from hostdev.data.preprocess.raw import Source
-from hostdev.data.preprocess.row_counts import SplitDraw
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+from hostdev.data.preprocess.stored import StoredVocabulary
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.vocabulary import HashBuckets
@@ -148,13 +150,8 @@ def _build(how: Description) -> Source:
 
 def stamps(source: Source) -> list[tuple[int, Any]] | None:
     """Return size and modification time of each input of a source; None if it has no files."""
-    if isinstance(source, Synthetic):
-        return None
-    files: Any = source
-    found = [
-        one.stamp() for one in (files.inputs if isinstance(source, CriteoText) else [f.input for f in files.files])
-    ]
-    return [(int(stamp[1]), stamp[2]) for stamp in found if stamp is not None]
+    found = [one.stamp() for one in source.inputs]
+    return [(int(stamp[1]), stamp[2]) for stamp in found if stamp is not None] or None
 
 
 class WorkerJob:
@@ -173,7 +170,8 @@ class WorkerJob:
         """The source, built when it is first needed. Raises TransientError if a file is not the client's."""
         with self._lock:
             if self._source is None:
-                self._require_files()
+                for number in range(len(self.job.stamps or ())):
+                    self.check_input(number)
                 self._source = _build(self.job.source)
             return self._source
 
@@ -182,10 +180,6 @@ class WorkerJob:
         if self.job.stamps is not None:
             shown, place = [pair for group in self.job.source.groups for pair in group][number]
             _require_file(shown, place, self.job.stamps[number])
-
-    def _require_files(self) -> None:
-        for number in range(len(self.job.stamps or ())):
-            self.check_input(number)
 
     @property
     def hashed(self) -> HashBuckets | None:
@@ -226,6 +220,10 @@ class WorkerJob:
         with replacing(self.path(name), self.folder / _ATTEMPTS) as attempt:
             return write(attempt)
 
+    def write_lists(self, name: str, content: Mapping[str, Any]) -> Files:
+        """Write arrays to an Arrow file, as `pieces.write_lists` does; return its name and checksum."""
+        return {name: self.write(name, lambda path: write_lists(path, content))}
+
     def are_intact(self, files: Files) -> bool:
         """Return whether files have these checksums."""
         return all(
@@ -238,12 +236,15 @@ class WorkerJob:
         return _read_json(self.path(name), crc)
 
 
+def _crc(content: bytes) -> str:
+    """Return the CRC-32 of bytes, as `Crc32` writes it."""
+    return f"{zlib.crc32(content):08x}"
+
+
 @lru_cache(8)
 def _read_json(path: Path, crc: str) -> Any:
     content = path.read_bytes()
-    found = Crc32()
-    found.update(content)
-    if found.hexdigest() != crc:
+    if _crc(content) != crc:
         raise TransientError(f"{worker_name()}: {path} is damaged; the same command writes it again")
     return json.loads(content)
 
@@ -254,9 +255,7 @@ def write_json(work: WorkerJob, name: str, content: Any) -> str:
 
     def write(path: Path) -> str:
         path.write_bytes(text)
-        found = Crc32()
-        found.update(text)
-        return found.hexdigest()
+        return _crc(text)
 
     return work.write(name, write)
 

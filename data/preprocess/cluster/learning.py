@@ -12,8 +12,8 @@ from hostdev.core.progress import bar
 from hostdev.data.preprocess.cluster import words
 from hostdev.data.preprocess.cluster.first import Result, survey_name
 from hostdev.data.preprocess.cluster.job import WorkerJob
-from hostdev.data.preprocess.cluster.numbers import has_groups, make_scaling
 from hostdev.data.preprocess.cluster.runner import Runner, Task
+from hostdev.data.preprocess.cluster.tasks import has_groups, make_scaling
 from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.pieces import PieceFile
@@ -75,7 +75,7 @@ class Learning:
             found |= {"known_shares": None, "sha256": None, "scaling": self._runner.map([scale])["scale"]["scaling"]}
         else:
             found = self._find_words(groups, scale, rows)
-            self._runner.close_files()
+            self._runner.connection.close_files()  # those of the vocabulary, which are removed now
         self._runner.note(task, found)
         for folder in ("spread", "words"):  # what is still needed are the ids of the pieces, and the vocabulary
             for path in self._job.path(folder).iterdir():

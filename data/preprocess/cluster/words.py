@@ -8,70 +8,45 @@ dictionaries, by range, and `encode` puts them together for each piece.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.core.checksums import Crc32, HashedFile, checksum
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.build import VOCABULARY_FILE
 from hostdev.data.preprocess.cluster.first import Result, piece_name
 from hostdev.data.preprocess.cluster.job import WorkerJob
-from hostdev.data.preprocess.outcome import VOCABULARY_FILE
-from hostdev.data.preprocess.pieces import PieceFile, write_lists
+from hostdev.data.preprocess.pieces import PieceFile
 from hostdev.data.preprocess.stored import DamagedError
-from hostdev.data.preprocess.values import DIGITS, FormatKeys, make_values
-from hostdev.data.preprocess.vocabulary import WrittenValues, write_values
-from hostdev.kernels.arrays import LongIds
+from hostdev.data.preprocess.vocabulary import DIGITS, FormatKeys, WrittenValues, make_values, write_values
+from hostdev.kernels.arrays import Array, LongIds
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.strings import hash_texts
 
 _KEPT_OPEN = 1024  # files, mapped into memory
 
-Entry = tuple[Any, npt.NDArray[Any], npt.NDArray[Any] | None]
+Entry = tuple[Any, Array, Array | None]
 Part = tuple[int, int, int]  # id space, range, number of ranges
 
 
-def spread_name(name: str) -> str:
-    """Return the file of a piece's dictionaries, spread by range."""
-    return f"spread/{name}.arrow"
+# Files: of a piece's dictionaries, spread by range; of a range's values; of the numbers of its new values that occur
+# first in each piece; of values in the order of their ids; of the ids of a range's entries in all dictionaries, and of
+# where each piece's entries are in it; and of the ids of a piece's dictionaries.
+spread_name = "spread/{}.arrow".format
+counted_name = "words/counted-{:04d}-{:06d}.arrow".format
+firsts_name = "words/firsts-{:04d}-{:06d}.arrow".format
+ranked_name = "words/ranked-{:04d}-{:06d}.arrow".format
+numbers_name = "words/ids-{:04d}-{:06d}.bin".format
+ends_name = "words/ends-{:04d}-{:06d}.arrow".format
+ids_name = "pieces/{}.ids".format
 
 
-def counted_name(space: int, number: int) -> str:
-    """Return the file of a range's values."""
-    return f"words/counted-{space:04d}-{number:06d}.arrow"
-
-
-def firsts_name(space: int, number: int) -> str:
-    """Return the file with the number of new values of a range that occur first in each piece."""
-    return f"words/firsts-{space:04d}-{number:06d}.arrow"
-
-
-def ranked_name(space: int, group: int) -> str:
-    """Return the file with values in the order of their ids."""
-    return f"words/ranked-{space:04d}-{group:06d}.arrow"
-
-
-def numbers_name(space: int, number: int) -> str:
-    """Return the file with the ids of a range's entries in all dictionaries; `ends_name` is about its places."""
-    return f"words/ids-{space:04d}-{number:06d}.bin"
-
-
-def ends_name(space: int, number: int) -> str:
-    """Return the file that says where each piece's entries are in the file `numbers_name`."""
-    return f"words/ends-{space:04d}-{number:06d}.arrow"
-
-
-def ids_name(name: str) -> str:
-    """Return the file with the ids of a piece's dictionaries."""
-    return f"pieces/{name}.ids"
-
-
-def _ranges_of(keys: Any, ranges: int) -> npt.NDArray[np.int64]:
+def _ranges_of(keys: Any, ranges: int) -> LongIds:
     """Return the range of each value, int64 [N]. Its bits are not those by which hash tables place the value."""
     hashes = hash_texts(*arrow.get_buffers(keys)) if isinstance(keys, pa.Array) else keys.view(np.uint64)
     return (((mix64(hashes) >> np.uint64(32)) * np.uint64(ranges)) >> np.uint64(32)).astype(np.int64)
@@ -91,7 +66,7 @@ def spread(work: WorkerJob, name: str, ranges: list[int]) -> Result:
             content[f"keys {space}"] = keys.take(pa.array(order)) if isinstance(keys, pa.Array) else keys[order]
             content[f"uses {space}"], content[f"index {space}"] = padded[order], order.astype(np.uint32)
             content[f"ends {space}"] = ragged.offsets_of(np.bincount(of, minlength=several))
-    return {"files": {spread_name(name): work.write(spread_name(name), lambda path: write_lists(path, content))}}
+    return {"files": work.write_lists(spread_name(name), content)}
 
 
 def _open(path: Path) -> PieceFile:
@@ -125,7 +100,7 @@ def _entries(work: WorkerJob, name: str, part: Part) -> Entry:
     return piece.keys(space)[start:stop], piece.array(f"uses {space}")[start:stop], index
 
 
-def _select(keys: Any, rows: npt.NDArray[Any]) -> Any:
+def _select(keys: Any, rows: Array) -> Any:
     """Return the values at some indices, or where a mask is true."""
     if isinstance(keys, pa.Array):
         return keys.filter(pa.array(rows)) if rows.dtype == np.bool_ else keys.take(pa.array(rows))
@@ -183,10 +158,8 @@ def count(work: WorkerJob, part: Part, index: list[str]) -> Result:
         "known_uses": int(uses[:known].sum()),
         "kept_uses": int(uses[kept].sum()),
         "most": None if most < 0 else [int(uses[most]), values.texts(np.array([most]))[0].as_py()],
-        "files": {
-            counted_name(space, number): work.write(counted_name(space, number), lambda at: write_lists(at, counted)),
-            firsts_name(space, number): work.write(firsts_name(space, number), lambda at: write_lists(at, firsts)),
-        },
+        "files": work.write_lists(counted_name(space, number), counted)
+        | work.write_lists(firsts_name(space, number), firsts),
     }
 
 
@@ -239,9 +212,7 @@ def rank(
     edges = np.cumsum([0, *(len(part[0]) for part in parts)])
     content: dict[str, Any] = {"keys": _select(keys, order), "uses": uses[order]}
     content |= {f"ids {i}": numbers[edges[i] : edges[i + 1]] for i in range(ranges)}
-    return {
-        "files": {ranked_name(space, group): work.write(ranked_name(space, group), lambda at: write_lists(at, content))}
-    }
+    return {"files": work.write_lists(ranked_name(space, group), content)}
 
 
 def number(work: WorkerJob, part: Part, groups: int, index: list[str], oov: int, id_type: str) -> Result:
@@ -272,8 +243,7 @@ def number(work: WorkerJob, part: Part, groups: int, index: list[str], oov: int,
 
     files = {numbers_name(space, number): work.write(numbers_name(space, number), write)}
     ends = {"ends": ragged.offsets_of(np.array(lengths, np.int64))}
-    files[ends_name(space, number)] = work.write(ends_name(space, number), lambda at: write_lists(at, ends))
-    return {"files": files}
+    return {"files": files | work.write_lists(ends_name(space, number), ends)}
 
 
 def encode(work: WorkerJob, name: str, place: int, ranges: list[int], id_type: str) -> Result:
@@ -287,10 +257,10 @@ def encode(work: WorkerJob, name: str, place: int, ranges: list[int], id_type: s
         ids = np.empty(len(piece.keys(space)), id_type)
         ids[PieceFile(work.path(spread_name(name))).array(f"index {space}")] = np.concatenate(parts)
         content[f"ids {space}"] = ids
-    return {"files": {ids_name(name): work.write(ids_name(name), lambda at: write_lists(at, content))}}
+    return {"files": work.write_lists(ids_name(name), content)}
 
 
-def _read_ids(work: WorkerJob, space: int, number: int, place: int, id_type: str) -> npt.NDArray[Any]:
+def _read_ids(work: WorkerJob, space: int, number: int, place: int, id_type: str) -> Array:
     ends = _open(work.path(ends_name(space, number))).array("ends")
     start, stop = ends[place : place + 2].tolist()
     path, size = work.path(numbers_name(space, number)), np.dtype(id_type).itemsize
@@ -319,15 +289,9 @@ def _written(work: WorkerJob, groups: Sequence[tuple[int, int, int]]) -> Iterato
             lengths = np.diff(arrow.get_buffers(keys)[0]).astype(np.int64)
         else:
             lengths = np.full(len(keys), DIGITS)
-        yield WrittenValues(oov, lengths, ranked.array("uses"), _Texts(keys, work.source.format_keys))
+        yield WrittenValues(oov, lengths, ranked.array("uses"), partial(_format, keys, work.source.format_keys))
 
 
-class _Texts:
-    """The texts of values, formatted when they are needed."""
-
-    def __init__(self, keys: Any, format_keys: FormatKeys | None) -> None:
-        self._keys, self._format_keys = keys, format_keys
-
-    def __getitem__(self, rows: slice) -> pa.Array:
-        some = self._keys[rows]
-        return some.cast(pa.string()) if self._format_keys is None else self._format_keys(np.array(some))
+def _format(keys: Any, format_keys: FormatKeys | None, start: int, stop: int) -> pa.Array:
+    some = keys[start:stop]
+    return some.cast(pa.string()) if format_keys is None else format_keys(np.array(some))

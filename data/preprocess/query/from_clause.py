@@ -104,11 +104,6 @@ def described(engine: Engine, node: Node) -> dict[str, str]:
     return {name: kind for name, kind, *_ in engine.rows(f"DESCRIBE {select_all(engine, node)}")}
 
 
-def one_file(engine: Engine, node: Node, file: str) -> Node:
-    """Return a function's node that reads one file."""
-    return with_files(engine, node, [file])
-
-
 def with_files(engine: Engine, node: Node, files: Sequence[str]) -> Node:
     """Return a function's node that reads some files."""
     shown = quoted(files[0]) if len(files) == 1 else f"[{', '.join(map(quoted, files))}]"

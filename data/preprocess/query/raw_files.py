@@ -11,8 +11,8 @@ from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes
 from hostdev.data.preprocess.encoding import WrongRowError
-from hostdev.data.preprocess.files import AS_WRITTEN, Chunk, UnparsedRows
-from hostdev.data.preprocess.inputs import AnyInput, open_input
+from hostdev.data.preprocess.files import Chunk, TableFile, UnparsedRows
+from hostdev.data.preprocess.inputs import open_input
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.from_clause import (
     FORMATS,
@@ -108,8 +108,8 @@ def _reader(node: Node | None, path: Path, function: str, engine: Engine, withou
     return with_options(engine, found, without)
 
 
-class RawFile:
-    """A file of raw rows with the columns of a data set, which a statement computes; a `TableFile`.
+class RawFile(TableFile):
+    """A file of raw rows with the columns of a data set, which a statement computes.
 
     DuckDB reads it as it read the file of the data set, except that types are not guessed from this file.
 
@@ -122,12 +122,8 @@ class RawFile:
         UserError: The file cannot be read, or a column is not there and cannot be computed.
     """
 
-    most_rows = 2**62  # unknown until it is read
-    lines_before = 0
-    respelled = AS_WRITTEN
-
     def __init__(self, path: Path, query: "RawQuery", optional: Sequence[str], engine: Engine) -> None:
-        self.input: AnyInput = open_input(path)
+        self.input = open_input(path)
         self._engine = engine
         self._sql = _select(path, query, engine)
         schema = engine.schema(self._sql)

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes
-from hostdev.data.preprocess.columns import WrongValueError
+from hostdev.data.preprocess.columns import WrongValueError, combined
 from hostdev.data.preprocess.encoding import Encoding, WrongRowError
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.query import allowed, by_row
@@ -443,7 +443,7 @@ class RawPlan:
         is_few = self._is_plain and not as_arrays and all(len(values) <= _FEW for values in raw.values())
         made = self._query.run(self._statement, raw, as_array, as_table=not is_few)
         if isinstance(made, pa.Table):
-            columns: Any = map(_combined, made.columns)
+            columns: Any = map(combined, made.columns)
         else:
             columns = map(list, zip(*made, strict=True)) if made else ([] for _ in self.computed)
         return found | dict(zip(self.computed, columns, strict=True))
@@ -459,8 +459,3 @@ class RawPlan:
         types = self._query.result_types(self._table, list(self.computed))
         types = [kind.value_type if pa.types.is_list(kind) else kind for kind in types]
         return all(any(test(kind) for test in tests) for kind in types)
-
-
-def _combined(column: pa.ChunkedArray) -> pa.Array:
-    found = column.combine_chunks()
-    return found.chunk(0) if isinstance(found, pa.ChunkedArray) else found

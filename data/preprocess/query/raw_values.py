@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.core.printable import printable
-from hostdev.data.preprocess.columns import WrongValueError
+from hostdev.data.preprocess.columns import WrongValueError, combined
 from hostdev.data.preprocess.query.engine import Engine, in_one_line
 from hostdev.data.preprocess.query.spelling import quoted
 
@@ -94,8 +94,7 @@ def _parse(engine: Engine, texts: pa.Array, wanted: RawType) -> pa.Array:
     with in_one_line():
         engine.connection.register(_TEXTS, pa.table({"text": texts}))
         found = engine.connection.sql(f'SELECT {value} AS value FROM "{_TEXTS}"').to_arrow_table()["value"]
-    array = found.combine_chunks() if found.num_chunks else pa.nulls(0, wanted.kind)
-    array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
+    array = combined(found) if found.num_chunks else pa.nulls(0, wanted.kind)
     wrong = pc.and_(array.is_null(), texts.is_valid()).to_numpy(zero_copy_only=False)
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])

@@ -15,60 +15,19 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar, note
 from hostdev.core.workers import Worker
-from hostdev.data.preprocess.files import Chunk, UnparsedRows, split_batch
 from hostdev.data.preprocess.query import NAME, allowed, plan, readers, settle
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.raw_files import describe_tables
 from hostdev.data.preprocess.query.spelling import identifier
 from hostdev.data.preprocess.query.statement import Node, Statement, parse, to_sql
+from hostdev.data.preprocess.row_source import RecordBatches
 
 _POLLED = 0.5  # seconds between updates of the query's progress
 _UNQUOTED = {"JSON": "{} ->> '$'", "JSON[]": "[one ->> '$' FOR one IN {}]"}  # a text in JSON has quotes
 _DOUBTS = 3  # maximum number of doubts in a note
 
 
-class QueryInput:
-    """The input of a query, with the interface of `Input`.
-
-    Args:
-        patterns: Names and patterns of the files that the query reads, or None if it also has other inputs.
-        raw: Description of the columns of its tables.
-    """
-
-    name, plain, size, path = NAME, False, 0, Path("-")
-
-    def __init__(self, sql: str, patterns: Sequence[str] | None, engine: Engine, raw: Mapping[str, Any]) -> None:
-        self._sql, self._engine, self._raw = sql, engine, raw
-        self._patterns = patterns
-        self._seen = self._files()
-
-    def describe(self) -> dict[str, Any]:
-        """Return the query, its engine, the files that it reads, and their columns."""
-        files = [] if self._seen is None else [{"file": name, "bytes": size} for name, size, _ in self._seen]
-        return {"query": self._sql, "engine": f"DuckDB {duckdb.__version__}", "files": files, **self._raw}
-
-    def stamp(self) -> list[Any] | None:
-        """Return the query, DuckDB's version, and each file's path, size and time; None if the files are unknown."""
-        return None if self._seen is None else [self._sql, duckdb.__version__, self._seen]
-
-    def check_unchanged(self) -> None:
-        """Raise UserError if a file has changed since construction."""
-        if self._files() != self._seen:
-            raise UserError(f"{NAME}: a file changed while it was read; run again once nothing writes to it")
-
-    def _files(self) -> list[list[Any]] | None:
-        if self._patterns is None:
-            return None
-        found: list[list[Any]] = []
-        for pattern in self._patterns:
-            paths = [Path(name) for (name,) in self._engine.rows("SELECT file FROM glob(?) ORDER BY file", pattern)]
-            if not paths or not all(path.is_file() for path in paths):  # such as remote files
-                return None
-            found += [[str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns] for one in paths]
-        return found
-
-
-class QueryRows:
+class QueryRows(RecordBatches):
     """Rows selected by a query, in a deterministic order.
 
     Args:
@@ -80,8 +39,7 @@ class QueryRows:
         UserError: The query is invalid, or its result changes between runs.
     """
 
-    most_rows = 2**62  # unknown until the query ends
-    lines_before = 0
+    changed = "a file changed while it was read; run again once nothing writes to it"
 
     def __init__(self, sql: str, engine: Engine, threads: int) -> None:
         self._engine = engine
@@ -100,12 +58,10 @@ class QueryRows:
                 raise UserError(f"{NAME}, column {one.name!r}: {one.reason}")
         found = self._settled(statement)
         self._keeps_order = found.keeps_order
-        self.respelled: Mapping[str, str]
         self._sql = self._with_texts(found.tree, texts)
-        self._schema = engine.schema(self._sql)
-        self.names = tuple(self._schema.names)
-        raw = describe_tables(before, statement.tree, engine)
-        self.input: Any = QueryInput(sql.strip(), None if has_tables else patterns, engine, raw)
+        self._raw = describe_tables(before, statement.tree, engine)
+        self._given, self._patterns = sql.strip(), None if has_tables else patterns
+        super().__init__(NAME, engine.schema(self._sql))
         self.order, self.doubts = found.order, found.doubts + plan.float_sums(found.tree, engine)
         engine.lock(1 if self.doubts else threads, spills=not found.ties)
 
@@ -151,21 +107,32 @@ class QueryRows:
         names = " and ".join(repr(name) for _, name in sources)
         return f"it may have values of {names} as {kind}, which changes how they are written; cast it to VARCHAR"
 
-    def get_type(self, name: str) -> pa.DataType:
-        """Return a column's type."""
-        return self._schema.field(name).type
+    def describe(self) -> dict[str, Any]:
+        """Return the query, its engine, the files that it reads, and the columns of its tables."""
+        stamp = self.input.stamp()
+        files = [] if stamp is None else [{"file": name, "bytes": size} for name, size, _ in stamp[2]]
+        return {"query": self._given, "engine": f"DuckDB {duckdb.__version__}", "files": files, **self._raw}
 
-    def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
-        """Iterate over the rows from index `offset` on; the query always runs from its beginning."""
-        fields, row = [self.names.index(name) for name in used], 0
+    def fingerprint(self) -> list[Any] | None:
+        """Return the query, DuckDB's version, and each file's path, size and time; None if the files are unknown."""
+        found: list[list[Any]] = []
+        for pattern in self._patterns or ():
+            paths = [Path(name) for (name,) in self._engine.rows("SELECT file FROM glob(?) ORDER BY file", pattern)]
+            if not paths or not all(path.is_file() for path in paths):  # such as remote files
+                return None
+            found += [[str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns] for one in paths]
+        return None if self._patterns is None else [self._given, duckdb.__version__, found]
+
+    def batches(self, columns: Sequence[str], first: int) -> Iterator[pa.RecordBatch]:
+        """Yield the rows from number `first` on; the query always runs from its beginning."""
+        fields, row = [self.names.index(name) for name in columns], 0
         batches = self._engine.stream(self._sql)
         with _shown(self._engine):
             batch = next(batches, None)
         while batch is not None:
             read = batch.select(fields)
-            rest = (read if self._keeps_order else _with_one_zero(read)).slice(max(0, offset - row))
+            yield (read if self._keeps_order else _with_one_zero(read)).slice(max(0, first - row))
             row += len(batch)
-            yield from split_batch(rest, row - len(rest), rest.nbytes / max(1, len(rest)))
             batch = next(batches, None)
         self._note_growth()
 
@@ -178,10 +145,6 @@ class QueryRows:
                 f"query: the join on {on} makes {after:,} rows from {before:,}, because its other side repeats keys; "
                 "to keep one row each, group that side by its key first"
             )
-
-    def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
-        """Return a part's rows."""
-        return Chunk(part.content, size=part.taken)
 
 
 def _with_one_zero(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -1,12 +1,16 @@
-"""python -m hostdev.advise: recommend a cache size for the user's data by simulating every policy."""
+"""python -m hostdev.advise: recommend a cache size for the user's data by simulating every policy.
+
+For data with raw ids, it shows the effect of each --admit-count instead: keys, their memory, and uses without a row.
+"""
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,21 +21,25 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.keys import is_raw
 from hostdev.core.memory import available_bytes, dense_bytes, format_bytes
+from hostdev.core.progress import bar
 from hostdev.data import manifest
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
-from hostdev.data.preprocess import lookalike
+from hostdev.data.preprocess import synthetic
+from hostdev.data.preprocess.stored import add_counts
+from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.bus import Bus, measure
 from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.distributed.session import join
 from hostdev.distributed.start import start_processes, wait_for
-from hostdev.ext.advice.admission import advise_admission
-from hostdev.ext.advice.cache.curves import CachePoint, Curves, TableGroup, flags, gains, recommend, simulate
+from hostdev.ext.advice.curves import CachePoint, Curves, TableGroup, flags, gains, recommend, simulate
 from hostdev.ext.advice.disk import advise_disk
 from hostdev.ext.training.config import CommandConfig
 from hostdev.ext.training.layouts import choose_layout, require_layout
+from hostdev.host.key_options import KEY_BYTES
+from hostdev.kernels.arrays import Counts, Keys
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
@@ -40,6 +48,104 @@ from hostdev.train.build import groups_of, ids_of, model_of
 from hostdev.train.config import TrainConfig
 from hostdev.train.options import REFERENCE_BATCH_SIZE
 from hostdev.train.report import kind
+
+COUNTS = (1, 2, 3, 5, 10, 20)
+_ROWS = 1 << 16  # samples read at a time
+_MORE = 0.02  # additional share of test uses without a row that the advice accepts
+
+
+class ColumnUses(NamedTuple):
+    """The uses of a column's ids: one figure for each of COUNTS."""
+
+    name: str
+    kept: Counts  # ids with a row
+    missed: Counts  # uses in one pass over the training samples that come before the id has a row
+    unknown: Counts  # uses in test samples of ids without a row
+    uses: int  # in training samples
+    test_uses: int
+
+
+def count_column(name: str, keys: Keys, counts: Counts, test: Keys) -> ColumnUses:
+    """Return a column's figures.
+
+    Args:
+        name: The column.
+        keys: Distinct ids of the training samples [K], ascending.
+        counts: How often each is used [K].
+        test: Ids of the test samples [N].
+    """
+    at = np.minimum(np.searchsorted(keys, test), max(0, len(keys) - 1))
+    seen = np.where(keys[at] == test, counts[at], 0) if len(keys) else np.zeros(len(test), np.int64)
+    kept = [np.count_nonzero(counts >= n) for n in COUNTS]
+    missed = [np.minimum(counts, n - 1).sum() for n in COUNTS]
+    unknown = [np.count_nonzero(seen < n) for n in COUNTS]
+    return ColumnUses(name, np.array(kept), np.array(missed), np.array(unknown), int(counts.sum()), len(test))
+
+
+def _ids_of(schema: Schema, batch: Batch, name: str) -> Keys:
+    if name in schema.bags:
+        return np.asarray(batch.bags[name][0], np.int64)
+    return np.asarray(batch.ids[:, schema.ids.index(name)], np.int64)
+
+
+def count_uses_by_column(data: Path, found: Manifest) -> list[ColumnUses]:
+    """Count the ids of each column, in memory that grows with a column's distinct ids."""
+    readers = [ShardReader(data, found, split) for split in ("train", "test")]
+    columns = [column.name for column in found.schema.columns]
+    steps = sum(reader.steps(_ROWS) for reader in readers if reader.rows)
+    result = []
+    with bar(steps * len(columns), "counting", "step") as progress:
+
+        def read(reader: ShardReader, name: str) -> Iterator[Keys]:
+            for batch in reader.batches(_ROWS) if reader.rows else ():
+                yield _ids_of(found.schema, batch, name)
+                progress.update()
+
+        for name in columns:
+            keys, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+            for ids in read(readers[0], name):
+                keys, counts = add_counts((keys, counts), np.unique(ids, return_counts=True))
+            test = np.concatenate([np.empty(0, np.int64), *read(readers[1], name)])
+            result.append(count_column(name, keys, counts, test))
+    return result
+
+
+def advise_admission(settings: TrainConfig, data: Path, found: Manifest) -> None:
+    """Print what each --admit-count keeps, takes and loses, in all and by column."""
+    model = model_of(replace(settings, tables="dynamic", host_device_mix=True), found.schema)
+    each = sum(spec.shape.nbytes(1) + KEY_BYTES for spec in model.tables.values())
+    print(
+        f"data     {shown_place(data)}: {found.rows('train'):,} training and {found.rows('test'):,} test rows, raw ids"
+    )
+    print(f"tables   {', '.join(sorted(model.tables))}: a key takes {each} bytes in all")
+    print("\n".join(format_advice(count_uses_by_column(data, found), each)))
+
+
+def format_advice(columns: list[ColumnUses], each: int) -> list[str]:
+    """Return the tables and the advice as lines; `each` is the bytes of a key."""
+    kept = np.sum([column.kept for column in columns], 0)
+    uses, test_uses = sum(column.uses for column in columns), sum(column.test_uses for column in columns)
+    missed = np.sum([column.missed for column in columns], 0) / max(1, uses)
+    unknown = np.sum([column.unknown for column in columns], 0) / max(1, test_uses)
+    lines = ["", f"{'':<12}{'':>14}{'':>12}   uses without a row", f"{'admit-count':<12}{'keys':>14}{'memory':>12}"]
+    lines[-1] += f"{'training':>12}{'test':>9}"
+    for i, n in enumerate(COUNTS):
+        shown = f"{unknown[i]:>9.1%}" if test_uses else f"{'':>9}"
+        lines.append(f"{n:<12}{kept[i]:>14,}{format_bytes(int(kept[i]) * each):>12}{missed[i]:>12.1%}{shown}")
+    width = max(8, *(len(column.name) + 2 for column in columns))
+    lines += ["", f"{'':<{width}}{'':>12}  test uses without a row, by admit-count"]
+    lines.append(f"{'column':<{width}}{'ids':>12}" + "".join(f"{n:>9}" for n in COUNTS))
+    for column in columns:
+        shares = column.unknown / max(1, column.test_uses)
+        lines.append(f"{column.name:<{width}}{column.kept[0]:>12,}" + "".join(f"{share:>9.1%}" for share in shares))
+    best = max((i for i in range(len(COUNTS)) if unknown[i] - unknown[0] <= _MORE), default=0)
+    advice = "no --admit-count: each keeps a row from at least 2% of the test samples' uses"
+    if COUNTS[best] > 1:
+        advice = (
+            f"--admit-count {COUNTS[best]}: {1 - kept[best] / max(1, kept[0]):.0%} fewer keys, and a row less for "
+            f"{unknown[best] - unknown[0]:.1%} of the test samples' uses"
+        )
+    return [*lines, "", f"advice   {advice}" if test_uses else "advice   none, since there are no test rows"]
 
 
 def format_tables(curves: Curves, memory: int, chosen: tuple[str, CachePoint] | None) -> list[str]:
@@ -137,7 +243,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     For data with raw ids, print what each --admit-count keeps instead.
     """
     pictures.require_new(out)
-    data = settings.data or lookalike.ensure()[0]
+    data = settings.data or synthetic.ensure_lookalike()[0]
     found = manifest.read(data)
     if is_raw(found.schema.rows):
         advise_admission(settings, data, found)
@@ -199,7 +305,7 @@ def advise_tables_on_disk(settings: TrainConfig, folder: Path, step: float | Non
     Raises:
         UserError: The data has raw ids, or no table has rows for a disk.
     """
-    data = settings.data or lookalike.ensure()[0]
+    data = settings.data or synthetic.ensure_lookalike()[0]
     found = manifest.read(data)
     if is_raw(found.schema.rows):
         raise UserError(
@@ -217,7 +323,7 @@ def _estimate_step_bytes(model: Model, batch: Batch, *, dense: bool) -> int:
     for group in (TableGroup.of(model, names) for names in groups_of(model)):
         ids = ids_of(model, batch, group.names[0])
         needed += 2 * group.passing * len(unique(ids)[0])
-        inputs += len(ids) // len(batch) * get_max_dim(group)
+        inputs += len(ids) // len(batch) * max(table.dim for table in group.tables)
     return needed + dense_bytes(len(batch), inputs, get_hidden_widths(model)) if dense else needed
 
 
@@ -226,7 +332,7 @@ def advise_mesh(settings: CommandConfig, processes: int) -> None:
 
     Start the processes, unless a launcher has started this process as one of several.
     """
-    data = settings.data or lookalike.ensure()[0]
+    data = settings.data or synthetic.ensure_lookalike()[0]
     settings = replace(settings, data=data)
     if find_rank_environment().alone:
         require_layout(settings, data)
@@ -245,11 +351,6 @@ def advise_mesh(settings: CommandConfig, processes: int) -> None:
             parts = f"batches of {settings.batch_size:,} in {settings.micro_batches} micro-batches"
             where = f"{ranks.size} processes of one thread on {backend.describe(device)}"
             print(f"model    {settings.model}: {parts}, {where}", *lines, sep="\n")
-
-
-def get_max_dim(group: TableGroup) -> int:
-    """Return the largest dimension of a group's tables."""
-    return max(table.dim for table in group.tables)
 
 
 def get_hidden_widths(model: Model) -> list[int]:

@@ -99,9 +99,8 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         return
     settings = CommandConfig.from_flags(arguments, OPTIONS)
     alone()  # this command uses one process, even if a launcher started several
-    for name in MESH_OPTIONS:
-        if getattr(settings, name) != getattr(CommandConfig, name):
-            raise UserError(f"{flag_of(name)} has no effect without --mesh; leave out {flag_of(name)}")
+    changed = {name: getattr(settings, name) != getattr(CommandConfig, name) for name in MESH_OPTIONS}
+    _refuse("has no effect without --mesh", **changed)
     CommandConfig.options()["cache_window"].require("cache_window", arguments.cache_window)
     memory = parse_bytes(arguments.memory) if arguments.memory is not None else None
     settings.require_data()
@@ -117,33 +116,33 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     advise(settings, memory, arguments.cache_window, arguments.out or pictures.new_path("advise"))
 
 
+def _refuse(why: str, **given: bool) -> None:
+    """Raise UserError for an option that is given but has no effect."""
+    for name in (name for name, is_given in given.items() if is_given):
+        raise UserError(f"{flag_of(name)} {why}; leave out {flag_of(name)}")
+
+
 def _check_disk(arguments: argparse.Namespace) -> None:
     """Raise UserError if options contradict --disk, or need it."""
+    step, window = arguments.step_ms, arguments.table_window
     if arguments.disk is None:
-        for name, given in (("--step-ms", arguments.step_ms), ("--table-window", arguments.table_window)):
-            if given is not None:
-                raise UserError(f"{name} has no effect without --disk; leave out {name}")
+        _refuse("has no effect without --disk", step_ms=step is not None, table_window=window is not None)
         return
-    if arguments.table_window is not None:
-        CommandConfig.options()["table_window"].require("table_window", arguments.table_window)
+    if window is not None:
+        CommandConfig.options()["table_window"].require("table_window", window)
     if arguments.mesh is not None:
         raise UserError("--disk and --mesh are different questions; give one of them")
-    for name, given in (("--memory", arguments.memory is not None), ("--out", arguments.out is not None)):
-        if given:
-            raise UserError(f"{name} is for caches and has no effect with --disk; leave out {name}")
-    if arguments.cache_window != WINDOW:
-        raise UserError("--cache-window is for caches and has no effect with --disk; leave out --cache-window")
-    if arguments.step_ms is not None and not 0 < arguments.step_ms < math.inf:
-        raise UserError(f"--step-ms must be a positive number of milliseconds, not {arguments.step_ms}")
+    for_caches = {"memory": arguments.memory is not None, "out": arguments.out is not None}
+    _refuse("is for caches and has no effect with --disk", **for_caches, cache_window=arguments.cache_window != WINDOW)
+    if step is not None and not 0 < step < math.inf:
+        raise UserError(f"--step-ms must be a positive number of milliseconds, not {step}")
 
 
 def _for_mesh(settings: CommandConfig, arguments: argparse.Namespace) -> CommandConfig:
     """Return the settings; raise UserError if an option has no effect with --mesh, or --mesh is less than 2."""
-    for name, given in (("--memory", arguments.memory), ("--out", arguments.out)):
-        if given is not None:
-            raise UserError(f"{name} is for caches and has no effect with --mesh; leave out {name}")
-    if settings.shuffle_window != CommandConfig.shuffle_window:
-        raise UserError("--shuffle-window has no effect with --mesh; leave out --shuffle-window")
+    for_caches = {"memory": arguments.memory is not None, "out": arguments.out is not None}
+    _refuse("is for caches and has no effect with --mesh", **for_caches)
+    _refuse("has no effect with --mesh", shuffle_window=settings.shuffle_window != CommandConfig.shuffle_window)
     if arguments.mesh < 2:
         raise UserError(f"--mesh must be a number of processes, 2 or more, not {arguments.mesh}")
     settings.require_data()

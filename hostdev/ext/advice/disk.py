@@ -15,7 +15,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar
 from hostdev.data.shards import ShardReader
-from hostdev.ext.advice.cache.curves import TableGroup, measure_groups
+from hostdev.ext.advice.curves import TableGroup, measure_groups
 from hostdev.host.disk.folder import TableFolder
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.segments import SEGMENT_BYTES

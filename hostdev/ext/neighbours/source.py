@@ -15,7 +15,7 @@ from hostdev.core.errors import UserError
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.naming import listed
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+from hostdev.data.preprocess.stored import StoredVocabulary
 from hostdev.data.schema import Column, Space
 from hostdev.ext.checkpoints.vocabulary import read_vocabulary
 from hostdev.ext.neighbours.rows import NamedRows

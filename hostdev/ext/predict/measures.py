@@ -8,8 +8,7 @@ import numpy as np
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
 from hostdev.data.preprocess.unlabelled import EncodedPart
-from hostdev.data.schema import Schema
-from hostdev.data.targets import columns_of
+from hostdev.data.schema import Schema, columns_of
 from hostdev.ext.predict.groups import By, Groups
 from hostdev.ext.predict.predictor import probabilities
 from hostdev.kernels.arrays import Values

@@ -15,8 +15,7 @@ from pyarrow import csv as arrow_csv
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.naming import parse_names
 from hostdev.data.preprocess.unlabelled import EncodedPart
-from hostdev.data.schema import Schema
-from hostdev.data.targets import columns_of
+from hostdev.data.schema import Schema, columns_of
 from hostdev.ext.predict.predictor import probabilities
 from hostdev.kernels.arrays import Values
 

@@ -20,7 +20,7 @@ from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import rows_of
 from hostdev.data.preprocess.naming import listed
-from hostdev.data.targets import columns_of
+from hostdev.data.schema import columns_of
 from hostdev.device import backend
 from hostdev.device.ops import get_ops
 from hostdev.ext.predict.following import SECONDS, FollowingPredictor, list_checkpoints, warn

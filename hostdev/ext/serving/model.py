@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch, concatenate
 from hostdev.data.preprocess.encoding import rows_of
-from hostdev.data.targets import columns_of
+from hostdev.data.schema import columns_of
 from hostdev.ext.predict.predictor import Predictor
 from hostdev.ext.predict.unknown import UnknownValues
 from hostdev.ext.serving.columns import Columns, RawColumn, describe_inputs, describe_raw_inputs

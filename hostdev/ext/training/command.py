@@ -24,14 +24,14 @@ from hostdev.core.errors import DiskFullError, TableFullError, UserError
 from hostdev.core.run_events import CallbackError, RunObserver
 from hostdev.core.run_files import REPORT
 from hostdev.data import manifest
+from hostdev.data.folder import describe_place
 from hostdev.data.manifest import Manifest
-from hostdev.data.preprocess import lookalike
-from hostdev.data.remote import describe_place
+from hostdev.data.preprocess import synthetic
 from hostdev.device import backend
 from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.distributed.start import start_processes, wait_for
 from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.ext.advice.cache.auto import choose_cache
+from hostdev.ext.advice.auto import choose_cache
 from hostdev.ext.tracking.options import require_tracking
 from hostdev.ext.training import starting
 from hostdev.ext.training.config import CommandConfig
@@ -105,7 +105,7 @@ def _resolve(settings: CommandConfig, ranks: int) -> CommandConfig:
     if ranks > 1:
         require_shares(settings, ranks)
         require_tracking(settings)
-        data = settings.data or lookalike.there()
+        data = settings.data or synthetic.find_lookalike()
         if data is not None:
             require_layout(settings, data)
     return settings
@@ -117,10 +117,11 @@ def _find_data(settings: CommandConfig, world: World) -> tuple[CommandConfig, Tr
     if data is None:
         if world.rank:
             world.control.barrier()
-        data, made = lookalike.ensure()
+        data, made = synthetic.ensure_lookalike()
         if not world.rank:
             world.control.barrier()
-        print(f"no --data: a synthetic data set of {lookalike.ROWS:,} samples, {'made in' if made else 'from'} {data}")
+        how = "made in" if made else "from"
+        print(f"no --data: a synthetic data set of {synthetic.LOOKALIKE_ROWS:,} samples, {how} {data}")
         # the rendezvous has compared a data set given by --data
         world.agree("data", "the synthetic data set", {"the data set": manifest.read(data).identity})
     settings = settings.resolved()
@@ -287,7 +288,7 @@ class _Command:
 def _make_source(settings: CommandConfig, data: TrainingData) -> BatchSource:
     if settings.follow is None:
         return Epochs(settings, data)
-    from hostdev.ext.streams.following.run import FollowedFiles  # with all that reads new files
+    from hostdev.ext.streams.run import FollowedFiles  # with all that reads new files
 
     return FollowedFiles(settings, data, settings)
 

@@ -16,10 +16,10 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.files import TableFile, chunks, find_format
 from hostdev.data.preprocess.inputs import open_input
+from hostdev.data.preprocess.lists import WrongNumberError, require_numbers
 from hostdev.data.preprocess.naming import listed
-from hostdev.data.preprocess.opening import open_file
 from hostdev.data.preprocess.reading import ReadSettings, own_settings
-from hostdev.data.preprocess.vectors import WrongNumberError, require_numbers
+from hostdev.data.preprocess.table import open_file
 from hostdev.data.schema import Schema
 from hostdev.kernels.arrays import LongIds, Rows
 from hostdev.models.model import Model

@@ -8,7 +8,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.keys import FormerIds, is_raw
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.encoding import Encoding
-from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+from hostdev.data.preprocess.stored import StoredVocabulary
 
 _MOST_USES = 2**32 - 1
 

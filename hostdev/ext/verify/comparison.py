@@ -12,7 +12,7 @@ from hostdev.cache.cache import CacheTooLargeError
 from hostdev.core.addresses import shown_place
 from hostdev.data import manifest
 from hostdev.data.batch import Batch
-from hostdev.data.preprocess import lookalike
+from hostdev.data.preprocess import synthetic
 from hostdev.data.preprocess.options import ids_in_words
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
@@ -51,7 +51,7 @@ def verify(
     Returns:
         A list with the number of modes that differ; with `fault`, one number for each group.
     """
-    data = settings.data or lookalike.ensure()[0]
+    data = settings.data or synthetic.ensure_lookalike()[0]
     found = manifest.read(data)
     reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
     size = get_batch_size(settings, reader, steps)

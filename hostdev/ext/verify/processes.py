@@ -20,7 +20,7 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.batch import Batch
-from hostdev.data.preprocess import lookalike
+from hostdev.data.preprocess import synthetic
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.distributed.mesh import Layout, Mesh
@@ -145,7 +145,7 @@ def _record(
     settings: TrainConfig, world: World, steps: int, micro_batches: int, mode: Mode, layout: Layout | None
 ) -> Record:
     torch.set_num_threads(1)
-    data = settings.data or lookalike.ensure()[0]
+    data = settings.data or synthetic.ensure_lookalike()[0]
     found = manifest.read(data)
     reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
     device_of(settings.device, tf32=settings.tf32)

@@ -25,7 +25,7 @@ from hostdev.data.preprocess.scaling import ColumnScaling
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
-from hostdev.data.targets import Targets
+from hostdev.data.schema import Targets
 from tests.data.preprocess.clusters import files_of, local_cluster
 
 BLOCK = 60_000

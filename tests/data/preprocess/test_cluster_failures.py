@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import pytest
 
 from hostdev.core.errors import TransientError, UserError
-from hostdev.data.preprocess.cluster import connection as connecting
 from hostdev.data.preprocess.cluster import job, learning, prepare, runner, tasks
+from hostdev.data.preprocess.cluster import runner as connecting
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from tests.conftest import environment
 from tests.data.preprocess.clusters import (
@@ -361,13 +361,13 @@ def test_a_task_that_ends_its_workers(text, tmp_path, expected):
 
 
 def test_no_scheduler_and_no_worker(text, tmp_path, processes, monkeypatch):
-    from hostdev.data.preprocess.cluster import connection
+    from hostdev.data.preprocess.cluster import runner
 
-    monkeypatch.setattr(connection, "_FIRST_WORKER_SECONDS", 1)
+    monkeypatch.setattr(runner, "_FIRST_WORKER_SECONDS", 1)
     with pytest.raises(TransientError, match=r"has no worker, and none came within 1 s; start one with dask"):
         make(text, tmp_path / "out", processes.address)
     kill(processes.scheduler)
-    monkeypatch.setattr(connection, "_CONNECT_SECONDS", 1)
+    monkeypatch.setattr(runner, "_CONNECT_SECONDS", 1)
     with pytest.raises(UserError, match=r"^--scheduler tcp://127.*: no scheduler answers there"):
         make(text, tmp_path / "out", processes.address)
     assert [path.name for path in tmp_path.iterdir()] == ["dask"]

@@ -1,13 +1,21 @@
-"""The files taken so far, stored in bounded memory, so that late and repeated files are noticed."""
+"""The files taken so far, in bounded memory, so that late and repeated files are noticed; and changes of these files.
+
+A change is told by size, identity and content, and not by the name only.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.ext.streams.arrivals.folder import hash_of, key_of
+from hostdev.core.checksums import hash_stream
+from hostdev.core.errors import StoppedError, in_words
+from hostdev.core.run_files import GROWN, REPLACED
+from hostdev.data.preprocess import places
+from hostdev.ext.streams.folder import Folder, State, ends_line, hash_of, key_of
 
 MOST_DIGESTS = 1000  # of the last files, by which a repeated one is found
 _MOST_NEW = 1024  # in a set, which takes several times the space of an array
@@ -89,12 +97,8 @@ class Seen:
         if len(self._digests) > MOST_DIGESTS:
             self._digests.popitem(last=False)
 
-    def set_aside(self, name: str, taken: Taken = UNKNOWN) -> None:
-        """Record that a file was set aside."""
-        self.note(name, taken)
-
     def note(self, name: str, taken: Taken = UNKNOWN) -> None:
-        """Record what is known of a file."""
+        """Record what is known of a file, such as one that was set aside."""
         self._new[hash_of(name)] = taken
         if len(self._new) > _MOST_NEW:
             self._known, self._new = self._all(), {}
@@ -139,3 +143,47 @@ class Seen:
         for i in range(len(digests) // 64):
             made._digests[digests[64 * i : 64 * i + 64]] = names[i]
         return made
+
+
+UNSETTLED, SAME = "unsettled", "same"
+
+
+class Change(NamedTuple):
+    """What has become of a file: UNSETTLED while it is written to, SAME if only its time changed, or the change.
+
+    Attributes:
+        about: The change in words.
+    """
+
+    kind: str
+    state: State
+    taken: Taken
+    about: str = ""
+
+
+def examine(folder: Folder, name: str, taken: Taken, state: State, stop: Event) -> Change:
+    """Return how a file differs from what was taken of it; UNSETTLED if it cannot be read now."""
+    try:
+        change = _examine(folder, name, taken, state, stop)
+        return change if folder.state(name) == state else Change(UNSETTLED, state, taken)
+    except StoppedError:
+        return Change(UNSETTLED, state, taken)
+    except OSError as error:
+        return Change(UNSETTLED, state, taken, in_words(error))
+
+
+def _examine(folder: Folder, name: str, taken: Taken, state: State, stop: Event) -> Change:
+    if state.size < taken.size:
+        about = f"it has become shorter: {taken.size:,} bytes were taken, and {state.size:,} are left"
+        return Change(REPLACED, state, taken, about)
+    if not taken.digest:  # nothing was taken of it, or more of it was told already
+        return Change(SAME, state, taken)
+    path = folder.open(name)
+    with places.open_bytes(path, buffered=False) as file:
+        digest = hash_stream(file, most=taken.size, stop=stop)
+    if digest_bits(digest) != taken.digest:
+        return Change(REPLACED, state, taken, "it was replaced, or its first bytes were changed")
+    if state.size == taken.size:
+        return Change(SAME, state, taken)
+    cut = "" if not taken.lines or ends_line(path, taken.size) else f", in the middle of row {taken.lines:,}"
+    return Change(GROWN, state, taken, f"{state.size - taken.size:,} bytes were added{cut}")

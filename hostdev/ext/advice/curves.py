@@ -1,28 +1,101 @@
 """Simulation of cache policies and sizes on a data set's own batches, and the recommended cache.
 
 The cost of a step is the host's time for rows and plan, plus the time to transfer rows to the device and back. Both
-are measured on this machine. A larger cache is recommended only if it reduces that cost.
+are measured on this machine; the host's time, with the training kernels on similar tables. A larger cache is
+recommended only if it reduces that cost.
 """
 
 import itertools
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.plan import Statistics
 from hostdev.cache.planner import planner_bytes
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import OPTIMUM, Simulated, Simulation, add_up
+from hostdev.core.initializers import Constant
 from hostdev.core.memory import TableShape, available_bytes, require_memory, row_bytes
+from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.bus import Bus
-from hostdev.ext.advice.cache.rates import host_costs
+from hostdev.host.table import HostTable
+from hostdev.kernels.arrays import Array
+from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
 from hostdev.train.build import count_uses, groups_of, ids_of, known_counts
+
+_TABLE_BYTES = 1 << 29  # maximum bytes of the tables; many times a processor's cache
+_ROUNDS = 7
+
+
+def host_costs(
+    rows: int, tables: Sequence[tuple[int, SparseOptimizer] | TableShape], batches: Sequence[Array]
+) -> Costs:
+    """Measure the nanoseconds that the host needs for a row that bypasses a cache, is admitted, or is evicted.
+
+    Each time covers one row in every table. A bypassing row is looked up and updated. An admitted row is read
+    with its optimizer state, and an evicted row is written with its state.
+
+    Args:
+        rows: V, the number of rows. Tables above 512 MiB or a quarter of the free memory are measured with fewer rows.
+        tables: Dimension, optimizer and dtypes of each table.
+        batches: Unique ids [U] of some batches.
+    """
+    most = min(_TABLE_BYTES, available_bytes() // 4)
+    held = max(1, min(rows, most // row_bytes(tables)[1]))
+    mine = [
+        HostTable(held, dim, optimizer, name=f"measured {number}", init=Constant(), dtype=dtype, slots=slots)
+        for number, (dim, optimizer, dtype, slots) in enumerate(TableShape(*table) for table in tables)
+    ]
+    ids = [unique(batch % held)[0] for batch in batches if len(batch)]
+    if not ids:
+        return Costs(0, 0, 0)
+    longest = max(map(len, ids))
+    weights = [np.zeros((longest, table.dim), np.float32) for table in mine]
+    whole = [
+        (
+            np.zeros((longest, 1 + len(table.optimizer.slots), table.dim), np.float32),
+            np.zeros((longest, table.row_slots.shape[1]), np.float32),
+        )
+        for table in mine
+    ]
+
+    def bypass(some: Array) -> list[list[Task]]:
+        pairs = list(zip(mine, weights, strict=True))
+        looked_up = [task for table, rows in pairs for task in table.lookup_tasks(some, rows[: len(some)])]
+        return [looked_up, [task for table, rows in pairs for task in table.update_tasks(some, rows[: len(some)])]]
+
+    def admit(some: Array) -> list[list[Task]]:
+        n, pairs = len(some), zip(mine, whole, strict=True)
+        return [[task for table, (block, own) in pairs for task in table.read_rows_tasks(some, block[:n], own[:n])]]
+
+    def evict(some: Array) -> list[list[Task]]:
+        n, pairs = len(some), zip(mine, whole, strict=True)
+        return [[task for table, (block, own) in pairs for task in table.write_rows_tasks(some, block[:n], own[:n])]]
+
+    return Costs(*(_measure_row(make_tasks, ids) for make_tasks in (bypass, admit, evict)))
+
+
+def _measure_row(make_tasks: Callable[[Array], list[list[Task]]], batches: Sequence[Array]) -> float:
+    """Return the median nanoseconds per row over batches, after two rounds that only load kernels and memory pages."""
+    times = []
+    for number in range(_ROUNDS + 2):
+        ids = batches[number % len(batches)]
+        start = time.perf_counter_ns()
+        for tasks in make_tasks(ids):
+            run_tasks(tasks)
+        times.append((time.perf_counter_ns() - start) / len(ids))
+    return statistics.median(times[2:])
+
 
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
 _WORTH = 1.05  # a smaller cache is preferred if it takes at most this multiple of the least time
@@ -131,11 +204,6 @@ class CachePoint:
         return sum(group.host.passed * part.unique / max(1, part.batches) for part, group in pairs) / 1e9
 
     @property
-    def planning(self) -> float:
-        """Seconds per step for the cache's plan."""
-        return sum(one.planning / max(1, one.statistics.batches) for one in self.caches)
-
-    @property
     def seconds(self) -> float:
         """Seconds per step for the host's work and the copies."""
         down, up = self.bytes
@@ -196,9 +264,9 @@ def flags(chosen: tuple[str, CachePoint]) -> str:
     return f"--cache-rows {format_size(point)}" + ("" if policy == POLICIES[0] else f" --cache-policy {policy}")
 
 
-def format_size(point: CachePoint) -> str:
-    """Return a value for --cache-rows: the number of rows, or a share of all rows if there are several groups."""
-    if len(point.groups) == 1:
+def format_size(point: CachePoint, processes: int = 1) -> str:
+    """Return a value for --cache-rows: the number of rows, or a share of all rows for several groups or processes."""
+    if len(point.groups) == 1 and processes == 1:
         return str(point.rows)
     return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
 

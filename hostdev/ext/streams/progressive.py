@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.data.targets import Targets, columns_of
+from hostdev.data.schema import Targets, columns_of
 from hostdev.train.evaluation import Evaluation, evaluation_of
 from hostdev.train.metrics import losses, make_auc
 from hostdev.train.scores import Figures, make_keys
@@ -47,10 +47,6 @@ class Histogram(NamedTuple):
         positive = labels != 0
         counts = np.stack([~positive, positive]).astype(np.int32)
         return _joined(0, make_keys(outputs), counts)
-
-    def plus(self, *others: "Histogram") -> "Histogram":
-        """Return the histogram of these rows and others."""
-        return merge([self, *others])
 
     def auc(self) -> float:
         """Return the AUC, where rows in the same bin count as equal; NaN unless both labels occur."""
@@ -127,7 +123,7 @@ class OutputSums:
             with np.errstate(over="ignore", invalid="ignore"):
                 sums[0] += (1 / (1 + np.exp(-x))).sum()
             sums[2] += losses(output, label).sum()
-            self._bins[i] = self._bins[i].plus(Histogram.of(output, label))
+            self._bins[i] = merge([self._bins[i], Histogram.of(output, label)])
 
     def result(self) -> Scored:
         """Return what is kept of the file."""

@@ -1,4 +1,4 @@
-"""The folder in which files arrive, on this machine or in a store: listing and opening."""
+"""The folder in which files arrive, on this machine or in a store: listing, opening, detection of incomplete files."""
 
 import os
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from hostdev.core.addresses import address_of
 from hostdev.core.errors import StoreError, UserError
 from hostdev.core.stores import Store
+from hostdev.data.preprocess import places
 from hostdev.data.preprocess.folders import order_by_name
 
 _HIDDEN = (".", "_")  # first characters of names that other programs use while they write
@@ -182,3 +183,31 @@ def _as_os_error() -> Iterator[None]:
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(_HIDDEN) or name.endswith(_PARTIAL)
+
+
+_STREAM, _STREAM_ENDS = b"\xff\xff\xff\xff", (b"\xff\xff\xff\xff\0\0\0\0",)  # of an Arrow stream
+# Formats whose readers refuse a file without its end: Parquet, Arrow, gzip, bzip2, zstd, lz4, zip.
+_CHECKED = b"PAR1", b"ARROW1", b"\x1f\x8b", b"BZh", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK"
+
+
+def has_end(path: Path) -> bool:
+    """Return whether a text ends its last line, and an Arrow stream has its last message.
+
+    True for formats whose readers find out. False for an empty file.
+    """
+    with places.open_bytes(path) as file:
+        start = file.read(8)
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 8))
+        last = file.read(8)
+    if start.startswith(_CHECKED):
+        return True
+    if start.startswith(_STREAM):
+        return last.endswith(_STREAM_ENDS)
+    return last.rstrip(b"\0").endswith(b"\n")  # UTF-16 has zeros
+
+
+def ends_line(path: Path, nbytes: int) -> bool:
+    """Return whether the first `nbytes` bytes of a text end with a line."""
+    with places.open_bytes(path) as file:
+        file.seek(max(0, nbytes - 4))
+        return file.read(min(4, nbytes)).rstrip(b"\0").endswith(b"\n")

@@ -21,7 +21,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.device.backend import describe, is_accelerator
 from hostdev.device.bus import measure
 from hostdev.distributed.world import World
-from hostdev.ext.advice.cache.curves import (
+from hostdev.ext.advice.curves import (
     CachePoint,
     Curves,
     TableGroup,
@@ -73,7 +73,7 @@ def choose_cache(settings: Config, data: Path, found: Manifest, world: World) ->
         curves = _simulate(settings, groups, batches, counts, room, device)
         chosen = recommend(curves, room) if curves else None
         line = _line(chosen, room, device, len(batches[0]))
-        choice = [_size(chosen[1], world), chosen[0], line] if chosen is not None else ["0", None, line]
+        choice = [format_size(chosen[1], world.size), chosen[0], line] if chosen is not None else ["0", None, line]
     rows, policy, line = world.control.share(choice)[0]
     window = settings.cache_window if policy == POLICIES[0] else None
     return replace(settings, cache_rows=rows, cache_policy=policy, cache_window=window).resolved(), [line]
@@ -173,13 +173,6 @@ def _simulate(
                 one[policy] += simulation.end()[policy]
                 progress.update()
     return make_curves(groups, [list(mine) for mine in zip(*sizes, strict=True)], ended, measure(device))
-
-
-def _size(point: CachePoint, world: World) -> str:
-    """Return a value for --cache-rows: a number of rows, or a share if the rows are divided among several processes."""
-    if world.size == 1:
-        return format_size(point)
-    return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
 
 
 def _line(chosen: tuple[str, CachePoint] | None, room: int, device: torch.device, batches: int) -> str:

@@ -8,16 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from hostdev.core.errors import in_words
 from hostdev.core.workers import Worker, Workers
-from hostdev.ext.streams.arrivals.changes import UNSETTLED, Change, examine
-from hostdev.ext.streams.arrivals.converting import REFUSED, WHOLE, Again, Converted, Part, Refused, convert
-from hostdev.ext.streams.arrivals.example import Example
-from hostdev.ext.streams.arrivals.folder import Folder, State
-from hostdev.ext.streams.arrivals.seen import Seen
+from hostdev.ext.streams.converting import REFUSED, WHOLE, Again, Converted, Part, Refused, convert
+from hostdev.ext.streams.example import Example
+from hostdev.ext.streams.folder import Folder, State
+from hostdev.ext.streams.seen import UNSETTLED, Change, Seen, examine
 
 AHEAD = 2  # files that are converted before they are needed, each in a thread
 _MOST_UNSETTLED = 1024  # next files whose states are compared in two looks
@@ -90,14 +88,11 @@ class Watcher:
         self._worker.ask()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._worker.stop()
         self._workers.__exit__()
         for _, future in self._converting.values():
-            if future.exception() is None and isinstance(found := future.result(), Converted):
-                found.close()
+            _discard(future)
         self._converting.clear()
 
     def look(self, after: int, seconds: float) -> Look:
@@ -109,13 +104,7 @@ class Watcher:
         """Look at once; return a number above which a look has begun after this call."""
         return self._worker.ask() - 1
 
-    def convert(
-        self,
-        name: str,
-        state: State,
-        wait: Callable[[], bool],
-        part: Part = WHOLE,
-    ) -> Result | None:
+    def convert(self, name: str, state: State, wait: Callable[[], bool], part: Part = WHOLE) -> Result | None:
         """Return a file's rows or why there are none; None if `wait`, called again and again, returns False."""
         if part.nbytes is None and self._open.get(name) == state and not self._is_quiet(name, state):
             return Again(name, None, is_open=True)

@@ -1,4 +1,7 @@
-"""Vector columns: each row has a list of N numbers, which become N numeric columns of the data set."""
+"""Columns of lists of numbers: vectors, whose N numbers become N numeric columns; and the weights of a bag's values.
+
+Weights are numbers after a separator in the values' text, or lists in a column of their own.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,10 +13,12 @@ import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
+from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.columns import WrongValueError
+from hostdev.data.preprocess.columns import Codes, WrongValueError
+from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.reading import ReadSettings, readable
-from hostdev.kernels.arrays import Mask, Numbers
+from hostdev.kernels.arrays import Mask, Numbers, Values
 
 MOST = 1 << 16  # numbers in a vector
 
@@ -186,3 +191,155 @@ def _lists(column: pa.Array, reading: ReadSettings) -> tuple[pa.Array, Mask]:
     if reading.separator is None:
         return pc.split_pattern_regex(pc.replace_substring_regex(texts, r"\s*,\s*", " "), r"\s+"), no_text
     return pc.split_pattern(texts, reading.separator), no_text
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+Get = Callable[[str], pa.Array]
+
+
+class WeightedValues(NamedTuple):
+    """The N values of a weighted bag in n rows, including missing values.
+
+    Attributes:
+        values: The concatenated values of all rows, without their weights [N].
+        lengths: The number of values of each row, int32 [n].
+        weights: The weights, float64 [N]; NaN if invalid or missing.
+        wrong: Mask of the rows with an invalid weight or text, bool [n]; the weight of a missing value is ignored.
+    """
+
+    values: pa.Array
+    lengths: Codes
+    weights: Numbers
+    wrong: Mask
+
+
+def can_be_weights(found: pa.DataType, separator: str | None) -> bool:
+    """Return whether a column of this type can have the weights of a bag whose values `separator` splits in text."""
+    kind = arrow.classify_type(found)
+    if kind == "list":
+        return arrow.classify_type(found.value_type) in ("number", "text", "bool")
+    return pa.types.is_null(found) or (kind == "text" and separator is not None)
+
+
+def read_weighted(reading: ReadSettings, name: str, get: Get) -> WeightedValues:
+    """Read a weighted bag.
+
+    Args:
+        reading: Settings of the bag, with `weights` or `weights_column`.
+        name: The feature's name, which is its column's name unless `reading` has another.
+        get: Returns the file's column with a name [n].
+    """
+    return _read(reading, name, get)[0]
+
+
+def encode_weighted(reading: ReadSettings, name: str, get: Get) -> tuple[Codes, pa.StringArray, Codes, Values]:
+    """Dictionary-encode a weighted bag as `ReadSettings.bags` does; also return the weights, float32 [N].
+
+    The arguments are those of `read_weighted`. Raises WrongValueError for an invalid weight or value.
+    """
+    found = require_weighted(reading, name, get)
+    with arrow.in_lists(found.lengths):
+        codes, texts = reading.values(found.values)
+    there = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)[codes]
+    codes, lengths = reading.known(codes, found.lengths, there)
+    weights, _ = reading.known(found.weights, found.lengths, there)
+    return codes, texts, lengths, weights.astype(np.float32)
+
+
+def require_weighted(reading: ReadSettings, name: str, get: Get) -> WeightedValues:
+    """Read a weighted bag; raise WrongValueError for the first row that has an invalid weight or text."""
+    found, invalid, given, sizes = _read(reading, name, get)
+    if not found.wrong.any():
+        return found
+    row = int(np.flatnonzero(found.wrong)[0])
+    length, size = int(found.lengths[row]), int(sizes[row])
+    if length != size:
+        counts = f"{counted(length, 'value')}, but {counted(size, 'weight')}"
+        raise WrongValueError(row, f"{counts} in column {reading.weights_column!r}")
+    start = int(found.lengths[:row].sum(dtype=np.int64))
+    at = start + np.flatnonzero(invalid[start : start + length])[:1]
+    if not len(at):
+        raise WrongValueError(row, "not text in UTF-8")
+    value, weight = (short(repr(array[int(at[0])].as_py())) for array in (found.values, given))
+    if given[int(at[0])].as_py() is None:
+        where = f" after {reading.weights!r}" if reading.weights is not None else ""
+        raise WrongValueError(row, f"value {value} has no weight{where}")
+    number, _ = ReadSettings(decimal=reading.decimal).numbers_where_readable(given.slice(int(at[0]), 1))
+    what = "too large" if number[0] > _LARGEST else "not a number of at least 0"
+    raise WrongValueError(row, f"value {value} has the weight {weight}, which is {what}")
+
+
+def _read(reading: ReadSettings, name: str, get: Get) -> tuple[WeightedValues, Mask, pa.Array, Codes]:
+    """Return the values; the mask of those with an invalid weight [N]; the weights as given; and each row's weights."""
+    values, lengths, wrong = _flat(reading, get(reading.column or name))
+    if reading.weights is not None:
+        values, given = _split(values, reading)
+        sizes = lengths
+    else:
+        assert reading.weights_column is not None
+        given, sizes, unreadable = _flat(reading, get(reading.weights_column))
+        uneven = sizes != lengths
+        if uneven.any():
+            given = _fitted(given, sizes, lengths, uneven)
+        wrong = wrong | unreadable | uneven
+    unmarked = ReadSettings(decimal=reading.decimal)  # missing-value markers are for values
+    weights, _ = unmarked.numbers_where_readable(given)
+    cleaned = reading.clean(arrow.decoded(values))
+    is_missing = pc.is_null(cleaned, nan_is_null=True).to_numpy(zero_copy_only=False)
+    if pa.types.is_string(cleaned.type):
+        is_missing = is_missing | pc.fill_null(pc.equal(cleaned, ""), True).to_numpy(zero_copy_only=False)
+    valid = (weights >= 0) & (weights <= _LARGEST)  # NaN is neither
+    invalid = ~is_missing & ~valid
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    invalid &= ~wrong[rows]
+    wrong = wrong.copy()
+    wrong[rows[invalid]] = True
+    return WeightedValues(values, lengths, np.where(valid, weights, np.nan), wrong), invalid, given, sizes
+
+
+def _flat(reading: ReadSettings, array: pa.Array) -> tuple[pa.Array, Codes, Mask]:
+    """Return the concatenated values of lists or texts, each row's number of values, and the rows that are not UTF-8.
+
+    An empty text has no values.
+    """
+    array = arrow.decoded(array)
+    if arrow.classify_type(array.type) == "list":
+        values, bad = readable(arrow.decoded(array.flatten()))
+        lengths = arrow.list_lengths(array).astype(np.int32)
+        wrong = np.zeros(len(array), np.bool_)
+        wrong[np.repeat(np.arange(len(array)), lengths)[bad]] = True
+        return values, lengths, wrong
+    texts, wrong = readable(array)
+    values, lengths = reading.flat_values(texts)
+    plain = pc.fill_null(texts.cast(pa.string()), "")
+    is_empty = pc.equal(pc.utf8_trim_whitespace(plain), "").to_numpy(zero_copy_only=False) & (lengths == 1)
+    if is_empty.any():
+        values = values.filter(pa.array(np.repeat(~is_empty, lengths)))
+        lengths = np.where(is_empty, 0, lengths).astype(np.int32)
+    return values, lengths, wrong
+
+
+def _split(values: pa.Array, reading: ReadSettings) -> tuple[pa.Array, pa.Array]:
+    """Split texts [N] at their last separator; return the values and the weights, null where there is no separator."""
+    assert reading.weights is not None
+    if pa.types.is_null(values.type):
+        return values, values
+    if arrow.classify_type(values.type) != "text":
+        raise WrongValueError(0, f"of type {values.type}, which is not text with weights after {reading.weights!r}")
+    values = values.cast(pa.string())
+    plain = pc.fill_null(values, "")
+    if reading.trimmed:
+        plain = pc.utf8_trim_whitespace(plain)
+    parts = pc.split_pattern(plain, reading.weights, max_splits=1, reverse=True)
+    sizes, flat = pc.list_value_length(parts).to_numpy(zero_copy_only=False), parts.flatten()
+    starts = ragged.offsets_of(sizes)[:-1]
+    first = pc.if_else(pc.is_null(values), pa.scalar(None, pa.string()), flat.take(pa.array(starts)))
+    return first, flat.take(pa.array(starts + 1, mask=sizes < 2))
+
+
+def _fitted(given: pa.Array, sizes: Codes, lengths: Codes, uneven: Mask) -> pa.Array:
+    """Return the weights [N], with nulls in rows that have more or fewer weights than values."""
+    places = np.full(int(lengths.sum(dtype=np.int64)), -1, np.int64)
+    places[np.repeat(~uneven, lengths)] = np.flatnonzero(np.repeat(~uneven, sizes))
+    return given.take(pa.array(places, mask=places < 0))

@@ -14,18 +14,16 @@ from hostdev.core.progress import bar, note
 from hostdev.core.run_events import EpochInfo
 from hostdev.core.run_files import NEEDED
 from hostdev.data.batch import Batch
-from hostdev.ext.streams.arrivals.converting import Converted
-from hostdev.ext.streams.arrivals.cutting import BatchCutter, batches_of
-from hostdev.ext.streams.arrivals.example import Example
-from hostdev.ext.streams.arrivals.folder import open_folder
-from hostdev.ext.streams.arrivals.watcher import Watcher
-from hostdev.ext.streams.following import report
-from hostdev.ext.streams.following.logs import Expected, FileLogs
-from hostdev.ext.streams.following.next_file import NextFile
-from hostdev.ext.streams.following.progress import RecentProgress, RecentQuality, WaitingLine
-from hostdev.ext.streams.following.progressive import OutputSums, ScoreWindow
-from hostdev.ext.streams.following.state import FollowState
+from hostdev.ext.streams import report
+from hostdev.ext.streams.converting import BatchCutter, Converted, batches_of
+from hostdev.ext.streams.example import Example
+from hostdev.ext.streams.folder import open_folder
+from hostdev.ext.streams.next_file import NextFile
 from hostdev.ext.streams.options import POLL_SECONDS, QUIET_SECONDS, WINDOW, FollowOptions, Until, parse_until
+from hostdev.ext.streams.progressive import OutputSums, ScoreWindow
+from hostdev.ext.streams.report import RecentProgress, RecentQuality, WaitingLine
+from hostdev.ext.streams.state import FileLogs, FollowState
+from hostdev.ext.streams.watcher import Watcher
 from hostdev.train.checkpointing import Progress
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop
@@ -117,15 +115,12 @@ class FollowedFiles(BatchSource):
             self._waiting.end()
             self._file_logs.close()
 
-    def _shown_start(self) -> str:
-        return "" if self.session.loaded_from is None else shown_place(self.session.loaded_from)
-
     def _go_on(self, next_file: NextFile, stop: GracefulStop) -> bool:
         """Train on the rest of the files that the checkpoint had begun; return False at a signal or --max-steps."""
         for pending in list(self.state.pending):
-            expected = Expected(pending.name, pending.sha256, pending.nbytes, pending.after)
-            otherwise = f"start a new run from the checkpoint with --start-from {self._shown_start()}"
-            file = next_file.find(expected, lambda text: self._wait(text, stop), otherwise)
+            start = "" if self.session.loaded_from is None else shown_place(self.session.loaded_from)
+            otherwise = f"start a new run from the checkpoint with --start-from {start}"
+            file = next_file.find(pending, lambda text: self._wait(text, stop), otherwise)
             self._waiting.end()
             if file is None:
                 return False

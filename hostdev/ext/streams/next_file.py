@@ -10,14 +10,12 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
 from hostdev.core.run_files import FILES_LOG, GROWN, REPLACED
-from hostdev.ext.streams.arrivals.changes import SAME, UNSETTLED, Change
-from hostdev.ext.streams.arrivals.converting import LATE, REPEATED, Again, Converted, Part, Refused
-from hostdev.ext.streams.arrivals.folder import Folder, key_of
-from hostdev.ext.streams.arrivals.seen import Taken, digest_bits
-from hostdev.ext.streams.arrivals.watcher import AHEAD, Look, Watcher
-from hostdev.ext.streams.following.logs import Expected, FileLogs
-from hostdev.ext.streams.following.state import FollowState
+from hostdev.ext.streams.converting import LATE, REPEATED, Again, Converted, Part, Refused
+from hostdev.ext.streams.folder import Folder, key_of
 from hostdev.ext.streams.options import Until
+from hostdev.ext.streams.seen import SAME, UNSETTLED, Change, Taken, digest_bits
+from hostdev.ext.streams.state import FileLogs, FollowState, Pending
+from hostdev.ext.streams.watcher import AHEAD, Look, Watcher
 
 _SECONDS = 0.1  # between two looks at the signals
 _SPARE = 1024  # names of files that are gone which are kept before they are forgotten
@@ -98,7 +96,7 @@ class NextFile:
                 return None
             look = self._watcher.look(look.number, _SECONDS)
 
-    def find(self, expected: Expected, wait: Wait, otherwise: str) -> Converted | None:
+    def find(self, expected: Pending, wait: Wait, otherwise: str) -> Converted | None:
         """Return a file that was taken before; None if `wait` returns False.
 
         Args:
@@ -226,7 +224,7 @@ class NextFile:
         self._since = time.monotonic()
         state = refused.state
         taken = Taken() if state is None else Taken(state.size, state.stamp, digest_bits(refused.sha256))
-        self._state.seen.set_aside(refused.name, taken)
+        self._state.seen.note(refused.name, taken)
         self._state.set_aside += 1
         self._write_aside(refused)
 

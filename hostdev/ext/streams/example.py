@@ -10,17 +10,17 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.keys import is_raw
 from hostdev.data import ragged
+from hostdev.data.batch import Piece
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess import earlier_flags, scaling
+from hostdev.data.preprocess import scaling, table_flags
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.raw import RawRows, Source, SourceLayout
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vocabulary import HashBuckets
-from hostdev.data.rows import Piece
-from hostdev.data.targets import Targets
+from hostdev.data.schema import Targets
 
 _TEXT: dict[str, Any] = {"delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
 
@@ -46,7 +46,7 @@ class Example:
                 "it with --ids raw"
             )
         self.schema, self.is_table = found.schema, earlier.is_table
-        self._options = _table_options(found, earlier_flags.columns({}, earlier)) if self.is_table else None
+        self._options = _table_options(found, table_flags.keep_columns({}, earlier)) if self.is_table else None
         layout: SourceLayout = CriteoText(inputs=()).layout if self._options is None else self._options.layout()
         self._layout, self._hashed = layout, HashBuckets(found.options["hash_buckets"], layout)
         if self._hashed.schema != found.schema:

@@ -1,30 +1,132 @@
-"""Conversion of an arrived file to encoded rows, piece by piece; a file that cannot be read is refused as a whole."""
+"""Conversion of an arrived file to encoded rows, piece by piece; a file that cannot be read is refused as a whole.
 
+Between conversion and training, the rows are in an unnamed temporary file, which vanishes with its process: a file of
+any size takes the memory of two pieces. Batches are cut from one file after the other.
+"""
+
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hostdev.core.addresses import shown_place
 from hostdev.core.checksums import NoDigest, hash_stream
 from hostdev.core.errors import HostdevError, StoppedError, StoreError, TransientError, UserError, in_words
 from hostdev.core.progress import counted
+from hostdev.data.batch import Batch, Piece, Range, Rows, gathered
 from hostdev.data.preprocess import places
+from hostdev.data.preprocess.first_pass import MAX_REJECTED
 from hostdev.data.preprocess.inputs import is_empty
-from hostdev.data.preprocess.raw import BEGINNING, InvalidRowError
-from hostdev.data.preprocess.rejected import Rejected
-from hostdev.data.preprocess.row_counts import MAX_REJECTED
-from hostdev.data.rows import Piece
-from hostdev.ext.streams.arrivals.endings import has_end
-from hostdev.ext.streams.arrivals.example import Example
-from hostdev.ext.streams.arrivals.folder import Folder, State
-from hostdev.ext.streams.arrivals.seen import Taken, digest_bits
-from hostdev.ext.streams.arrivals.spool import Spool, SpoolError
+from hostdev.data.preprocess.raw import BEGINNING, InvalidRowError, Rejected
+from hostdev.ext.streams.example import Example
+from hostdev.ext.streams.folder import Folder, State, has_end
+from hostdev.ext.streams.seen import Taken, digest_bits
+
+_ONE = ("label", "dense", "ids", "weight")  # arrays of a `Piece`; the others are of its bags
+
+
+class SpoolError(HostdevError):
+    """The rows of an arrived file cannot be written to the run's folder, or read from it."""
+
+
+class _Stored(NamedTuple):
+    """An array in the file."""
+
+    offset: int  # bytes
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Spool:
+    """Pieces of encoded rows in a temporary file; one thread writes them, and then another reads them.
+
+    Args:
+        folder: A folder on a disk with room for the rows; they take about as much as the shards of a data set.
+
+    Raises:
+        SpoolError: The file cannot be created, written or read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pieces: list[dict[tuple[str, ...], _Stored]] = []
+        self._end = 0
+        try:
+            self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by `close`)
+        except OSError as error:
+            raise self._failed(error) from None
+        self.rows = 0
+
+    def write(self, piece: Piece) -> None:
+        """Append a piece; an empty one is left out."""
+        if not len(piece):
+            return
+        arrays: dict[tuple[str, ...], npt.NDArray[Any]] = {
+            (name,): array for name in _ONE if (array := getattr(piece, name)) is not None
+        }
+        for name, (values, offsets) in piece.bags.items():
+            arrays |= {("bag", name): values, ("offsets", name): offsets}
+        arrays |= {("weights", name): values for name, values in piece.bag_weights.items()}
+        stored = {}
+        try:
+            for key, array in arrays.items():
+                data = np.ascontiguousarray(array)
+                stored[key] = _Stored(self._end, data.dtype.str, data.shape)
+                if data.nbytes:
+                    self._file.write(data.reshape(-1).view(np.uint8).data)
+                self._end += data.nbytes
+            self._file.flush()
+        except OSError as error:
+            raise self._failed(error) from None
+        self._pieces.append(stored)
+        self.rows += len(piece)
+
+    def read(self, first: int = 0) -> Iterator[tuple[int, Piece]]:
+        """Yield the pieces from the one with row `first` on, each with the number of rows before it."""
+        before = 0
+        for stored in self._pieces:
+            rows = stored["label",].shape[0]
+            if before + rows > first:
+                yield before, self._piece(stored)
+            before += rows
+
+    def _piece(self, stored: dict[tuple[str, ...], _Stored]) -> Piece:
+        arrays = {key: self._array(one) for key, one in stored.items()}
+        bags = {key[1]: (values, arrays["offsets", key[1]]) for key, values in arrays.items() if key[0] == "bag"}
+        weights = {key[1]: values for key, values in arrays.items() if key[0] == "weights"}
+        label, dense, ids = (arrays[name,] for name in _ONE[:3])
+        return Piece(label, dense, ids, bags, arrays.get(("weight",)), weights)
+
+    def _array(self, stored: _Stored) -> npt.NDArray[Any]:
+        found = np.empty(stored.shape, stored.dtype)
+        view, done = found.reshape(-1).view(np.uint8).data, 0
+        try:
+            while done < found.nbytes:
+                n = os.preadv(self._file.fileno(), [view[done:]], stored.offset + done)
+                if not n:
+                    raise OSError("the file became shorter")
+                done += n
+        except OSError as error:
+            raise self._failed(error) from None
+        return found
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._file.close()
+
+    def _failed(self, error: OSError) -> SpoolError:
+        return SpoolError(
+            f"{self._folder}: the rows of an arrived file need room on this disk "
+            f"({error.strerror or in_words(error)}); make room, and run the command again with --resume"
+        )
+
 
 EMPTY, REFUSED, REPEATED, LATE = "empty", "refused", "repeated", "late"  # why a file is set aside
 
@@ -243,3 +345,41 @@ def _try_digest(path: Path, nbytes: int | None, stop: Event) -> str | None:
         return _digest(path, nbytes, stop)
     except (StoppedError, StoreError, TransientError, OSError):
         return None
+
+
+class BatchCutter:
+    """Cuts files into batches of `size` rows. One thread at a time may use it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._ranges: list[Range] = []
+        self.waiting = 0  # rows that are not in a batch yet
+
+    def steps(self, rows: int) -> int:
+        """Return the number of batches that `cut` makes of a file with this many rows."""
+        return (self.waiting + rows) // self._size
+
+    def cut(self, file: Converted, first: int = 0) -> Iterator[Batch]:
+        """Yield the batches of the rows that wait and of a file's rows from row `first` on; the rest waits."""
+        for before, piece in file.read(first):
+            rows, start = Rows([piece], None), max(0, first - before)
+            while start < len(rows):
+                taken = min(self._size - self.waiting, len(rows) - start)
+                self._ranges.append((rows, start, start + taken))
+                start += taken
+                self.waiting += taken
+                if self.waiting == self._size:
+                    yield self.rest()
+
+    def rest(self) -> Batch:
+        """Return the rows that wait, at least one, as a batch; none wait afterwards."""
+        ranges, self._ranges, self.waiting = self._ranges, [], 0
+        return gathered(ranges, None)
+
+
+def batches_of(file: Converted, size: int) -> Iterator[Batch]:
+    """Yield a file's rows in batches; the last may be smaller."""
+    cutter = BatchCutter(size)
+    yield from cutter.cut(file)
+    if cutter.waiting:
+        yield cutter.rest()

@@ -1,1 +1,0 @@
-"""Recommended cache sizes, simulated on a data set's own batches, for `hostdev advise` and `--cache-rows auto`."""

@@ -1,1 +1,0 @@
-"""`hostdev train --follow`: a run over files that arrive in a folder."""
