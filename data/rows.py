@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hostdev.data import ragged
 from hostdev.data.batch import Batch
-from hostdev.kernels.pieces import get_addresses, length_tasks, list_tasks, places_of, take_tasks
+from hostdev.kernels.columns import get_addresses, length_tasks, list_tasks, places_of, take_tasks
 from hostdev.kernels.pool import run_tasks
 
 

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
+from hostdev.core.addresses import user_cache
 from hostdev.core.errors import HostdevError
-from hostdev.core.user_cache import user_cache
 from hostdev.data.manifest import FILE_NAME, VERSION
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options

@@ -5,8 +5,8 @@ import codecs
 from dataclasses import replace
 from typing import Any
 
-from hostdev.core.disk import is_text
 from hostdev.core.errors import UserError
+from hostdev.core.outputs import is_text
 from hostdev.data.preprocess import earlier_flags
 from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.features_file import read_features

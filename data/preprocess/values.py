@@ -9,8 +9,7 @@ import pyarrow as pa
 
 from hostdev.data.preprocess import columns as arrow
 from hostdev.kernels.arrays import LongIds
-from hostdev.kernels.dictionary import Dictionary
-from hostdev.kernels.strings import TextMap
+from hostdev.kernels.strings import Dictionary, TextMap
 
 FormatKeys = Callable[[LongIds], pa.Array]
 DIGITS = 20  # maximum number of characters of an integer

@@ -17,8 +17,7 @@ from hostdev.data.schema import Schema, Space
 from hostdev.kernels.arrays import LongIds
 from hostdev.kernels.columns import hash_keys, hash_rows
 from hostdev.kernels.counter import key64
-from hostdev.kernels.dictionary import BYTES_A_VALUE
-from hostdev.kernels.strings import BYTES_A_TEXT
+from hostdev.kernels.strings import BYTES_A_TEXT, BYTES_A_VALUE
 
 _WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
 _WRITTEN_BYTES = 1 << 28  # maximum bytes of text in a batch

@@ -6,20 +6,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint.files import check_file, mapped
-from hostdev.checkpoint.folder import Checkpoint, segments_of, still_exists
+from hostdev.checkpoint.folder import Checkpoint, check_file, mapped, segments_of, still_exists
 from hostdev.checkpoint.items import FROM_FIRST, Held
-from hostdev.checkpoint.local_rows import has_local_rows, map_rows
 from hostdev.checkpoint.manifest import RangeFile, SegmentState, Table
-from hostdev.checkpoint.ranges import parse_range
+from hostdev.checkpoint.ranges import has_local_rows, map_rows, parse_range
 from hostdev.checkpoint.segment_rows import count_records, require_locations
 from hostdev.core.initializers import Constant, Normal, Uniform
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.host.disk.segments import SegmentFile
-from hostdev.host.disk.snapshot import split_locations
 from hostdev.host.disk.storage import DiskStorage
-
-Ids = npt.NDArray[np.int64]
+from hostdev.host.snapshot import split_locations
+from hostdev.kernels.arrays import LongIds
 
 
 def can_adopt(about: Table, table: Any) -> bool:
@@ -59,7 +56,7 @@ class Adopted:
         self._at = np.full(len(used), -1, np.int64)
         self._at[used] = self._tier.store.adopt(files)
 
-    def place(self, rows: npt.NDArray[Any], locations: Ids) -> None:
+    def place(self, rows: npt.NDArray[Any], locations: LongIds) -> None:
         """Take the records at locations [N], none of which is 0, for rows [N]."""
         self._tier.forget(rows)
         segments, records = split_locations(locations)
@@ -86,7 +83,7 @@ def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, c
     return used
 
 
-def read_locations(path: Path, about: Table, file: RangeFile) -> Ids:
+def read_locations(path: Path, about: Table, file: RangeFile) -> LongIds:
     """Return the locations of a file's rows, int64 [N]; raise BrokenCheckpointError if one cannot be."""
     rows = parse_range(path, mapped(path), about, file)
     assert rows.locations is not None

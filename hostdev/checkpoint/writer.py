@@ -44,8 +44,7 @@ from hostdev.checkpoint.ranges import (
     has_whole_ranges,
     write_range,
 )
-from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
-from hostdev.checkpoint.tree import tensors_as_bytes
+from hostdev.checkpoint.state import DENSE, DigestNames, state_digest, tensors_as_bytes
 from hostdev.checkpoint.uploads import Uploads
 from hostdev.core.addresses import address_of
 from hostdev.core.checksums import HashedFile

@@ -6,7 +6,7 @@ are kept.
 
 import os
 
-from hostdev.core.allocator import keep_freed_memory
+from hostdev.core.machine import keep_freed_memory
 
 # GNU OpenMP's idle threads spin for milliseconds by default, on cores that the host kernels need.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

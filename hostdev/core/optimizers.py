@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hostdev.core.catch_up import CatchUp, adam_rate, eps_correction, get_terms
 from hostdev.core.errors import UserError
-from hostdev.core.optimizer_base import Optimizer, check, check_lr
+from hostdev.core.optimizer_base import CatchUp, Optimizer, adam_rate, check, check_lr, eps_correction, get_terms
 from hostdev.core.optimizer_base import SparseOptimizer as SparseOptimizer
 from hostdev.core.optimizer_base import hyperparameters as hyperparameters
 from hostdev.kernels.arrays import Scalars
@@ -61,7 +60,7 @@ class LazyAdam(Optimizer):
         return self._within(2.0**58)
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov) for `kernels.lazy_adam`."""
+        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov) for `kernels.apply`."""
         return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), bool(self.nesterov)
 
 
@@ -121,7 +120,7 @@ class Adam(Optimizer):
         return self._within(2.0**58)
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps_t, False) for `kernels.lazy_adam`."""
+        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps_t, False) for `kernels.apply`."""
         if self.epsilon_hat:
             return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), False
         betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
@@ -167,7 +166,7 @@ class RowWiseAdam(Optimizer):
         return {"v": 0.0}
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, D) for `kernels.lazy_adam.row_wise_adam`."""
+        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, D) for `kernels.apply.row_wise_adam`."""
         return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), np.float32(dim)
 
 
@@ -216,7 +215,7 @@ class FTRL(Optimizer):
         return float(2.0 ** (46 / max(1.0, -self.lr_power)))
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return (lr, l1, 2 * l2, -lr_power) for `kernels.ftrl`; they are the same at every step."""
+        """Return (lr, l1, 2 * l2, -lr_power) for `kernels.apply`; they are the same at every step."""
         return (*map(np.float32, (self.lr, self.l1, 2 * self.l2)), float(-self.lr_power))
 
 

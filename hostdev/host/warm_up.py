@@ -10,30 +10,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.admission import MinCount
 from hostdev.core.errors import UserError
-from hostdev.core.eviction import Unused
+from hostdev.core.key_rules import MinCount, Unused
 from hostdev.core.optimizers import FTRL, SGD, LazyAdam, SparseOptimizer
-from hostdev.core.rounding import plane_formats
-from hostdev.core.table_dtypes import FP32
+from hostdev.core.table_dtypes import FP32, plane_formats
+from hostdev.host.disk.frame_pool import FRAME_BYTES
 from hostdev.host.disk.readers import Planes
-from hostdev.host.disk.sizes import FRAME_BYTES
 from hostdev.host.disk.tier import Tier
 from hostdev.host.table import HostTable, KeyTable
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.bags import Feature, Uses, pool
+from hostdev.kernels.bfloat16 import round_rows
 from hostdev.kernels.catch_up import unpack_tasks
-from hostdev.kernels.claims import Claims, claim, intersect, others
-from hostdev.kernels.clip import clipped
+from hostdev.kernels.claims import Claims, claim, intersect, join, others
 from hostdev.kernels.disk_records import Format
-from hostdev.kernels.finite import largest
-from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of, unique_groups
-from hostdev.kernels.join import join
 from hostdev.kernels.key_directory import parts_of
-from hostdev.kernels.key_rows import number_rows
+from hostdev.kernels.key_order import number_rows
+from hostdev.kernels.lookup import gather_scaled
+from hostdev.kernels.norm import clipped, largest
 from hostdev.kernels.pool import run_tasks
-from hostdev.kernels.stochastic_rounding import round_rows
 from hostdev.kernels.unique import unique
 
 Optimizers = Iterable[tuple[SparseOptimizer, int]]  # table optimizers, each with its table's dimension

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.arrays import Positions, Rows, Strided
+from hostdev.kernels.arrays import Positions, Rows, Strided, scratch
 from hostdev.kernels.bfloat16 import as_stored, to_float32
-from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.pool import Task, get_grain, host_threads, parallel_for, run_tasks, tasks_over
 from hostdev.kernels.segment import (

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import identity
 from hostdev.kernels.bfloat16 import as_stored, to_float32
-from hostdev.kernels.buffers import identity
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
-from hostdev.kernels.pool import Task, get_grain, run_tasks, tasks_over
+from hostdev.kernels.pool import Task, get_grain, parallel_for, run_tasks, tasks_over
 from hostdev.kernels.unique import id_range
 
 _AHEAD = 8  # prefetch distance in rows: memory latency / time per row
@@ -112,3 +112,31 @@ def first_outside(ids: npt.NDArray[Any], rows: int) -> int:
     """Return the position of the first id outside [0, rows), or -1 if there is none."""
     low, high = id_range(ids)
     return -1 if low >= 0 and high < rows else int(_first_outside(ids, rows))
+
+
+_GRAIN = 512
+
+
+@kernel
+def _scale(start, stop, rows, inverse, weights, out):
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row, to, weight = rows[np.uint64(inverse[i])], out[i], weights[i]
+        for j in range(len(row)):
+            to[j] = as_stored(to, np.float32(row[j] * weight))
+
+
+def gather_scaled(
+    rows: npt.NDArray[np.float32],
+    inverse: npt.NDArray[np.int32],
+    weights: npt.NDArray[np.float32],
+    out: npt.NDArray[Any],
+) -> None:
+    """Write each occurrence's row times its weight: out[i] = rows[inverse[i]] * weights[i].
+
+    Args:
+        rows: float32 [U, D].
+        inverse: int32 [N], each in [0, U).
+        weights: float32 [N].
+        out: float32 [N, D], or bfloat16 as uint16 [N, D], written.
+    """
+    parallel_for(_scale, len(inverse), rows, inverse, weights, out, grain=_GRAIN)

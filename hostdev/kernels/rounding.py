@@ -1,6 +1,6 @@
 """Loads and stores, in optimizers' kernels, of rows with bfloat16 weights, or bfloat16 or 8-bit slots.
 
-New values are rounded as `stochastic_rounding` does.
+New values are rounded as `bfloat16` does.
 
 Shapes: V table rows of dimension D, S optimizer slots of D values, P bytes per 8-bit slot. Plane 0 of a row has its
 weights, and plane 1 + s has its slot s.
@@ -14,13 +14,12 @@ from numba import types
 from numba.extending import overload
 
 from hostdev.kernels.arrays import AnyIds, Rows
-from hostdev.kernels.bfloat16 import as_exact, to_float32
+from hostdev.kernels.bfloat16 import as_exact, draw, rounded_bits, steps_of, to_float32
 from hostdev.kernels.counter import hashed
 from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode_plane, store_plane
 from hostdev.kernels.jit import bare, inline, kernel, prefetch_to_read, prefetch_update
 from hostdev.kernels.pool import Task, get_grain, tasks_over
 from hostdev.kernels.shards import id_at
-from hostdev.kernels.stochastic_rounding import draw, rounded_bits, steps_of
 
 Bfloat16 = npt.NDArray[np.uint16]
 Stored = Rows | Bfloat16

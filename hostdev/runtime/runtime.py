@@ -9,13 +9,13 @@ from weakref import WeakSet
 import torch
 
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.core.allocator import keep_freed_memory
 from hostdev.core.launched import require_alone
+from hostdev.core.machine import keep_freed_memory
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device import backend
-from hostdev.device.openmp import limit_spinning
+from hostdev.device.backend import limit_spinning
 from hostdev.device.staging import Staging
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.pipeline.hooks import PipelineHooks

@@ -11,7 +11,7 @@ import pytest
 
 from hostdev import HostTable, LazyAdam
 from hostdev.kernels import numa
-from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels.arrays import aligned_empty
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's calls")
 LARGE = (1 << 23,)  # float32: 32 MiB

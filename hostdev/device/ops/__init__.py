@@ -19,7 +19,7 @@ from hostdev.device import triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
 from hostdev.device.ops.catch_up import Clocks
 from hostdev.device.ops.uses import Expansion, FeatureUses
-from hostdev.kernels.clock import Clock
+from hostdev.kernels.catch_up import Clock
 
 FUSED = {"cuda"}  # device types with Triton kernels
 
@@ -31,7 +31,7 @@ class Ops(Protocol):
         """Return a copy of the weights of rows, float32 [U, D]; `ids` are int32 or int64 [U]."""
 
     def clip_rows(self, grads: Tensor, limit: Any) -> Tensor:
-        """Return the gradients [U, D]; scale rows whose mean square is above `limit`, as in `kernels.clip`."""
+        """Return the gradients [U, D]; scale rows whose mean square is above `limit`, as in `kernels.norm`."""
 
     def assemble(self, block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
         """Return the weights of a batch's rows in a new tensor, float32 [H + A + M, D].
@@ -139,14 +139,14 @@ class Ops(Protocol):
     def round_rows(
         self, block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, formats: tuple[int, ...]
     ) -> None:
-        """Round planes of rows to values that can be stored, in place: `kernels.stochastic_rounding.round_rows`.
+        """Round planes of rows to values that can be stored, in place: `kernels.bfloat16.round_rows`.
 
         Args:
             block: The rows, float32 [any, 1 + S, D].
             ids: Unique rows of the block, int32 or int64 [U]; None for the first U.
             row_ids: The ids of these rows in the table, int32 or int64 [U].
             key: The 64-bit rounding key of the table's step.
-            formats: The stored format of each plane, one of `kernels.plane_formats`.
+            formats: The stored format of each plane, one of `kernels.bfloat16`.
         """
 
     def exchange(

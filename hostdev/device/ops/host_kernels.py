@@ -9,14 +9,12 @@ from torch import Tensor
 
 from hostdev.device.ops.catch_up import Clocks
 from hostdev.device.ops.uses import Expansion, FeatureUses
-from hostdev.kernels import bags, clip, stochastic_rounding
+from hostdev.kernels import bags, bfloat16, norm
 from hostdev.kernels.apply import apply_rows
-from hostdev.kernels.arrays import Strided
-from hostdev.kernels.buffers import identity
-from hostdev.kernels.clock import Clock
-from hostdev.kernels.gather import gather_scaled
+from hostdev.kernels.arrays import Strided, identity
+from hostdev.kernels.catch_up import Clock
+from hostdev.kernels.lookup import gather_scaled, lookup_tasks, store
 from hostdev.kernels.lookup import lookup as look_up
-from hostdev.kernels.lookup import lookup_tasks, store
 from hostdev.kernels.pool import run_tasks
 
 
@@ -29,7 +27,7 @@ def lookup(block: Tensor, ids: Tensor) -> Tensor:
 
 def clip_rows(grads: Tensor, limit: Any) -> Tensor:
     """See `Ops`."""
-    return torch.from_numpy(clip.clipped(grads.detach().contiguous().numpy(), np.float32(limit)))
+    return torch.from_numpy(norm.clipped(grads.detach().contiguous().numpy(), np.float32(limit)))
 
 
 def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
@@ -162,7 +160,7 @@ def update(
 def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, formats: tuple[int, ...]) -> None:
     """See `Ops`."""
     at = identity(len(row_ids)) if ids is None else ids.numpy()
-    stochastic_rounding.round_rows(block.numpy(), at, row_ids.numpy(), key, formats)
+    bfloat16.round_rows(block.numpy(), at, row_ids.numpy(), key, formats)
 
 
 def exchange(

@@ -16,9 +16,8 @@ from hostdev.device.ops.catch_up import Clocks, bring, square_root
 from hostdev.device.ops.uses import Expansion, FeatureUses, concatenate, expand, get_bag_sizes, get_bags
 from hostdev.kernels import eight_bits
 from hostdev.kernels.adagrad import LANES
-from hostdev.kernels.clock import Clock
-from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, UNSIGNED_8
-from hostdev.kernels.stochastic_rounding import WEYL
+from hostdev.kernels.bfloat16 import BFLOAT16, FLOAT32, UNSIGNED_8, WEYL
+from hostdev.kernels.catch_up import Clock
 
 _LOW32 = 0xFFFFFFFF
 
@@ -315,7 +314,7 @@ def _round_to_eight_bits(values: Tensor, random: Tensor, unsigned: int) -> Tenso
 
 
 def _random_bits(row_ids: Tensor, dim: int, key: int, plane: int) -> Tensor:
-    """Return 16 random bits for each row and column of a plane, int64 [U, D], as `kernels.stochastic_rounding` does.
+    """Return 16 random bits for each row and column of a plane, int64 [U, D], as `kernels.bfloat16` does.
 
     int64 represents unsigned 64-bit numbers: sums and products wrap, and right shifts are masked.
     """

@@ -23,7 +23,7 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import lookalike
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.device.bus import Bus, measure
+from hostdev.device.clock import Bus, measure
 from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.distributed.session import join
 from hostdev.distributed.start import start_processes, wait_for

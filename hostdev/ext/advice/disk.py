@@ -16,10 +16,9 @@ from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar
 from hostdev.data.shards import ShardReader
 from hostdev.ext.advice.cache.curves import TableGroup, measure_groups
-from hostdev.host.disk.folder import TableFolder
+from hostdev.host.disk.frame_pool import FRAME_BYTES, MemorySize, count_kept, count_most
 from hostdev.host.disk.readers import Planes
-from hostdev.host.disk.segments import SEGMENT_BYTES
-from hostdev.host.disk.sizes import FRAME_BYTES, MemorySize, count_kept, count_most
+from hostdev.host.disk.segments import SEGMENT_BYTES, TableFolder
 from hostdev.host.disk.store import SegmentStore
 from hostdev.kernels.disk_records import Format
 from hostdev.kernels.unique import count_occurrences, unique

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from hostdev.core.errors import UserError
-from hostdev.core.named_classes import load_class
 from hostdev.core.options import OptionError, OptionGroup, option
+from hostdev.core.registry import load_class
 from hostdev.ext.tracking.callback import METHODS
 
 TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny"}  # by name, the package to install

@@ -18,7 +18,7 @@ from hostdev.core.memory import TableShape, available_bytes, require_memory, row
 from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
-from hostdev.device.bus import Bus
+from hostdev.device.clock import Bus
 from hostdev.ext.advice.cache.rates import host_costs
 from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
