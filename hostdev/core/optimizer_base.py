@@ -8,7 +8,7 @@ The effect of steps on rows without a gradient can be computed when a row is rea
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -92,38 +92,8 @@ _LEAST_NORM = 1e-12
 SQUARED = 2.0**46  # the largest gradient whose sums of squares are finite
 
 
-class SparseOptimizer(Protocol):
-    """The interface of a table optimizer."""
-
-    primitive: ClassVar[str]  # the name of the op that applies it
-    non_negative: ClassVar[frozenset[str]]  # slots of D values that are never negative: 8 bits need no sign
-    lr: float  # may be set between updates
-
-    @property
-    def slots(self) -> Mapping[str, float]:
-        """Initial values of the slots that hold D values per row, by name, in storage order."""
-
-    @property
-    def row_slots(self) -> Mapping[str, float]:
-        """Initial values of the slots that hold one value per row, by name."""
-
-    @property
-    def catch_up(self) -> CatchUp | None:
-        """The effect of a step on rows without a gradient, or None if it leaves them unchanged."""
-
-    @property
-    def largest_gradient(self) -> float:
-        """Largest absolute value that a row's summed gradient may have."""
-
-    def clip_limit(self, dim: int) -> np.float32 | None:
-        """Return the mean square above which a row's gradient (`dim` columns) is clipped, or None for no clipping."""
-
-    def scalars(self, step: int, dim: int) -> Scalars:
-        """Return the kernel's scalar arguments for rows of `dim` columns; the table's steps are numbered from 1."""
-
-
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class Optimizer:
+class SparseOptimizer:
     """Base of the optimizers: fields are checked and then fixed, except lr, which is checked again when it is set.
 
     Each optimizer takes `clip_norm`, a number c: before an update, a row's summed gradient g whose norm is above c is
@@ -147,7 +117,8 @@ class Optimizer:
     clip_norm: float | None = None
     weight_decay: float = 0.0
 
-    non_negative: ClassVar[frozenset[str]] = frozenset()
+    primitive: ClassVar[str]  # the name of the op that applies it
+    non_negative: ClassVar[frozenset[str]] = frozenset()  # slots that are never negative: 8 bits need no sign
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Check the arguments that all optimizers take; raise ValueError or TypeError for an invalid value."""
@@ -177,6 +148,11 @@ class Optimizer:
         raise FrozenInstanceError(f"{type(self).__name__}: {name} cannot be deleted; create a new optimizer")
 
     @property
+    def slots(self) -> Mapping[str, float]:
+        """Initial values of the slots that hold D values per row, by name, in storage order."""
+        return {}
+
+    @property
     def row_slots(self) -> Mapping[str, float]:
         """The optimizer's own slots of one value per row, and `last` if a step also changes rows without a gradient."""
         return self._own_row_slots if self.catch_up is None else {**self._own_row_slots, LAST: 0.0}
@@ -203,6 +179,10 @@ class Optimizer:
     def _within(self, largest: float) -> float:
         """Return `largest`, reduced to 2^46 if gradients are clipped, since clipping sums their squares."""
         return largest if self.clip_norm is None else min(largest, SQUARED)
+
+    def scalars(self, step: int, dim: int) -> Scalars:
+        """Return the kernel's scalar arguments for rows of `dim` columns; the table's steps are numbered from 1."""
+        raise NotImplementedError
 
     def clip_limit(self, dim: int) -> np.float32 | None:
         """Return clip_norm^2 / D, the mean square above which a row's gradient is clipped, or None for no clipping."""

@@ -8,12 +8,13 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.core.run_files import RotatedFile
 from hostdev.core.workers import Worker
 from hostdev.kernels.pool import Task, timed
 
@@ -109,36 +110,16 @@ _MOST_WAITING = 1 << 16  # lines queued for the writer thread
 _EVERY_SECONDS = 1.0
 
 
-class OpClock(Protocol):
-    """The interface of a clock: call `begin` before an op's call and `end` after it."""
+class OpClock:
+    """A clock, called before and after an op's call; this one is for calls that return when their work is done."""
 
     def begin(self) -> Any:
         """Return a mark for `end`, such as the current time."""
+        return time.perf_counter_ns()
 
     def end(self, mark: Any, report: Report) -> None:
         """Report the nanoseconds since the mark, now or later."""
-
-
-class HostClock:
-    """A clock for calls that return only when their work is done."""
-
-    def begin(self) -> int:
-        """Return the time in nanoseconds."""
-        return time.perf_counter_ns()
-
-    def end(self, mark: int, report: Report) -> None:
-        """Report the nanoseconds since the mark."""
         report(time.perf_counter_ns() - mark)
-
-
-class Lines(Protocol):
-    """A destination of lines: a text file, or a `RotatedFile`."""
-
-    def writelines(self, lines: Iterable[str], /) -> Any:
-        """Append lines."""
-
-    def flush(self) -> Any:
-        """Flush the lines to the operating system."""
 
 
 class OpTimes:
@@ -179,11 +160,11 @@ class OpLog:
     lines queued, ops wait.
 
     Args:
-        clocks: The clock of each target; the default is `HostClock`.
+        clocks: The clock of each target; the default is `OpClock`.
     """
 
     def __init__(self, clocks: dict[str, OpClock] | None = None) -> None:
-        self._file: Lines | None = None
+        self._file: IO[str] | RotatedFile | None = None
         self._clocks = clocks or {}
         self._ops: list[OpTimes] = []
         self._buffer: deque[tuple[float, str, int]] = deque()
@@ -192,14 +173,14 @@ class OpLog:
         self._writer = Worker("hostdev-ops-log", self._write, seconds=_EVERY_SECONDS)
         self._failed: Exception | None = None
 
-    def write_to(self, file: Lines) -> None:
+    def write_to(self, file: IO[str] | RotatedFile) -> None:
         """Write a line per call to `file` from now on, until `close`."""
         self._file = file
         self._writer.start()
 
     def clock(self, target: str) -> OpClock:
         """Return the clock for ops of this target."""
-        return self._clocks.get(target) or HostClock()
+        return self._clocks.get(target) or OpClock()
 
     def register(self, target: str, scope: str, name: str) -> OpTimes:
         """Add an op, and return the object that collects its durations; ops.log numbers the ops from 1."""
@@ -316,7 +297,7 @@ class Primitive:
         self._scope = scope
         self._log = log or OpLog()
         self._times: OpTimes | None = None
-        self._clock: OpClock = HostClock()
+        self._clock: OpClock = OpClock()
         self._registering = threading.Lock()
         if run is not None:
             self.run = run  # type: ignore[method-assign]

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hostdev.core.primitive import HostClock, OpClock, Report
+from hostdev.core.primitive import OpClock, Report
 from hostdev.device.backend import is_accelerator
 
 
-class EventClock:
+class EventClock(OpClock):
     """Records begin and end events in the device's stream; reports durations once the device has passed the events."""
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class EventClock:
 
 def make_clock(device: torch.device) -> OpClock:
     """Return the clock for ops on this device."""
-    return EventClock(device) if is_accelerator(device) else HostClock()
+    return EventClock(device) if is_accelerator(device) else OpClock()
 
 
 class Bus(NamedTuple):

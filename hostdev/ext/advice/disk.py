@@ -101,7 +101,7 @@ def measure_disk(folder: Path) -> DiskRates:
             read.wait()
             store.require_read(read)
             done += len(some)
-        return DiskRates(done / (time.perf_counter() - begin), written, store.direct)
+        return DiskRates(done / (time.perf_counter() - begin), written, store.segments.direct)
     finally:
         store.close()
         own.remove()

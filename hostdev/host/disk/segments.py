@@ -111,7 +111,7 @@ class Segments:
         self._made += 1
         path, size = self.folder / f"segment-{self._made:08d}", self.format.segment_bytes
         try:
-            file = self._create(path)
+            file = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 os.posix_fallocate(file, 0, size)
             except OSError:
@@ -144,18 +144,6 @@ class Segments:
         self.ends[segment] = self.chunks
         self.source.files[segment], self.source.tags[segment] = file, self._made << 32
 
-    def _create(self, path: Path) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        if self.direct:
-            try:
-                return os.open(path, flags | _DIRECT, 0o666)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.direct = False
-                path.unlink(missing_ok=True)
-        return os.open(path, flags, 0o666)
-
     def adopt(self, file: SegmentFile) -> int:
         """Hold a segment of a checkpoint, and return its index; it counts as closed from `use_adopted` on.
 
@@ -168,7 +156,7 @@ class Segments:
         path = self.folder / f"adopted-{self._made:08d}"
         try:
             link_or_copy(file.path, path)
-            opened = self._open(path)
+            opened = self._open(path, os.O_RDONLY)
         except OSError as error:
             self._free.append(segment)
             path.unlink(missing_ok=True)
@@ -190,15 +178,18 @@ class Segments:
         at = np.flatnonzero(self.written == _ADOPTED)
         self.written[at] = self.ends[at]
 
-    def _open(self, path: Path) -> int:
+    def _open(self, path: Path, flags: int) -> int:
+        """Open a file, past the system's page cache where the file system can."""
         if self.direct:
             try:
-                return os.open(path, os.O_RDONLY | _DIRECT)
+                return os.open(path, flags | _DIRECT, 0o666)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = False
-        return os.open(path, os.O_RDONLY)
+                if flags & os.O_CREAT:
+                    path.unlink(missing_ok=True)
+        return os.open(path, flags, 0o666)
 
     def note_written(self, segment: int, words: Any) -> None:
         """Note a chunk that was written; a segment's chunks are written in order."""

@@ -131,7 +131,7 @@ class DiskStorage(Storage):
             "read_bytes": store.read_records * store.format.block_bytes,
             "written_bytes": dict(store.written_bytes),
             "waited_us": round(tier.waited * 1e6),
-            "direct": store.direct,
+            "direct": store.segments.direct,
         }
 
     def fill(self, shape: Shape, seed: int, init: Initializer) -> None:

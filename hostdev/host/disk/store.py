@@ -94,11 +94,6 @@ class SegmentStore:
         return int(self._words.nbytes)
 
     @property
-    def direct(self) -> bool:
-        """Whether files bypass the system's page cache."""
-        return self.segments.direct
-
-    @property
     def is_own_thread(self) -> bool:
         """Whether the caller is one of the store's threads."""
         return threading.current_thread() in self._threads
