@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hostdev.core.checksums import Digest, HashedFile
+from hostdev.core.checksums import HashedFile
 from hostdev.core.errors import naming
 from hostdev.core.outputs import replacing
 from hostdev.data.manifest import shard_schema
@@ -26,7 +26,7 @@ def write_shard(path: Path, rows: Piece, schema: Schema) -> str:
     return write_arrow(path, kinds, _batches(rows, kinds), sha256)
 
 
-def write_arrow(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], digest: Callable[[], Digest]) -> str:
+def write_arrow(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], digest: Callable[[], Any]) -> str:
     """Write an Arrow file atomically; return its checksum."""
     with naming(path), replacing(path) as partial, closing(HashedFile(partial, digest)) as file:
         with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:

@@ -3,9 +3,7 @@
 Tables that a checkpoint and a program share can be loaded even if the checkpoint has fewer rows of them.
 """
 
-import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,6 +34,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.keys import FormerIds
 from hostdev.core.optimizers import can_continue, hyperparameters
 from hostdev.core.progress import bar
+from hostdev.kernels.arrays import scratch
 
 _THREADS = 4
 
@@ -228,7 +227,7 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, f
         for checkpoint in chain
     ]
     total = sum(file.bytes for work in wanted for _, _, file, *_ in work)
-    load = partial(_load, _Memory(), check=check)
+    load = partial(_load, check=check)
     with _make_pool() as pool, bar(total, "loading", "B", unit_scale=True) as progress:
         for work in wanted:  # each checkpoint's rows overwrite its parent's
             for size in pool.map(lambda each: load(*each), work):
@@ -242,25 +241,9 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, f
         load_ids(layers, name, table, former)
 
 
-class _Memory(threading.local):
-    """Reusable memory per thread, since allocating new memory takes as long as reading a file."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, Any] = {}
-
-    def array(self, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an uninitialized array, valid until the thread's next call with the same `what`."""
-        n = math.prod(shape)
-        if what not in self._held or self._held[what].size < n:
-            self._held[what] = np.empty(n, dtype)
-        return self._held[what][:n].reshape(shape)
-
-
-def _load(
-    memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any, segments: SegmentRows | None, *, check: bool
-) -> int:
+def _load(path: Path, about: Table, file: RangeFile, table: Any, segments: SegmentRows | None, *, check: bool) -> int:
     if check:
-        content = memoryview(memory.array("content", (file.bytes,), np.uint8))
+        content = memoryview(scratch("checkpoint content", (file.bytes,), np.uint8))
         check_file(path, file, content)
     else:
         content = mapped(path)
@@ -271,7 +254,7 @@ def _load(
     row_columns = [rows.row_columns[name] for name in about.row_slots]
     if chosen is not None:
         columns, row_columns = [each[chosen] for each in columns], [each[chosen] for each in row_columns]
-    block = memory.array("block", (len(numbers), len(columns), about.dim), np.float32)
+    block = scratch("checkpoint rows", (len(numbers), len(columns), about.dim))
     np.stack(columns, axis=1, out=block)
     row_slots = np.stack(row_columns, axis=1) if row_columns else np.empty((len(numbers), 0), np.float32)
     try:

@@ -4,6 +4,7 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -311,22 +312,9 @@ class AsyncWriter:
                         start, stop, ids = start + first, stop + first, None if ids is None else ids + first
                         rows = RowChunk(start, ids, *rows[2:])
                     name = f"{self._prefix(number)}{len(written):06d}.arrow"
-
-                    def write(
-                        name: str = name,
-                        table: Table = table,
-                        start: int = start,
-                        stop: int = stop,
-                        rows: RowChunk = rows,
-                        buffer: Rows = buffer,
-                    ) -> _Written:
-                        try:
-                            digests = column_digests(table, rows) if self._hashes_rows else {}
-                            return write_range(partial, name, table, start, stop, rows), digests
-                        finally:
-                            buffers.put(buffer)
-
-                    written.append(pool.submit(write))
+                    release = functools.partial(buffers.put, buffer)
+                    what = partial, name, table, start, stop, rows
+                    written.append(pool.submit(functools.partial(self._write_range, *what, release=release)))
                 segments.append(hold_segments(partial, self._prefix(number), item, self._held))
                 item.stop()
             results = [[file.result() for file in written] for written in found]
@@ -340,6 +328,14 @@ class AsyncWriter:
                 for table, written in zip(tables, results, strict=True)
             }
         return tables
+
+    def _write_range(self, *what: Any, release: Callable[[], None]) -> _Written:
+        """Write a file of rows, see `write_range`; then release the rows' buffer."""
+        try:
+            digests = column_digests(what[2], what[5]) if self._hashes_rows else {}
+            return write_range(*what), digests
+        finally:
+            release()
 
 
 def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
