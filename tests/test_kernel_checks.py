@@ -39,7 +39,7 @@ CHECKS = {
     "cache.next_uses": {"announce": (REQUESTED,), "advance": (REQUESTED,)},
     "checkpoint.columns": {"_copy_rows": (IDS, STORED, COVERED), "_copy_keyed": (STORED,)},
     "kernels.adagrad": {
-        **dict.fromkeys(("_sgd", "_momentum", "_adagrad", "_row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)),
+        **dict.fromkeys(("sgd", "momentum", "adagrad", "row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)),
         "mean_square": (OWN,),
     },
     "kernels.bags": dict.fromkeys(
@@ -78,9 +78,7 @@ CHECKS = {
     },
     "kernels.key_directory": dict.fromkeys(("_insert", "_erase"), (OWN,)),
     "kernels.key_order": {"_place": (OWN,), "_number": (OWN,)},
-    "kernels.apply": dict.fromkeys(
-        ("_lazy_adam", "_row_wise_adam", "_ftrl_sqrt", "_ftrl_power"), (IDS, POSITIONS, REQUESTED)
-    ),
+    "kernels.apply": dict.fromkeys(("_lazy_adam", "_row_wise_adam", "_ftrl"), (IDS, POSITIONS, REQUESTED)),
     "kernels.key_use": dict.fromkeys(("_use", "_find_and_use", "_restore", "_add", "_collect", "_add_counts"), (OWN,)),
     "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED), "_scale": (OWN,)},
     "kernels.rounding": dict.fromkeys(("_read", "_write"), (IDS, POSITIONS, REQUESTED)),

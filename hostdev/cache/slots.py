@@ -70,7 +70,8 @@ class DeviceSlots:
             block = torch.cat([self.block.index_select(0, hits), admitted])
             row_slots = torch.cat([self.row_slots.index_select(0, hits), admitted_row_slots])
             return torch.cat([pack(block, row_slots, self._moments), passed])
-        return self._ops.assemble(self.block, at.hit_slots, admitted, passed)
+        rows: Tensor = self._ops.assemble(self.block, at.hit_slots, admitted, passed)
+        return rows
 
     def rows_bytes(self, at: Places, passed: Tensor, admitted: Tensor, admitted_row_slots: Tensor) -> int:
         """Return the bytes that `rows` reads and writes."""
@@ -120,7 +121,9 @@ class DeviceSlots:
 
         The memory of the admitted rows may be overwritten.
         """
-        return self._ops.exchange(self.block, self.row_slots, at.admitted_slots, leaving, admitted, admitted_row_slots)
+        memory = self.block, self.row_slots, at.admitted_slots, leaving, admitted, admitted_row_slots
+        left: tuple[Tensor, Tensor] = self._ops.exchange(*memory)
+        return left
 
     def exchange_bytes(self, at: Places, leaving: int, *some: Any) -> int:
         """Return the bytes that `exchange` reads and writes."""

@@ -167,7 +167,7 @@ class RowWiseAdam(_AdamBase):
         return {"v": 0.0}
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, D) for `kernels.apply.row_wise_adam`."""
+        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, D) for `kernels.apply`."""
         return *self._scalars(step), np.float32(dim)
 
 

@@ -294,9 +294,10 @@ class DeviceTable(Owned):
     def lookup_now(self, ids: Tensor) -> Tensor:
         """Return the weights as `lookup` does, for internal use by the training loop, without checks."""
         if (clock := self.clock()) is not None:
-            rows = pack(self._block.index_select(0, ids), self._row_slots.index_select(0, ids), clock.moments)
-            return unpack(rows, self.dim, clock, self._clocks)
-        return self._ops.lookup(self._block, ids)
+            packed = pack(self._block.index_select(0, ids), self._row_slots.index_select(0, ids), clock.moments)
+            return unpack(packed, self.dim, clock, self._clocks)
+        rows: Tensor = self._ops.lookup(self._block, ids)
+        return rows
 
     def update(self, ids: Tensor, grads: Tensor, skip: Tensor | None = None) -> None:
         """Take one optimizer step on unique rows.

@@ -1,12 +1,12 @@
 """The keys of a table by key at one moment, in the order of their hashes, which is that of all results.
 
-A copy-on-write snapshot of a table by key, for checkpoints that are written during training.
-
-Its positions 0 .. P - 1 stand for the out-of-vocabulary rows, in the order of their names, and then for the rows of the
-snapshot's keys, in the order of the keys' hashes.
+A `KeySnapshot` copies rows on write, for checkpoints that are written during training. Its positions 0 .. P - 1 stand
+for the out-of-vocabulary rows, in the order of their names, and then for the rows of the snapshot's keys, in the order
+of the keys' hashes.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +24,7 @@ Values = npt.NDArray[np.int64]
 Uses = npt.NDArray[np.uint32]
 
 
+@dataclass(eq=False)
 class CommittedKeys:
     """The keys of a table after its last finished step. Nothing is sorted before it is needed.
 
@@ -33,24 +34,19 @@ class CommittedKeys:
         by_row: int64 [V], the key of each row.
         packed: uint64 [V], the last step and the uses of each row, see `kernels.key_use`; rows without keys have 0 in
             place of the step.
-        waiting: Keys [any] that have no row and whose uses are counted exactly, with their last steps << 24 | uses;
+        counted: Keys [any] that have no row and whose uses are counted exactly, with their last steps << 24 | uses;
             later values replace earlier ones, and EMPTY is the value of a key that does not wait.
         waiting_count: Number of keys that wait.
         sketch: uint32 [any], the counts of a sketch.
     """
 
-    def __init__(
-        self,
-        step: int,
-        decays: int,
-        by_row: Keys,
-        packed: npt.NDArray[np.uint64],
-        waiting: list[tuple[Keys, Values]],
-        waiting_count: int,
-        sketch: Uses,
-    ) -> None:
-        self.step, self.decays, self.by_row, self.packed, self.sketch = step, decays, by_row, packed, sketch
-        self._waiting, self.waiting_count = waiting, waiting_count
+    step: int
+    decays: int
+    by_row: Keys
+    packed: npt.NDArray[np.uint64]
+    counted: list[tuple[Keys, Values]]
+    waiting_count: int
+    sketch: Uses
 
     @cached_property
     def live(self) -> Bits:
@@ -80,8 +76,8 @@ class CommittedKeys:
     @cached_property
     def waiting(self) -> tuple[Keys, Values]:
         """The keys without a row whose uses are counted exactly, int64 [W], and their last steps << 24 | uses."""
-        keys, values = newest(self._waiting)
-        self._waiting = []
+        keys, values = newest(self.counted)
+        self.counted = []
         keys, values = keys[values != EMPTY], values[values != EMPTY]
         order = order_of(keys)
         return keys[order], values[order]

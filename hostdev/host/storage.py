@@ -16,13 +16,12 @@ from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import FP32, TableStep, initial_slots
 from hostdev.kernels import catch_up
 from hostdev.kernels.apply import apply_occurrences, apply_tasks
-from hostdev.kernels.arrays import AnyIds, Positions, Rows, aligned_empty, reserved
+from hostdev.kernels.arrays import AnyIds, Positions, Rows, aligned_empty, interleave, reserved
 from hostdev.kernels.bits import gather_rows
 from hostdev.kernels.catch_up import Clock
 from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.norm import partial_squares
-from hostdev.kernels.numa import interleave
 from hostdev.kernels.pool import Task
 
 

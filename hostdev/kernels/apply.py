@@ -14,7 +14,6 @@ updates the rows ids[start:stop] in place:
         a step changes only the rows that it updates.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -41,8 +40,12 @@ from hostdev.kernels.unique import unique_into
 
 
 @kernel
-def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, clock):
-    """Update rows with lr_power = -0.5, the usual value: the power is a square root, which is rounded correctly."""
+def _ftrl(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent, clock):
+    """Update rows; `exponent` is -lr_power, or None for 0.5, the usual value: a square root is rounded correctly.
+
+    Other powers are computed in float64 and rounded to float32 once, since float32 powers differ between math
+    libraries.
+    """
     block, grads = bare_rows(block), bare(grads)
     zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -56,8 +59,9 @@ def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2
         for j in range(len(grad)):
             g, n = grad[j], accum[j]
             n1 = n + g * g
-            root = np.sqrt(n1)
-            sigma = (root - np.sqrt(n)) / lr
+            root = np.sqrt(n1) if exponent is None else np.float32(np.float64(n1) ** exponent)
+            former = np.sqrt(n) if exponent is None else np.float32(np.float64(n) ** exponent)
+            sigma = (root - former) / lr
             z = linear[j] + (g - sigma * weights[j])
             sign_l1 = l1 if z > zero else -l1
             w = (sign_l1 - z) / (root / lr + two_l2)
@@ -65,42 +69,6 @@ def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2
             accum[j] = n1
             linear[j] = z
         store_row(block, row, scratch)
-
-
-@kernel
-def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent, clock):
-    """Update rows with any lr_power.
-
-    Powers are computed in float64 and rounded to float32 once, since float32 powers differ between math libraries.
-    """
-    block, grads = bare_rows(block), bare(grads)
-    zero, scratch = np.float32(0), make_scratch(block)
-    for i in range(np.uint64(start), np.uint64(stop)):
-        row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, accum, linear = (
-            load_weights(block, row, scratch),
-            load_slot(block, row, 0, scratch),
-            load_slot(block, row, 1, scratch),
-        )
-        for j in range(len(grad)):
-            g, n = grad[j], accum[j]
-            n1 = n + g * g
-            root = np.float32(np.float64(n1) ** exponent)
-            sigma = (root - np.float32(np.float64(n) ** exponent)) / lr
-            z = linear[j] + (g - sigma * weights[j])
-            sign_l1 = l1 if z > zero else -l1
-            w = (sign_l1 - z) / (root / lr + two_l2)
-            weights[j] = zero if abs(z) <= l1 else w
-            accum[j] = n1
-            linear[j] = z
-        store_row(block, row, scratch)
-
-
-def ftrl(lr: np.float32, l1: np.float32, two_l2: np.float32, exponent: float) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel for these scalars, and its scalar arguments; two_l2 is 2 * l2, and exponent is -lr_power."""
-    if exponent == 0.5:
-        return _ftrl_sqrt, (lr, l1, two_l2)
-    return _ftrl_power, (lr, l1, two_l2, exponent)
 
 
 @kernel
@@ -211,31 +179,25 @@ def _row_wise_adam(
         store_row(block, row, scratch)
 
 
-def row_wise_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the row-wise Adam kernel and its scalar arguments.
-
-    The arguments are lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, and the number of columns as float32.
-    """
-    return _row_wise_adam, scalars
-
-
-def lazy_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the Adam kernel and its scalar arguments: lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov."""
-    return _lazy_adam, scalars
-
-
 _CLIPPED_BYTES = 1 << 18  # bytes of the rows that a thread clips and updates at a time
 
-_KERNELS: dict[str, Callable[..., tuple[Kernel, tuple[Any, ...]]]] = {
+_KERNELS: dict[str, Kernel] = {
     "FusedSparseAdagrad": adagrad,
-    "FusedSparseAdam": lazy_adam,
-    "FusedSparseFtrl": ftrl,
-    "FusedSparseLazyAdam": lazy_adam,
+    "FusedSparseAdam": _lazy_adam,
+    "FusedSparseFtrl": _ftrl,
+    "FusedSparseLazyAdam": _lazy_adam,
     "FusedSparseMomentum": momentum,
     "FusedSparseRowWiseAdagrad": row_wise_adagrad,
-    "FusedSparseRowWiseAdam": row_wise_adam,
+    "FusedSparseRowWiseAdam": _row_wise_adam,
     "FusedSparseSGD": sgd,
 }
+
+
+def _find_kernel(primitive: str, scalars: tuple[Any, ...], clock: Clock | None) -> tuple[Kernel, tuple[Any, ...]]:
+    """Return an optimizer's kernel, and its arguments after those of the table."""
+    if primitive == "FusedSparseFtrl" and scalars[-1] == 0.5:
+        scalars = (*scalars[:-1], None)
+    return _KERNELS[primitive], (*scalars, clock)
 
 
 def apply_tasks(
@@ -250,8 +212,7 @@ def apply_tasks(
     clock: Clock | None = None,
 ) -> list[Task]:
     """Return the work of `apply_rows` as tasks, so that one `run_tasks` can run it together with other tasks."""
-    update, scalars = _KERNELS[primitive](*scalars)
-    scalars = (*scalars, clock)
+    update, scalars = _find_kernel(primitive, scalars, clock)
     if positions is None:
         positions = identity(len(ids))
     row = block.strides[0] if isinstance(block, np.ndarray) else block.row_bytes
@@ -313,8 +274,7 @@ def apply_occurrences(
     """
     if len(ids) == 0:
         return
-    update, scalars = _KERNELS[primitive](*scalars)
-    scalars = (*scalars, clock)
+    update, scalars = _find_kernel(primitive, scalars, clock)
     table = (block, row_slots, *scalars)
     if clip is None and streams():
         apply_stream(update, table, ids, grads)

@@ -23,12 +23,12 @@ _LOW32 = 0xFFFFFFFF
 
 
 def lookup(block: Tensor, ids: Tensor) -> Tensor:
-    """See `Ops`."""
+    """See `host_kernels`."""
     return block[:, 0].index_select(0, ids)
 
 
 def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
-    """See `Ops`."""
+    """See `host_kernels`."""
     if len(hit_slots) and not len(admitted) + len(passed):
         return lookup(block, hit_slots)
     parts = [lookup(block, hit_slots)] if len(hit_slots) else []
@@ -36,7 +36,7 @@ def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor)
 
 
 def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """See `Ops`."""
+    """See `host_kernels`."""
     uses = rows.index_select(0, inverse)
     return (uses if weights is None else uses * weights.unsqueeze(1)).to(dtype)
 
@@ -44,7 +44,7 @@ def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.d
 def pool(
     rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool, dtype: torch.dtype
 ) -> Tensor:
-    """See `Ops`; `sum_uses` describes the order of additions on CUDA."""
+    """See `host_kernels`; `sum_uses` describes the order of additions on CUDA."""
     terms = gather(rows, inverse, weights, torch.float32)
     sums = _sum(terms, get_bags(offsets, len(inverse)).long(), len(offsets) - 1)
     if mean:
@@ -53,12 +53,12 @@ def pool(
 
 
 def expand_many(features: Sequence[Expansion]) -> list[Tensor]:
-    """See `Ops`."""
+    """See `host_kernels`."""
     return [expand(one, gather, pool) for one in features]
 
 
 def stack(features: Sequence[Expansion]) -> Tensor:
-    """See `Ops`."""
+    """See `host_kernels`."""
     return torch.stack(expand_many(features), 1)
 
 
@@ -71,7 +71,7 @@ class Uses(NamedTuple):
 
 
 def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Uses:
-    """See `Ops`."""
+    """See `host_kernels`."""
     parts = []
     for inverse, offsets, weights, mean, _ in features:
         sizes = get_bag_sizes(offsets) if mean and offsets is not None else None
@@ -81,7 +81,7 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
 
 
 def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
-    """See `Ops`.
+    """See `host_kernels`.
 
     On CUDA the order of the additions is fixed, without atomics. It is the order of occurrence, except that torch
     chooses another order for rows with 32 or more occurrences if D = 1. Host and device tables get the same sums,
@@ -99,7 +99,7 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
 
 
 def sum_many(calls: Sequence[tuple[Sequence[Tensor], Uses]]) -> list[Tensor]:
-    """See `Ops`."""
+    """See `host_kernels`."""
     return [sum_uses(*call) for call in calls]
 
 
@@ -124,7 +124,7 @@ def update(
     clock: Clock | None = None,
     clocks: Clocks | None = None,
 ) -> None:
-    """See `Ops`."""
+    """See `host_kernels`."""
     H, A = len(ids), 0 if admitted is None else len(admitted)
     if not H + A:
         return
@@ -223,7 +223,7 @@ def _mean_square(g: Tensor, columns: Any) -> Tensor:
 
 
 def clip_rows(grads: Tensor, limit: Any) -> Tensor:
-    """See `Ops`."""
+    """See `host_kernels`."""
     mean, most = _mean_square(grads, grads.shape[1]), torch.full((), float(limit), device=grads.device)
     factor = torch.where(mean > most, square_root(most / mean), torch.ones_like(most))
     return grads * factor.unsqueeze(1)
@@ -267,7 +267,7 @@ _TWINS: dict[str, Callable[..., None]] = {
 
 
 def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, formats: tuple[int, ...]) -> None:
-    """See `Ops`."""
+    """See `host_kernels`."""
     if not len(row_ids):
         return
     held = block[: len(row_ids)] if ids is None else block.index_select(0, ids)
@@ -343,7 +343,7 @@ def _shifted(x: Tensor, by: int) -> Tensor:
 def exchange(
     block: Tensor, row_slots: Tensor, slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops`."""
+    """See `host_kernels`."""
     out = []
     for held, values in ((block, admitted), (row_slots, admitted_row_slots)):
         if leaving and held.shape[1]:
@@ -356,5 +356,5 @@ def exchange(
 
 
 def place(rows: Tensor, positions: Tensor, values: Tensor) -> None:
-    """See `Ops`."""
+    """See `host_kernels`."""
     rows.index_copy_(0, positions.long(), values)
