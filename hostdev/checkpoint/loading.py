@@ -243,7 +243,7 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, f
 
 def _load(path: Path, about: Table, file: RangeFile, table: Any, segments: SegmentRows | None, *, check: bool) -> int:
     if check:
-        content = memoryview(scratch("checkpoint content", (file.bytes,), np.uint8))
+        content = scratch("checkpoint content", (file.bytes,), np.uint8).data
         check_file(path, file, content)
     else:
         content = mapped(path)

@@ -4,6 +4,7 @@ Each value of a mask is a pure function of a key and its position.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ _GRAIN = 32  # rows per range
 
 
 @kernel
-def _fill(start, stop, key, limit, scale, mask):
+def _fill(start: Any, stop: Any, key: Any, limit: Any, scale: Any, mask: Any) -> None:
     mask, zero = bare(mask), np.float32(0)
     for i in range(np.uint64(start), np.uint64(stop)):
         word = hashed(key, i)
