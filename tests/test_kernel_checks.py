@@ -83,7 +83,7 @@ CHECKS = {
     "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED), "_scale": (OWN,)},
     "kernels.rounding": dict.fromkeys(("_read", "_write"), (IDS, POSITIONS, REQUESTED)),
     "kernels.segment": dict.fromkeys(
-        ("sum_part", "sum_scalar_part", "sum_scaled_part", "sort_uses", "sum_sorted", "_mark", "_order"), (OWN,)
+        ("sum_part", "sum_scalar_part", "sort_uses", "sum_sorted", "_mark", "_order"), (OWN,)
     ),
     "kernels.shards": {"_locate": (REQUESTED,), "_sort": (OWN,)},
     "kernels.bfloat16": {"_round_rows": (IDS, REQUESTED), "_are_bfloat16": (OWN,)},

@@ -26,7 +26,6 @@ from hostdev.kernels.segment import (
     streams,
     sum_part,
     sum_scalar_part,
-    sum_scaled_part,
     sum_sorted,
 )
 
@@ -294,10 +293,8 @@ def _stream(feature: Feature, grads: Strided, seen: Any, out: Rows) -> Any:
     if offsets is not None:
         add_bags = _add_scalar_bags if out.shape[1] == 1 else _add_bags
         return add_bags(0, len(offsets) - 1, seen, *grads, inverse, offsets, weights, mean, out)
-    if weights is not None or grads.values.dtype != np.float32:
-        return sum_scaled_part(0, len(inverse), seen, *grads, inverse, weights, out)
     part = sum_scalar_part if out.shape[1] == 1 else sum_part
-    return part(0, len(inverse), seen, *grads, inverse, out)
+    return part(0, len(inverse), seen, *grads, inverse, weights, out)
 
 
 def sum_uses(

@@ -35,59 +35,21 @@ _NEVER = 1 << 62  # a value of `seen` for which no occurrence is a row's first
 
 
 @kernel
-def sum_part(start, stop, seen, grads, first, step, inverse, out):
-    """Add the gradients of the occurrences [start, stop) to the sums of their rows.
+def sum_part(start, stop, seen, grads, first, step, inverse, weights, out):
+    """Add the gradients of the occurrences [start, stop), each times its weight, to the sums of their rows.
 
     The sums must already include all earlier gradients. The gradient of occurrence i is grads[first + i * step]. Rows
     are numbered in order of first occurrence.
 
     Args:
         seen: Number of rows that occur before `start`.
+        grads: float32 [any, D], or bfloat16 as uint16.
         inverse: int32 [N], the row of each occurrence.
+        weights: float32 [N], the weight of each occurrence, or None if all weights are 1.
         out: float32 [U, D], updated: the sums; a row's sum begins with its first gradient.
 
     Returns:
         The number of rows that occur before `stop`.
-    """
-    first, step = np.uint64(first), np.uint64(step)
-    D = grads.shape[1]
-    uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
-    for i in range(np.uint64(start), uses):
-        prefetch_to_read_once(grads, first + (i + np.uint64(_GRADS_AHEAD)) * step, D * 4)
-        if i + np.uint64(_SUMS_AHEAD) < uses:
-            prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
-        row = np.uint64(inverse[i])
-        total, grad = out[row], grads[first + i * step]
-        if row == seen:  # its first occurrence
-            seen += one
-            for j in range(D):
-                total[j] = grad[j]
-        else:
-            for j in range(D):
-                total[j] += grad[j]
-    return seen
-
-
-@kernel
-def sum_scalar_part(start, stop, seen, grads, first, step, inverse, out):
-    """Do the same as `sum_part`, for D = 1."""
-    first, step = np.uint64(first), np.uint64(step)
-    seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
-    for i in range(np.uint64(start), np.uint64(stop)):
-        row = np.uint64(inverse[i])
-        if row == seen:
-            seen += one
-            out[row, column] = grads[first + i * step, column]
-        else:
-            out[row, column] += grads[first + i * step, column]
-    return seen
-
-
-@kernel
-def sum_scaled_part(start, stop, seen, grads, first, step, inverse, weights, out):
-    """Add float32 or bfloat16 gradients as `sum_part` does, each times the weight of its occurrence.
-
-    `weights` is float32 [N], or None if all weights are 1.
     """
     first, step = np.uint64(first), np.uint64(step)
     D = grads.shape[1]
@@ -99,13 +61,30 @@ def sum_scaled_part(start, stop, seen, grads, first, step, inverse, weights, out
         row = np.uint64(inverse[i])
         weight = np.float32(1) if weights is None else weights[i]
         total, grad = out[row], grads[first + i * step]
-        if row == seen:
+        if row == seen:  # its first occurrence
             seen += one
             for j in range(D):
                 total[j] = to_float32(grad[j]) * weight
         else:
             for j in range(D):
                 total[j] += to_float32(grad[j]) * weight
+    return seen
+
+
+@kernel
+def sum_scalar_part(start, stop, seen, grads, first, step, inverse, weights, out):
+    """Do the same as `sum_part`, for D = 1."""
+    first, step = np.uint64(first), np.uint64(step)
+    seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row = np.uint64(inverse[i])
+        weight = np.float32(1) if weights is None else weights[i]
+        term = np.float32(to_float32(grads[first + i * step, column]) * weight)
+        if row == seen:
+            seen += one
+            out[row, column] = term
+        else:
+            out[row, column] += term
     return seen
 
 
@@ -269,7 +248,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
         nonlocal rows_added
         found.wait(part + 1)
         start, stop = edges[part : part + 2]
-        rows_added = add_part(start, stop, rows_added, *Strided(grads), inverse, sums)
+        rows_added = add_part(start, stop, rows_added, *Strided(grads), inverse, None, sums)
 
     def update_complete(part: int, piece: int) -> None:
         """Update a share of the rows whose sums are complete after `part` parts; in part 0, of rows that occur once."""
