@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.memory import parse_bytes
-from hostdev.kernels.arrays import Keys, RowNumbers
+from hostdev.kernels.arrays import Counts, Keys, Mask, RowNumbers
 from hostdev.kernels.counter import key64, uniform
 
 MOST_USES = (1 << 24) - 1
@@ -43,9 +43,7 @@ class Admission:
         """See the class."""
         return 0
 
-    def admit(
-        self, keys: npt.NDArray[np.int64], uses: npt.NDArray[np.int64], *, seed: int, name: str, step: int
-    ) -> npt.NDArray[np.bool_]:
+    def admit(self, keys: Keys, uses: Counts, *, seed: int, name: str, step: int) -> Mask:
         """Return which keys get a row at once, bool [N].
 
         The answer for a key must be a function of the arguments alone: ranks, threads and a resumed run ask in
@@ -102,9 +100,7 @@ class MinCount(Admission):
             return 0
         return self.sketch if isinstance(self.sketch, int) else parse_bytes(self.sketch)
 
-    def admit(
-        self, keys: npt.NDArray[np.int64], uses: npt.NDArray[np.int64], *, seed: int, name: str, step: int
-    ) -> npt.NDArray[np.bool_]:
+    def admit(self, keys: Keys, uses: Counts, *, seed: int, name: str, step: int) -> Mask:
         """See `Admission`."""
         return uses >= self.n
 
@@ -125,11 +121,9 @@ class Probability(Admission):
         if not 0 < self.p <= 1:
             raise ValueError(f"a probability must be above 0 and at most 1, not {self.p!r}")
 
-    def admit(
-        self, keys: npt.NDArray[np.int64], uses: npt.NDArray[np.int64], *, seed: int, name: str, step: int
-    ) -> npt.NDArray[np.bool_]:
+    def admit(self, keys: Keys, uses: Counts, *, seed: int, name: str, step: int) -> Mask:
         """See `Admission`."""
-        drawn: npt.NDArray[np.bool_] = uniform(key64(seed, name, "admit", step), keys.view(np.uint64)) < self.p
+        drawn: Mask = uniform(key64(seed, name, "admit", step), keys.view(np.uint64)) < self.p
         return drawn
 
 
@@ -202,7 +196,7 @@ class Eviction:
     decay: float = 1.0
     steps: int | None = None
 
-    def expired(self, use: KeyUse, step: int) -> npt.NDArray[np.bool_]:
+    def expired(self, use: KeyUse, step: int) -> Mask:
         """Return which keys lose their row before a step, bool [N]; each key's answer is a function of its own use."""
         raise NotImplementedError
 
@@ -230,7 +224,7 @@ class Unused(Eviction):
         _require_steps("steps", self.steps)
         _require_steps("every", self.every)
 
-    def expired(self, use: KeyUse, step: int) -> npt.NDArray[np.bool_]:
+    def expired(self, use: KeyUse, step: int) -> Mask:
         """See `Eviction`."""
         return use.last < max(0, step - self.steps)
 

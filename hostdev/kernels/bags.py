@@ -19,15 +19,7 @@ from hostdev.kernels.arrays import Positions, Rows, Strided, scratch
 from hostdev.kernels.bfloat16 import as_stored, to_float32
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.pool import Task, get_grain, host_threads, parallel_for, run_tasks, tasks_over
-from hostdev.kernels.segment import (
-    prepare_sums,
-    row_ranges,
-    sort_uses,
-    streams,
-    sum_part,
-    sum_scalar_part,
-    sum_sorted,
-)
+from hostdev.kernels.segment import prepare_sums, row_ranges, sort_uses, streams, sum_part, sum_scalar_part, sum_sorted
 
 _ROWS_AHEAD, _SUMS_AHEAD = 16, 12  # prefetch distances in occurrences
 

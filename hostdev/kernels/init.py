@@ -8,9 +8,9 @@ S: number of optimizer state columns of D values per row.
 """
 
 import numpy as np
-import numpy.typing as npt
 from numba import float32, int32, uint32, uint64
 
+from hostdev.kernels.arrays import LongIds, Rows
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.pool import parallel_for
@@ -122,13 +122,7 @@ def _fill_constant(start, stop, values, block):
 
 
 def fill_normal(
-    block: npt.NDArray[np.float32],
-    key: int,
-    std: float,
-    slots: npt.NDArray[np.float32],
-    *,
-    first_row: int = 0,
-    ids: npt.NDArray[np.int64] | None = None,
+    block: Rows, key: int, std: float, slots: Rows, *, first_row: int = 0, ids: LongIds | None = None
 ) -> None:
     """Fill rows with normal weights N(0, std^2) and constant slots.
 
@@ -144,7 +138,7 @@ def fill_normal(
     parallel_for(_fill_normal, len(block), *args, grain=_ROWS)
 
 
-def fill_constant(block: npt.NDArray[np.float32], weight: float, slots: npt.NDArray[np.float32]) -> None:
+def fill_constant(block: Rows, weight: float, slots: Rows) -> None:
     """Fill rows: all weights become `weight`, and slot s of each row becomes slots[s]; see `fill_normal` for shapes."""
     values = np.concatenate([np.array([weight], np.float32), slots])
     parallel_for(_fill_constant, len(block), values, block, grain=_ROWS)
@@ -169,14 +163,7 @@ def _fill_uniform(start, stop, first_row, ids, key, low, width, block, slots):
 
 
 def fill_uniform(
-    block: npt.NDArray[np.float32],
-    key: int,
-    low: float,
-    high: float,
-    slots: npt.NDArray[np.float32],
-    *,
-    first_row: int = 0,
-    ids: npt.NDArray[np.int64] | None = None,
+    block: Rows, key: int, low: float, high: float, slots: Rows, *, first_row: int = 0, ids: LongIds | None = None
 ) -> None:
     """Fill rows with constant slots and weights low + k * (high - low) / 2^24, for random integers k in [0, 2^24).
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.arrays import identity
+from hostdev.kernels.arrays import AnyIds, Array, Positions, RowNumbers, Rows, Values, identity
 from hostdev.kernels.bfloat16 import as_stored, to_float32
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.pool import Task, get_grain, parallel_for, run_tasks, tasks_over
@@ -48,12 +48,7 @@ def _first_outside(ids, rows):
     return -1
 
 
-def lookup_tasks(
-    block: npt.NDArray[Any],
-    ids: npt.NDArray[Any],
-    out: npt.NDArray[np.float32],
-    positions: npt.NDArray[np.int32] | None = None,
-) -> list[Task]:
+def lookup_tasks(block: Array, ids: AnyIds, out: Rows, positions: Positions | None = None) -> list[Task]:
     """Return the work of `lookup` as tasks, so that one `run_tasks` can run it together with other tasks."""
     grain = get_grain(block.itemsize * block.shape[2])
     if positions is None:
@@ -61,12 +56,7 @@ def lookup_tasks(
     return tasks_over(_lookup_into, len(ids), ids, positions, block, out, grain=grain)
 
 
-def lookup(
-    block: npt.NDArray[Any],
-    ids: npt.NDArray[Any],
-    out: npt.NDArray[np.float32],
-    positions: npt.NDArray[np.int32] | None = None,
-) -> None:
+def lookup(block: Array, ids: AnyIds, out: Rows, positions: Positions | None = None) -> None:
     """Copy the weights of rows: out[i], or out[positions[i]], becomes block[ids[i], 0].
 
     Args:
@@ -78,12 +68,7 @@ def lookup(
     run_tasks(lookup_tasks(block, ids, out, positions))
 
 
-def store_tasks(
-    rows: npt.NDArray[np.float32],
-    ids: npt.NDArray[Any],
-    values: npt.NDArray[np.float32],
-    positions: npt.NDArray[np.int32] | None = None,
-) -> list[Task]:
+def store_tasks(rows: Rows, ids: AnyIds, values: Rows, positions: Positions | None = None) -> list[Task]:
     """Return the work of `store` as tasks, so that one `run_tasks` can run it together with other tasks."""
     if positions is None:
         positions = identity(len(ids))
@@ -91,12 +76,7 @@ def store_tasks(
     return tasks_over(_lookup_into, len(ids), *arguments, grain=get_grain(rows.strides[0]))
 
 
-def store(
-    rows: npt.NDArray[np.float32],
-    ids: npt.NDArray[Any],
-    values: npt.NDArray[np.float32],
-    positions: npt.NDArray[np.int32] | None = None,
-) -> None:
+def store(rows: Rows, ids: AnyIds, values: Rows, positions: Positions | None = None) -> None:
     """Overwrite rows: rows[ids[i]] becomes values[i], or values[positions[i]].
 
     Args:
@@ -125,12 +105,7 @@ def _scale(start, stop, rows, inverse, weights, out):
             to[j] = as_stored(to, np.float32(row[j] * weight))
 
 
-def gather_scaled(
-    rows: npt.NDArray[np.float32],
-    inverse: npt.NDArray[np.int32],
-    weights: npt.NDArray[np.float32],
-    out: npt.NDArray[Any],
-) -> None:
+def gather_scaled(rows: Rows, inverse: RowNumbers, weights: Values, out: Array) -> None:
     """Write each occurrence's row times its weight: out[i] = rows[inverse[i]] * weights[i].
 
     Args:

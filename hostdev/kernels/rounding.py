@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numba import types
 from numba.extending import overload
 
-from hostdev.kernels.arrays import AnyIds, Rows
+from hostdev.kernels.arrays import AnyIds, Keys, Positions, Rows
 from hostdev.kernels.bfloat16 import as_exact, draw, rounded_bits, steps_of, to_float32
 from hostdev.kernels.counter import hashed
 from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode_plane, store_plane
@@ -51,17 +51,11 @@ class SplitRows(NamedTuple):
     first: np.uint64
     inverse: np.uint64
     total: np.uint64
-    keys: npt.NDArray[np.int64]
+    keys: Keys
 
     @classmethod
     def of(
-        cls,
-        weights: Stored,
-        slots: StoredSlots,
-        unsigned: Flags,
-        key: int,
-        where: tuple[int, int, int],
-        keys: npt.NDArray[np.int64],
+        cls, weights: Stored, slots: StoredSlots, unsigned: Flags, key: int, where: tuple[int, int, int], keys: Keys
     ) -> "SplitRows":
         """Return a table's rows for the step with this key; `where` is (first, inverse, total)."""
         first, inverse, total = map(np.uint64, where)
@@ -313,12 +307,7 @@ def _write(start, stop, ids, positions, weights, slots, unsigned, values):
 
 
 def read_tasks(
-    weights: Stored,
-    slots: StoredSlots,
-    unsigned: Flags,
-    ids: AnyIds,
-    out: Rows,
-    positions: npt.NDArray[np.int32] | None = None,
+    weights: Stored, slots: StoredSlots, unsigned: Flags, ids: AnyIds, out: Rows, positions: Positions | None = None
 ) -> list[Task]:
     """Return tasks that copy rows, with weights and slots, to `out`.
 
@@ -337,12 +326,7 @@ def read_here(weights: Stored, slots: StoredSlots, unsigned: Flags, ids: AnyIds,
 
 
 def write_tasks(
-    weights: Stored,
-    slots: StoredSlots,
-    unsigned: Flags,
-    ids: AnyIds,
-    values: Rows,
-    positions: npt.NDArray[np.int32] | None = None,
+    weights: Stored, slots: StoredSlots, unsigned: Flags, ids: AnyIds, values: Rows, positions: Positions | None = None
 ) -> list[Task]:
     """Return tasks that overwrite the rows `ids` with `values`; arguments have the shapes that `read_tasks` describes.
 
