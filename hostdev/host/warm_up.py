@@ -1,9 +1,7 @@
 """Warm-up: compile a training run's kernels, or load them from numba's cache, before the first step is timed."""
 
 import contextlib
-import itertools
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.core.key_rules import MinCount, Unused
-from hostdev.core.optimizers import FTRL, SGD, LazyAdam, SparseOptimizer
-from hostdev.core.table_dtypes import FP32, plane_formats
+from hostdev.core.optimizers import SGD, SparseOptimizer
+from hostdev.core.table_dtypes import plane_formats
 from hostdev.host.disk.frame_pool import FRAME_BYTES
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.tier import Tier
@@ -31,35 +29,6 @@ from hostdev.kernels.lookup import gather_scaled
 from hostdev.kernels.norm import clipped, largest
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.unique import unique
-
-Optimizers = Iterable[tuple[SparseOptimizer, int]]  # table optimizers, each with its table's dimension
-_USUAL = ((FTRL(), 1), (LazyAdam(), 32))
-
-
-def warm_up(
-    id_dtype: npt.DTypeLike,
-    table_dtypes: tuple[str, str] = (FP32, FP32),
-    optimizers: Optimizers = _USUAL,
-    *,
-    squares: bool = True,
-) -> None:
-    """Call every kernel once with ids of this dtype, on tables of a few bytes with these optimizers.
-
-    This compiles the kernels or loads them from the cache. If the table dtypes are not float32, the kernels for float32
-    tables are also called, since cached rows are float32.
-
-    Args:
-        id_dtype: The dtype of ids.
-        table_dtypes: The dtypes of weights and of slots.
-        optimizers: Table optimizers, each with its table's dimension.
-        squares: Whether to include the kernels that sum the squares of a table's weights.
-    """
-    for (optimizer, dim), stored in itertools.product(optimizers, sorted({(FP32, FP32), table_dtypes})):
-        warm_up_table(id_dtype, stored, optimizer, dim, squares=squares)
-    warm_up_ids(id_dtype)
-    warm_up_feature(1)
-    for bfloat16 in (False, True):
-        warm_up_feature(32, weighted=True, bfloat16=bfloat16)
 
 
 def warm_up_table(
