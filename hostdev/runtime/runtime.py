@@ -117,7 +117,7 @@ class Runtime(Logged, FrameworkLoaders):
         self.device = backend.require(device)
         if self.device.type == "cpu":  # torch's operations and the host's kernels share cores and memory
             limit_spinning()
-            keep_freed_memory(one_arena=True)
+            keep_freed_memory()
         placement.require_place(self.group_specs, self.device)
         specs = placement.cache_specs(cache, self.group_specs)
         placement.require_room(self.group_specs, specs, depth, self.device)
