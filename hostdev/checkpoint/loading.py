@@ -370,15 +370,13 @@ def _require_own_optimizers(
             )
 
 
-def load_shared(
-    chain: Chain, tables: Mapping[str, Any], fit: Fit, *, check: bool = False, former: FormerIds | None = None
-) -> None:
+def load_shared(chain: Chain, tables: Mapping[str, Any], fit: Fit, *, former: FormerIds | None = None) -> None:
     """Load rows, optimizer state and steps of the shared tables; learning rates and seeds stay unchanged.
 
     `former` is as for `load_rows`.
     """
     taken = {name: tables[name] for name in fit.taken}
-    load_rows(chain, taken, check=check, former=former)
+    load_rows(chain, taken, former=former)
     for name, table in taken.items():
         table.step = chain[-1].manifest.table(name).step
 

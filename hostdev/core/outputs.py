@@ -54,23 +54,23 @@ def new_file(out: Path, option: str = "--out", *, wait: bool = False) -> Iterato
 
 
 @contextmanager
-def new_folder(out: Path, option: str = "--out") -> Iterator[Path]:
+def new_folder(out: Path) -> Iterator[Path]:
     """Yield the path of an empty folder that becomes `out` at the end of the block, or is removed if the block raises.
 
     Raises:
         UserError: `out` exists, at the beginning or the end of the block, or another process is writing it.
     """
-    with _hidden(_beside(out, "unfinished"), f"{option} {out}", _make_folder, False) as partial:
+    with _hidden(_beside(out, "unfinished"), f"--out {out}", _make_folder, False) as partial:
         if os.path.lexists(out):
-            raise taken_folder(out, option)
+            raise taken_folder(out)
         yield partial
         try:
             if os.path.lexists(out):  # a rename would replace an empty folder
-                raise taken_folder(out, option)
+                raise taken_folder(out)
             partial.rename(out)
         except OSError as error:
             if error.errno in _TAKEN:
-                raise taken_folder(out, option) from None
+                raise taken_folder(out) from None
             raise
 
 
@@ -137,9 +137,9 @@ def _file_exists_error(out: Path, option: str) -> UserError:
     return UserError(f"{option} {out} exists; choose another file")
 
 
-def taken_folder(out: Path, option: str = "--out") -> UserError:
+def taken_folder(out: Path) -> UserError:
     """Return the error for a new folder whose name is taken."""
-    return UserError(f"{out} exists already; remove it or choose another {option}")
+    return UserError(f"{out} exists already; remove it or choose another --out")
 
 
 @contextmanager
