@@ -133,7 +133,7 @@ def update(
     if clock is not None:
         bring(new[0], new[1], clock, clocks or Clocks())
         new[1][:, -1] = float(clock.now + 1)
-    _TWINS[primitive](new[0], new[1], grads[: H + A], *scalars)
+    _TWINS[primitive](new[0], new[1], grads[: H + A], *map(float, scalars))
     if skip is not None:
         new = [torch.where(skip.bool(), before, after) for before, after in zip(old, new, strict=True)]
     for held, values, at in ((block, new[0], admitted), (row_slots, new[1], admitted_row_slots)):
@@ -154,59 +154,49 @@ def _join_rows(held: Tensor, ids: Tensor, admitted: Tensor | None) -> Tensor:
     return torch.cat([held.index_select(0, ids), admitted]) if len(ids) else admitted.clone()
 
 
-def _lazy_adam(
-    rows: Tensor,
-    per_row: Tensor,
-    g: Tensor,
-    lr_t: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    eps: Any,
-    nesterov: bool,
-) -> None:
+def _lazy_adam(rows: Tensor, per_row: Tensor, g: Tensor, *scalars: float) -> None:
+    lr_t, beta1, rest1, beta2, rest2, eps, nesterov = scalars
     w, m, v = rows.unbind(1)
-    g1 = g * float(rest1)
-    m.mul_(float(beta1)).add_(g1)
-    v.mul_(float(beta2)).add_((g * g).mul_(float(rest2)))
-    numerator = (m * float(beta1)).add_(g1) if nesterov else m
-    w.sub_((numerator * float(lr_t)).div_(square_root(v).add_(float(eps))))
+    g1 = g * rest1
+    m.mul_(beta1).add_(g1)
+    v.mul_(beta2).add_((g * g).mul_(rest2))
+    numerator = (m * beta1).add_(g1) if nesterov else m
+    w.sub_((numerator * lr_t).div_(square_root(v).add_(eps)))
 
 
-def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: Any, exponent: float) -> None:
+def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: float, l1: float, two_l2: float, exponent: float) -> None:
     w, n, z = rows.unbind(1)
-    lr_tensor = torch.full((), float(lr), dtype=torch.float32, device=rows.device)
+    lr_tensor = torch.full((), lr, dtype=torch.float32, device=rows.device)
     n1 = (g * g).add_(n)
     root, old_root = _power(n1, exponent), _power(n, exponent)
     sigma = (root - old_root).div_(lr_tensor)
     z.add_(g - sigma.mul_(w))
     n.copy_(n1)
-    l1_tensor = torch.full((), float(l1), dtype=torch.float32, device=rows.device)
+    l1_tensor = torch.full((), l1, dtype=torch.float32, device=rows.device)
     sign_l1 = torch.where(z > 0, l1_tensor, -l1_tensor)
-    new_w = (sign_l1 - z).div_((root / lr_tensor).add_(float(two_l2)))
-    w.copy_(new_w.masked_fill_(z.abs() <= float(l1), 0.0))  # NaN stays NaN
+    new_w = (sign_l1 - z).div_((root / lr_tensor).add_(two_l2))
+    w.copy_(new_w.masked_fill_(z.abs() <= l1, 0.0))  # NaN stays NaN
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
     return square_root(x) if exponent == 0.5 else x.double().pow(exponent).float()
 
 
-def _sgd(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any) -> None:
-    rows[:, 0].sub_(g * float(lr))
+def _sgd(rows: Tensor, per_row: Tensor, g: Tensor, lr: float) -> None:
+    rows[:, 0].sub_(g * lr)
 
 
-def _momentum(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, decay: Any, nesterov: bool) -> None:
+def _momentum(rows: Tensor, per_row: Tensor, g: Tensor, lr: float, decay: float, nesterov: float) -> None:
     w, b = rows.unbind(1)
-    b.mul_(float(decay)).add_(g)
-    step = (b * float(decay)).add_(g) if nesterov else b
-    w.sub_(step * float(lr))
+    b.mul_(decay).add_(g)
+    step = (b * decay).add_(g) if nesterov else b
+    w.sub_(step * lr)
 
 
-def _adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any) -> None:
+def _adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: float, eps: float) -> None:
     w, accum = rows.unbind(1)
     accum.add_(g * g)
-    w.sub_((g * float(lr)).div_(square_root(accum).add_(float(eps))))
+    w.sub_((g * lr).div_(square_root(accum).add_(eps)))
 
 
 def _mean_square(g: Tensor, columns: Any) -> Tensor:
@@ -229,29 +219,19 @@ def clip_rows(grads: Tensor, limit: Any) -> Tensor:
     return grads * factor.unsqueeze(1)
 
 
-def _row_wise_adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any, columns: Any) -> None:
+def _row_wise_adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: float, eps: float, columns: float) -> None:
     accum = per_row[:, 0]
     accum.add_(_mean_square(g, columns))
-    rows[:, 0].sub_((g * float(lr)) / (square_root(accum) + float(eps)).unsqueeze(1))
+    rows[:, 0].sub_((g * lr) / (square_root(accum) + eps).unsqueeze(1))
 
 
-def _row_wise_adam(
-    rows: Tensor,
-    per_row: Tensor,
-    g: Tensor,
-    lr_t: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    eps: Any,
-    columns: Any,
-) -> None:
+def _row_wise_adam(rows: Tensor, per_row: Tensor, g: Tensor, *scalars: float) -> None:
+    lr_t, beta1, rest1, beta2, rest2, eps, columns = scalars
     w, m = rows.unbind(1)
     v = per_row[:, 0]
-    v.mul_(float(beta2)).add_(_mean_square(g, columns).mul_(float(rest2)))
-    m.mul_(float(beta1)).add_(g * float(rest1))
-    w.sub_((m * float(lr_t)) / (square_root(v) + float(eps)).unsqueeze(1))
+    v.mul_(beta2).add_(_mean_square(g, columns).mul_(rest2))
+    m.mul_(beta1).add_(g * rest1)
+    w.sub_((m * lr_t) / (square_root(v) + eps).unsqueeze(1))
 
 
 _TWINS: dict[str, Callable[..., None]] = {
