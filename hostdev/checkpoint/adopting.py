@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.checkpoint.folder import Checkpoint, check_file, mapped, segments_of, still_exists
 from hostdev.checkpoint.items import FROM_FIRST, Held
@@ -16,7 +15,7 @@ from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.host.disk.segments import SegmentFile
 from hostdev.host.disk.storage import DiskStorage
 from hostdev.host.snapshot import split_locations
-from hostdev.kernels.arrays import LongIds
+from hostdev.kernels.arrays import AnyIds, LongIds, Mask
 
 
 def can_adopt(about: Table, table: Any) -> bool:
@@ -45,7 +44,7 @@ class Adopted:
         used: bool [segments], which of the segments have rows of this process.
     """
 
-    def __init__(self, checkpoint: Checkpoint, about: Table, storage: DiskStorage, used: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, checkpoint: Checkpoint, about: Table, storage: DiskStorage, used: Mask) -> None:
         assert about.segments is not None
         self._tier = storage.tier
         files = [
@@ -56,7 +55,7 @@ class Adopted:
         self._at = np.full(len(used), -1, np.int64)
         self._at[used] = self._tier.store.adopt(files)
 
-    def place(self, rows: npt.NDArray[Any], locations: LongIds) -> None:
+    def place(self, rows: AnyIds, locations: LongIds) -> None:
         """Take the records at locations [N], none of which is 0, for rows [N]."""
         self._tier.forget(rows)
         segments, records = split_locations(locations)
@@ -69,7 +68,7 @@ class Adopted:
         self._tier.store.use_adopted()
 
 
-def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, check: bool) -> npt.NDArray[np.bool_]:
+def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, check: bool) -> Mask:
     """Return which segments have rows of these files; with `check`, verify the files' checksums."""
     assert about.segments is not None
     used, records = np.zeros(len(about.segments.files), np.bool_), count_records(about.segments)

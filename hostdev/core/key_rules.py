@@ -8,13 +8,13 @@ rules with `keep` also evict before a step for whose new keys the table's capaci
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.memory import parse_bytes
-from hostdev.kernels.arrays import Counts, Keys, Mask, RowNumbers
+from hostdev.kernels.arrays import Array, Counts, Keys, Mask, Numbers, RowNumbers
 from hostdev.kernels.counter import key64, uniform
 
 MOST_USES = (1 << 24) - 1
@@ -127,8 +127,7 @@ class Probability(Admission):
         return drawn
 
 
-Counts = npt.NDArray[np.uint32]
-Norms = npt.NDArray[np.float64]
+Recorded = npt.NDArray[np.uint32]  # [N], steps or numbers of uses
 
 
 def _require_steps(name: str, value: int) -> None:
@@ -148,7 +147,7 @@ class KeyUse:
     """
 
     def __init__(
-        self, rows: RowNumbers, keys: Keys, last: Counts, uses: Counts, norms: Callable[[RowNumbers], Norms]
+        self, rows: RowNumbers, keys: Keys, last: Recorded, uses: Recorded, norms: Callable[[RowNumbers], Numbers]
     ) -> None:
         self._rows, self._keys, self._last, self._uses, self._norms = rows, keys, last, uses, norms
 
@@ -162,17 +161,17 @@ class KeyUse:
         return self._keys[self._rows]
 
     @property
-    def last(self) -> Counts:
+    def last(self) -> Recorded:
         """The number of the step that last used each key, uint32 [N]."""
         return self._last[self._rows]
 
     @property
-    def uses(self) -> Counts:
+    def uses(self) -> Recorded:
         """How often steps have used each key since it got its row, after decay, uint32 [N]."""
         return self._uses[self._rows]
 
     @property
-    def norms(self) -> Norms:
+    def norms(self) -> Numbers:
         """The Euclidean norms of the rows' weights, float64 [N]."""
         return self._norms(self._rows)
 
@@ -200,7 +199,7 @@ class Eviction:
         """Return which keys lose their row before a step, bool [N]; each key's answer is a function of its own use."""
         raise NotImplementedError
 
-    def scores(self, use: KeyUse) -> npt.NDArray[Any]:
+    def scores(self, use: KeyUse) -> Array:
         """Return the keys' scores, uint32 [N] or non-negative float64 [N]: those with the smallest are evicted.
 
         Equal keys are ordered by a hash. Each key's score must be a function of its own use.
@@ -251,7 +250,7 @@ class _Keep(Eviction):
 class LeastRecent(_Keep):
     """Evict the keys whose last use is the longest ago."""
 
-    def scores(self, use: KeyUse) -> npt.NDArray[np.uint32]:
+    def scores(self, use: KeyUse) -> Recorded:
         """See `Eviction`."""
         return use.last
 
@@ -271,7 +270,7 @@ class LeastFrequent(_Keep):
         if type(self.decay) not in (int, float) or not 0 < self.decay <= 1:
             raise ValueError(f"decay must be above 0 and at most 1, not {self.decay!r}")
 
-    def scores(self, use: KeyUse) -> npt.NDArray[np.uint32]:
+    def scores(self, use: KeyUse) -> Recorded:
         """See `Eviction`."""
         return use.uses
 
@@ -280,8 +279,8 @@ class LeastFrequent(_Keep):
 class SmallestNorm(_Keep):
     """Evict the keys whose weights have the smallest Euclidean norm."""
 
-    def scores(self, use: KeyUse) -> npt.NDArray[np.float64]:
+    def scores(self, use: KeyUse) -> Numbers:
         """See `Eviction`."""
         norms = use.norms
-        scores: npt.NDArray[np.float64] = np.where(np.isnan(norms), np.inf, norms)
+        scores: Numbers = np.where(np.isnan(norms), np.inf, norms)
         return scores

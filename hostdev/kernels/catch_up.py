@@ -38,9 +38,8 @@ A `Clock` is the step history, from which the steps that a table's rows have mis
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from hostdev.kernels.arrays import Positions, Rows, identity
+from hostdev.kernels.arrays import Numbers, Positions, Rows, identity
 from hostdev.kernels.jit import bare, inline, kernel, prefetch_update
 from hostdev.kernels.pool import Task, get_grain, tasks_over
 from hostdev.kernels.rounding import SplitRows, bare_rows, load_slot, load_weights, make_scratch, prefetch_row
@@ -65,7 +64,7 @@ class Clock(NamedTuple):
 
     now: np.int64
     product: np.float64
-    inverse: npt.NDArray[np.float64]
+    inverse: Numbers
     recent: Rows
     frozen: Rows
     powers: Rows

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hostdev.kernels.arrays import Keys, RowNumbers, reserved
+from hostdev.kernels.arrays import AnyIds, Keys, LongIds, RowNumbers, reserved
 from hostdev.kernels.bits import Bits, count_bits
 from hostdev.kernels.counter import hashed, mix64
 from hostdev.kernels.jit import kernel
@@ -68,7 +66,7 @@ def sorted_rows(keys: Keys, bits: Bits, first: RowNumbers = _NO_ROWS) -> RowNumb
     return found
 
 
-def order_of(keys: Keys) -> npt.NDArray[np.int64]:
+def order_of(keys: Keys) -> LongIds:
     """Return the positions of keys [N] in the order of their hashes, int64 [N]."""
     return np.argsort(mix64(keys.view(np.uint64)))
 
@@ -107,7 +105,7 @@ def _number(rows, inverse, ends, firsts, unknown, slots, numbers, found):
 
 
 def number_rows(
-    rows: RowNumbers, inverse: RowNumbers, features: Sequence[npt.NDArray[Any]], unknown: Sequence[Sequence[int]]
+    rows: RowNumbers, inverse: RowNumbers, features: Sequence[AnyIds], unknown: Sequence[Sequence[int]]
 ) -> RowNumbers:
     """Return the distinct rows of a batch in order of first occurrence; renumber `inverse` accordingly, in place.
 

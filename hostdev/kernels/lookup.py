@@ -3,10 +3,7 @@
 Shapes: V table rows of dimension D, S optimizer slots, N ids.
 """
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.kernels.arrays import AnyIds, Array, Positions, RowNumbers, Rows, Values, identity
 from hostdev.kernels.bfloat16 import as_stored, to_float32
@@ -88,7 +85,7 @@ def store(rows: Rows, ids: AnyIds, values: Rows, positions: Positions | None = N
     run_tasks(store_tasks(rows, ids, values, positions))
 
 
-def first_outside(ids: npt.NDArray[Any], rows: int) -> int:
+def first_outside(ids: AnyIds, rows: int) -> int:
     """Return the position of the first id outside [0, rows), or -1 if there is none."""
     low, high = id_range(ids)
     return -1 if low >= 0 and high < rows else int(_first_outside(ids, rows))

@@ -20,9 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hostdev.kernels.arrays import Rows, Strided, identity, scratch
+from hostdev.kernels.arrays import AnyIds, Counts, Rows, Strided, identity, scratch
 from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_read_once, prefetch_to_write
 from hostdev.kernels.pool import Kernel, Task, host_threads, parallel_for, run_tasks
@@ -93,7 +92,7 @@ def streams() -> bool:
     return host_threads() < _SORT_FROM_THREADS
 
 
-def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
+def prepare_sums(out: Rows, in_order: bool) -> int:
     """Prepare `out` [U, D] for sums, and return the argument `seen` for the first call of `sum_part`.
 
     `in_order` says whether rows are numbered by first occurrence. If not, all sums begin as -0.
@@ -163,7 +162,7 @@ def sum_sorted(start, stop, grads, first, step, order, ends, source, weights, fr
                     total[j] += to_float32(grad[j]) * weight
 
 
-def row_ranges(ends: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+def row_ranges(ends: Counts) -> list[tuple[int, int]]:
     """Split the rows into ranges (start, stop), several per thread, with about the same number of occurrences each.
 
     `ends`, int64 [U + 1], is as in `sort_uses`.
@@ -213,7 +212,7 @@ def _follow(start: int, stop: int, progress: FinishedParts, work: Callable[[int]
         progress._report(part + 1)
 
 
-def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], grads: Rows) -> None:
+def apply_stream(update: Kernel, table: tuple[Any, ...], ids: AnyIds, grads: Rows) -> None:
     """Sum the gradients of each id in order of occurrence, and update the id's row with the sum.
 
     Args:

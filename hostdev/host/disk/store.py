@@ -12,14 +12,13 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.host.disk.collector import Collector
 from hostdev.host.disk.readers import Planes, Read
 from hostdev.host.disk.segments import SegmentFile, Segments, TableFolder, write_all
 from hostdev.kernels import disk_records, frames
-from hostdev.kernels.arrays import LongIds, reserve
+from hostdev.kernels.arrays import LongIds, Mask, reserve
 from hostdev.kernels.disk_records import Format
 
 
@@ -185,9 +184,9 @@ class SegmentStore:
             self._segment, self._next = -1, 0
         return position
 
-    def are_written(self, positions: LongIds) -> npt.NDArray[np.bool_]:
+    def are_written(self, positions: LongIds) -> Mask:
         """Return which records [N] are on disk, and not in a buffer; needs the lock."""
-        found: npt.NDArray[np.bool_] = self._buffer_of[positions // self.format.per_chunk] < 0
+        found: Mask = self._buffer_of[positions // self.format.per_chunk] < 0
         return found
 
     def copy_buffered(self, positions: LongIds, targets: Any, planes: Planes) -> Any:
@@ -281,7 +280,7 @@ class SegmentStore:
             self._require_open()
         return [self.segments.finish(segment) for segment in segments]
 
-    def adopt(self, files: Sequence[SegmentFile]) -> npt.NDArray[np.int64]:
+    def adopt(self, files: Sequence[SegmentFile]) -> LongIds:
         """Hold the segments of a checkpoint, and return their indexes; errors are those of `Segments.adopt`."""
         with self._preparing:
             adopted: list[int] = []
