@@ -20,8 +20,8 @@ import hostdev
 from bench.record import make_parser, record
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.state import state_digest
-from hostdev.core.cpus import available_cpus
 from hostdev.core.digest import RANGE_BYTES, StateDigest, rows_per_range
+from hostdev.core.machine import available_cpus
 from hostdev.runtime.digest import add_table
 
 _BLOCKS = 200  # that a core hashes in a round

@@ -33,7 +33,7 @@ import hostdev
 from bench.bench_large import Memory
 from bench.bench_unbounded import draw
 from bench.record import make_parser, record
-from hostdev.cache.optimum import optimal
+from hostdev.cache.bound import optimal
 from hostdev.core.memory import available_bytes
 from hostdev.host.disk.readers import Planes
 from hostdev.kernels.unique import unique

@@ -16,7 +16,7 @@ import hostdev
 from bench.bench_peers import Peer
 from bench.record import make_parser, record
 from bench.workload import draw_keys, make_keys
-from hostdev.core.eviction import LeastRecent
+from hostdev.core.key_rules import LeastRecent
 from hostdev.host.key_index import KeyIndex
 from hostdev.kernels.key_directory import KeyDirectory
 

@@ -21,8 +21,8 @@ from hostdev.core.initializers import Normal
 from hostdev.core.memory import available_bytes, table_bytes
 from hostdev.core.table_primitives import UPDATES as PRIMITIVES
 from hostdev.core.table_primitives import EmbeddingLookup
+from hostdev.kernels.arrays import aligned_empty
 from hostdev.kernels.bags import Feature, sum_uses
-from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.pool import host_threads, parallel_for
 
 mpl.use("Agg")

@@ -26,7 +26,7 @@ from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.second_pass import write_shard
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.data.shards import ShardReader
-from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels.arrays import aligned_empty
 from hostdev.kernels.pool import host_threads, parallel_for
 
 DENSE, IDS, VALUES = 13, 26, 1_000_000  # numeric columns, columns of ids, and ids of each column

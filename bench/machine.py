@@ -16,7 +16,7 @@ import torch
 
 import hostdev
 from bench.record import make_parser, processor
-from hostdev.device import backend, bus, triton
+from hostdev.device import backend, clock, triton
 
 COPIED, ROUNDS = 1 << 28, 10
 
@@ -36,7 +36,7 @@ def query(field: str, device: torch.device) -> str | None:
 
 def bandwidths(device: torch.device) -> dict[str, Any]:
     """Return the GB/s of copies to the device and back, and whether they use pinned memory."""
-    found = bus.measure(device, COPIED, ROUNDS)
+    found = clock.measure(device, COPIED, ROUNDS)
     return {
         "pinned": backend.is_accelerator(device),
         "to_device_gb_per_s": round(found.down / 1e9, 2),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.data import ragged
-from hostdev.kernels.pieces import get_addresses, length_tasks, list_tasks, places_of, take_tasks
+from hostdev.kernels.columns import get_addresses, length_tasks, list_tasks, places_of, take_tasks
 from hostdev.kernels.pool import run_tasks
 
 

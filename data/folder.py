@@ -17,10 +17,10 @@ from hostdev.core import json_files
 from hostdev.core.addresses import address_of, get_folder
 from hostdev.core.checksums import checksum
 from hostdev.core.errors import ChangedError, UserError, in_words, raise_if_transient
-from hostdev.core.kept_files import KeptFiles
 from hostdev.core.names import inside
 from hostdev.core.outputs import remove_abandoned, replacing
 from hostdev.core.stores import Store
+from hostdev.core.sync import KeptFiles
 
 FILE_NAME = "manifest.json"
 

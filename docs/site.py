@@ -59,12 +59,12 @@ def names() -> str:
 
 
 def _directives(module: str, names: Sequence[str]) -> str:
-    from hostdev.core.optimizer_base import Optimizer
+    from hostdev.core.optimizer_base import SparseOptimizer
 
     sections = []
     for name in names:
         one = getattr(import_module(module), name)
-        hides = isinstance(one, type) and issubclass(one, Optimizer)  # whose members are for the kernels
+        hides = isinstance(one, type) and issubclass(one, SparseOptimizer)  # whose members are for the kernels
         sections.append(f"::: {module}.{name}" + ("\n    options:\n      members: false" if hides else ""))
     return "\n\n".join(sections)
 

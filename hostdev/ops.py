@@ -12,7 +12,7 @@ from hostdev.core.table_primitives import (
     FusedSparseRowWiseAdam,
     FusedSparseSGD,
 )
-from hostdev.host.server import ParameterServer
+from hostdev.host.table import ParameterServer
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from hostdev.core import registry
 from hostdev.core.errors import UserError
-from hostdev.core.named_classes import load_class
 from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.registry import load_class
 from hostdev.data.schema import Schema
 from hostdev.runtime.spec import Feature, TableSpec
 

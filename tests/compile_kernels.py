@@ -3,19 +3,32 @@
 Each combination of an optimizer and formats takes seconds, and the first ones with a format more in each process.
 """
 
+import itertools
 import sys
 
 import numpy as np
 
 from hostdev import FTRL, SGD, Adagrad, Adam, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
 from hostdev.cache import planner
-from hostdev.host.warm_up import warm_up, warm_up_disk, warm_up_keys, warm_up_table
+from hostdev.host.warm_up import warm_up_disk, warm_up_feature, warm_up_ids, warm_up_keys, warm_up_table
 
 OPTIMIZERS = [LazyAdam(), FTRL(), FTRL(lr_power=-0.3), SGD(), Adagrad(), RowWiseAdagrad(), RowWiseAdam(), Momentum()]
 
 
 # The kernels with slots of 8 bits are those that take longest, up to half a minute each.
 BESIDE_FLOAT32 = [LazyAdam(), FTRL(), Adagrad()]
+
+
+def warm_up(id_dtype, table_dtypes=("fp32", "fp32")):
+    """Call every kernel once with ids of this dtype, on tables of these dtypes and of float32, as cached rows are."""
+    for (optimizer, dim), stored in itertools.product(
+        ((FTRL(), 1), (LazyAdam(), 32)), sorted({("fp32", "fp32"), table_dtypes})
+    ):
+        warm_up_table(id_dtype, stored, optimizer, dim)
+    warm_up_ids(id_dtype)
+    warm_up_feature(1)
+    for bfloat16 in (False, True):
+        warm_up_feature(32, weighted=True, bfloat16=bfloat16)
 
 
 def compile_updates(dtypes, *, directly, optimizers=OPTIMIZERS):

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from hostdev.core.admission import Probability
 from hostdev.core.errors import UserError
-from hostdev.core.eviction import LeastFrequent, LeastRecent, SmallestNorm, Unused
+from hostdev.core.key_rules import LeastFrequent, LeastRecent, Probability, SmallestNorm, Unused
 from hostdev.kernels.counter import mix64
 
 

@@ -16,12 +16,12 @@ from hostdev.cache.plan import Statistics
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import Simulated
 from hostdev.core import pictures
-from hostdev.core.capabilities import Capabilities
 from hostdev.core.memory import parse_bytes
+from hostdev.core.tables import Capabilities
 from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
-from hostdev.device import backend, bus
-from hostdev.device.bus import Bus
+from hostdev.device import backend, clock
+from hostdev.device.clock import Bus
 from hostdev.ext.advice import advise
 from hostdev.ext.advice import cli as command
 from hostdev.ext.advice import curves as cache_advice
@@ -170,7 +170,7 @@ def test_what_rows_take_the_host_is_measured():
 
 
 def test_the_rate_of_the_bus(device):
-    found = bus.measure(device, nbytes=1 << 20, rounds=3)
+    found = clock.measure(device, nbytes=1 << 20, rounds=3)
     assert min(found) > 0
 
 

@@ -12,8 +12,8 @@ import pytest
 from tests.conftest import ROOT
 
 # Where values from outside are checked, once, before any kernel sees them.
-IDS = "hostdev.core.ids:checked_ids"  # given to a table
-POSITIONS = "hostdev.core.ids:checked_positions"  # given to a host table, beside ids
+IDS = "hostdev.core.checks:checked_ids"  # given to a table
+POSITIONS = "hostdev.core.checks:checked_positions"  # given to a host table, beside ids
 REQUESTED = "hostdev.runtime.features:check_ranges"  # what a batch looks up
 BAGS = "hostdev.runtime.features:_lengths"  # and how its bags are cut
 STORED = "hostdev.checkpoint.ranges:parse_range"  # rows in a checkpoint
@@ -37,10 +37,9 @@ CHECKS = {
         **dict.fromkeys(("_chance", "judge", "score", "worst", "divide", "exchange", "take"), (OWN,)),
     },
     "cache.next_uses": {"announce": (REQUESTED,), "advance": (REQUESTED,)},
-    "checkpoint.lookup": {"_copy": (IDS, STORED, COVERED)},
-    "checkpoint.keyed_lookup": {"_copy": (STORED,)},
+    "checkpoint.columns": {"_copy_rows": (IDS, STORED, COVERED), "_copy_keyed": (STORED,)},
     "kernels.adagrad": {
-        **dict.fromkeys(("_sgd", "_momentum", "_adagrad", "_row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)),
+        **dict.fromkeys(("sgd", "momentum", "adagrad", "row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)),
         "mean_square": (OWN,),
     },
     "kernels.bags": dict.fromkeys(
@@ -54,15 +53,13 @@ CHECKS = {
     },
     "kernels.catch_up": dict.fromkeys(("_look_up", "_look_up_flat", "_pack"), (IDS, POSITIONS, REQUESTED, LAST)),
     "kernels.cardinality": {"_note": (OWN,)},
-    "kernels.claims": dict.fromkeys(("_claim", "_forget", "_intersect", "_others"), (REQUESTED,)),
-    "kernels.clip": {"clip_rows": (POSITIONS, REQUESTED)},
+    "kernels.claims": {**dict.fromkeys(("_claim", "_forget", "_intersect", "_others"), (REQUESTED,)), "_join": (OWN,)},
+    "kernels.norm": {"clip_rows": (POSITIONS, REQUESTED)},
     "kernels.disk_records": dict.fromkeys(("read", "find_live", "move"), (OWN,)),
-    "kernels.columns": {"_place": (JOURNAL,), "_hash_rows": (OWN,)},
+    "kernels.columns": {"_place": (JOURNAL,), "_hash_rows": (OWN,), "_take_lists": (SHARDS,)},
     "kernels.counter": {"_sort_by_hash": (OWN,)},
     "kernels.criteo": {"parse_lines": (OWN,)},
     "kernels.json_structure": {"scan": (OWN,)},  # by its own depth, which it limits, and number of cuts
-    "kernels.dictionary": dict.fromkeys(("_add", "_find", "_rebuild"), (OWN,)),
-    "kernels.fingerprint": {"_hash_rows": (IDS,)},
     "kernels.forms": {"_form": (ARROW, TEXTS)},
     "kernels.eight_bits": dict.fromkeys(("_decode", "decode_to_columns"), (OWN,)),
     "kernels.frames": {
@@ -73,32 +70,25 @@ CHECKS = {
             ("unpin", "choose_leaving", "release", "release_to", "move_to", "record_saved", "find_records"), (OWN,)
         ),
     },
-    "kernels.ftrl": dict.fromkeys(("_ftrl_sqrt", "_ftrl_power"), (IDS, POSITIONS, REQUESTED)),
-    "kernels.gather": {"_scale": (OWN,)},
     "kernels.groups": {
         "_add_hashed": (OWN,),
         "_unique_small": (REQUESTED,),
         "_count_kept": (BAGS,),
         "_copy_kept": (BAGS,),
     },
-    "kernels.join": {"_join": (OWN,)},
-    "kernels.key_counts": {"_add": (OWN,), "_collect": (OWN,)},
     "kernels.key_directory": dict.fromkeys(("_insert", "_erase"), (OWN,)),
-    "kernels.key_order": {"_place": (OWN,)},
-    "kernels.key_sketch": {"_add": (OWN,)},
-    "kernels.lazy_adam": dict.fromkeys(("_lazy_adam", "_row_wise_adam"), (IDS, POSITIONS, REQUESTED)),
-    "kernels.key_rows": {"_number": (OWN,)},
-    "kernels.key_use": {"_use": (OWN,), "_find_and_use": (OWN,), "_restore": (OWN,)},
-    "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED)},
-    "kernels.pieces": {"_take_lists": (SHARDS,)},
+    "kernels.key_order": {"_place": (OWN,), "_number": (OWN,)},
+    "kernels.apply": dict.fromkeys(("_lazy_adam", "_row_wise_adam", "_ftrl"), (IDS, POSITIONS, REQUESTED)),
+    "kernels.key_use": dict.fromkeys(("_use", "_find_and_use", "_restore", "_add", "_collect", "_add_counts"), (OWN,)),
+    "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED), "_scale": (OWN,)},
     "kernels.rounding": dict.fromkeys(("_read", "_write"), (IDS, POSITIONS, REQUESTED)),
     "kernels.segment": dict.fromkeys(
-        ("sum_part", "sum_scalar_part", "sum_scaled_part", "sort_uses", "sum_sorted"), (OWN,)
+        ("sum_part", "sum_scalar_part", "sort_uses", "sum_sorted", "_mark", "_order"), (OWN,)
     ),
     "kernels.shards": {"_locate": (REQUESTED,), "_sort": (OWN,)},
-    "kernels.stochastic_rounding": {"_round_rows": (IDS, REQUESTED), "_are_bfloat16": (OWN,)},
-    "kernels.stream": dict.fromkeys(("_mark", "_order"), (OWN,)),
+    "kernels.bfloat16": {"_round_rows": (IDS, REQUESTED), "_are_bfloat16": (OWN,)},
     "kernels.strings": {
+        **dict.fromkeys(("_add_keys", "_find_keys", "_rebuild"), (OWN,)),
         "_hash": (ARROW, TEXTS),
         "_prefetch": (OWN,),
         "_add": (ARROW, TEXTS),
@@ -112,7 +102,7 @@ CHECKS = {
         "add_direct": (REQUESTED,),
         "tally": (OWN,),
     },
-    "kernels.xxhash": {"_hash": (HASHED,)},
+    "kernels.xxhash": {"_hash": (HASHED,), "_hash_rows": (IDS,)},
 }
 
 

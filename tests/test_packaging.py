@@ -52,7 +52,7 @@ ROOMS = [
 ]
 # Imports against this order. models/ and data/ stand on what all rooms share, and a model says what it asks of tables.
 AGAINST = {
-    "kernels": {"hostdev.core.cpus", "hostdev.core.errors", "hostdev.core.locks", "hostdev.core.signals"},
+    "kernels": {"hostdev.core.machine", "hostdev.core.errors", "hostdev.core.locks", "hostdev.core.signals"},
     "models": {"hostdev.core", "hostdev.runtime.spec"},
     "data": {"hostdev.core", "hostdev.kernels", "hostdev.ext.stores"},
 }

@@ -34,9 +34,9 @@ def compiled():
 CODE = """
 import numpy as np, torch
 from hostdev.cache import planner
-from hostdev.host.warm_up import warm_up
 from hostdev.kernels.pool import set_host_threads
 from hostdev.host.warm_up import warm_up_feature
+from tests.compile_kernels import warm_up
 from tests.fields import FieldsBatch, trainer_of
 
 dtype, depth, cache, stored = np.dtype(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None, sys.argv[4]

@@ -9,7 +9,7 @@ import numpy as np
 from workload import DIM, draw_gradients, draw_ids
 
 import hostdev
-from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels.arrays import aligned_empty
 from hostdev.kernels.pool import parallel_for
 
 rows = int(sys.argv[1])

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hostdev.core.checksums import Crc32, Digest, HashedFile
+from hostdev.core.checksums import Crc32, HashedFile
 from hostdev.core.errors import naming
 from hostdev.core.json_files import parse
 from hostdev.core.outputs import replacing
@@ -286,7 +286,7 @@ def write_lists(path: Path, content: Mapping[str, Any]) -> str:
     return write_arrow(path, record.schema, [record], Crc32)
 
 
-def write_arrow(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], digest: Callable[[], Digest]) -> str:
+def write_arrow(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], digest: Callable[[], Any]) -> str:
     """Write an Arrow file atomically; return its checksum."""
     with naming(path), replacing(path) as partial, closing(HashedFile(partial, digest)) as file:
         with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:

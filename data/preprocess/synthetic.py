@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
 
+from hostdev.core.addresses import user_cache
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar
-from hostdev.core.user_cache import user_cache
 from hostdev.data.manifest import FILE_NAME, VERSION
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text

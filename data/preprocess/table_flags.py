@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hostdev.core.disk import is_text
 from hostdev.core.errors import UserError, in_words
+from hostdev.core.outputs import is_text
 from hostdev.data.preprocess import scaling
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
 from hostdev.data.preprocess.lists import Vector, check_length, elements, vectors_in

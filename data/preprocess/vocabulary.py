@@ -17,8 +17,7 @@ from hostdev.data.schema import Schema, Space
 from hostdev.kernels.arrays import Array, LongIds, Mask
 from hostdev.kernels.columns import hash_keys, hash_rows
 from hostdev.kernels.counter import key64
-from hostdev.kernels.dictionary import BYTES_A_VALUE, Dictionary
-from hostdev.kernels.strings import BYTES_A_TEXT, TextMap
+from hostdev.kernels.strings import BYTES_A_TEXT, BYTES_A_VALUE, Dictionary, TextMap
 
 FormatKeys = Callable[[LongIds], pa.Array]
 DIGITS = 20  # maximum number of characters of an integer

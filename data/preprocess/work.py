@@ -18,10 +18,9 @@ from uuid import uuid4
 
 from hostdev.core import locks
 from hostdev.core.addresses import address_of, shown_place
-from hostdev.core.disk import sync_folder, sync_tree
 from hostdev.core.errors import StoreError, TransientError, UserError, in_words, naming
 from hostdev.core.memory import format_bytes
-from hostdev.core.outputs import remove_partials, replacing
+from hostdev.core.outputs import remove_partials, replacing, sync_folder, sync_tree
 from hostdev.core.progress import note
 from hostdev.core.stores import Store
 from hostdev.core.sync import list_files, require_new, sync

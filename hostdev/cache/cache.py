@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hostdev.cache import bound
-from hostdev.cache.optimum import fits, optimal, visits
+from hostdev.cache.bound import optimal, optimum_fits, visits
 from hostdev.cache.options import POLICIES, WINDOW, rows_of
 from hostdev.cache.plan import Plan, Statistics
 from hostdev.cache.planner import Planner, planner_bytes
@@ -272,7 +272,7 @@ class EmbeddingCache:
         if not self._unique:
             return "no batch was recorded for it"
         batches = self._recorded
-        enough = fits(batches, self.rows, self.capacity) and bound.fits(self._unique, len(batches))
+        enough = optimum_fits(batches, self.rows, self.capacity) and bound.fits(self._unique, len(batches))
         return None if enough else "too little free memory"
 
     def summary(

@@ -12,10 +12,8 @@ import numpy.typing as npt
 
 from hostdev.cache.likeliest import Likeliest, chance_at, chances, likeliest, told
 from hostdev.cache.planning import CHANCE, COUNT, ID, LAST, MEMBER, SLOT, WORDS
-from hostdev.kernels.arrays import AnyIds, Positions
-from hostdev.kernels.buffers import aligned_empty, scratch
+from hostdev.kernels.arrays import AnyIds, Positions, aligned_empty, interleave, scratch
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_to_write
-from hostdev.kernels.numa import interleave
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import find_slot
 

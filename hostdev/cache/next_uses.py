@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache.planning import BEFORE, COUNT, DECAYS, LAST, NEXT, RECENT, PlanContext
+from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.jit import address_of, array_at, kernel, prefetch_to_read
 from hostdev.kernels.pool import parallel_for
-
-Positions = npt.NDArray[Any]
 
 _AHEAD = 64  # prefetch distance in rows
 _GRAIN = 1 << 14
@@ -37,14 +36,14 @@ class NextUses:
         """Memory in bytes."""
         return sum(each.nbytes for each in self._following)
 
-    def announce(self, positions: Positions, now: PlanContext, rows: Any, values: Any, decays: Any) -> None:
+    def announce(self, positions: AnyIds, now: PlanContext, rows: Any, values: Any, decays: Any) -> None:
         """Record that batch `now.latest` uses the rows at these positions [U], all different."""
         following = np.zeros(len(positions), np.int32)
         self._following.append(following)
         self._places[now.latest % len(self._places)] = address_of(following), len(following)
         parallel_for(announce, len(positions), positions, now, rows, values, decays, self._places, grain=_GRAIN)
 
-    def plan(self, positions: Positions, rows: Any) -> None:
+    def plan(self, positions: AnyIds, rows: Any) -> None:
         """Advance the rows of the earliest announced batch, which is at these positions, to their next use."""
         following = self._following.popleft()
         assert len(following) == len(positions)

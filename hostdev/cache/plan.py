@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hostdev.cache import planning
-from hostdev.kernels.arrays import AnyIds, Positions
-from hostdev.kernels.buffers import identity
+from hostdev.kernels.arrays import AnyIds, Positions, identity
 from hostdev.kernels.pool import KernelTask, ranges, run_tasks
 
 _GRAIN = 1 << 14

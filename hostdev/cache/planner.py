@@ -21,8 +21,7 @@ from hostdev.cache.plan import Plan, Statistics, take
 from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, NEAREST, STATIC, PlanContext
 from hostdev.cache.prices import MOST_BITS, Costs, get_price_index, prices
 from hostdev.core.disk_storage import MOST_DISK_WINDOW
-from hostdev.kernels.arrays import AnyIds, Positions
-from hostdev.kernels.buffers import scratch
+from hostdev.kernels.arrays import AnyIds, Positions, scratch
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_occurrences
 

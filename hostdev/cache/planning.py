@@ -54,14 +54,14 @@ class PlanContext(NamedTuple):
 
 
 @inline
-def _key_of(value: Any) -> Any:
+def _key_of(value):
     """Return the key of a float32 number >= 0; the key of 0 is 0."""
     steps: Any = np.int64(np.float32(value).view(np.uint32)) >> _DROPPED_BITS
     return np.uint16(min(max(steps - _LOWEST, 0), KEYS - 1))
 
 
 @inline
-def _coming(rows: Any, row: Any, now: Any) -> Any:
+def _coming(rows, row, now):
     """Return a row's position in the index table.
 
     The position has a bit for each announced batch, set if the batch uses the row. The nearest batch's bit is highest.
@@ -72,14 +72,14 @@ def _coming(rows: Any, row: Any, now: Any) -> Any:
 
 
 @inline
-def _mean(counted: Any, of_late: Any, believed: Any, per_batch: Any) -> Any:
+def _mean(counted, of_late, believed, per_batch):
     """Return the weighted mean of two probabilities, where `counted` has the weight of `believed` recent uses."""
     weight = believed / (believed + max(counted, of_late) / per_batch)
     return of_late + (counted - of_late) * weight
 
 
 @inline
-def _chance(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
+def _chance(rows, values, row, now, decays):
     """Return the probability that a future, unannounced batch uses the row."""
     ago = np.uint64(min(now.latest - rows[row, LAST], DECAYS - 1))
     counted = values[row, CHANCE] + np.float32(rows[row, COUNT]) * now.per_announced
@@ -88,7 +88,7 @@ def _chance(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
 
 
 @inline
-def _nearness(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
+def _nearness(rows, values, row, now, decays):
     """Return 1 / the number of batches until the row's next use: its announced one, or else the expected one."""
     until: Any = np.int64(rows[row, NEXT]) - np.int64(now.number)
     if until > 0:
@@ -98,19 +98,7 @@ def _nearness(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
 
 
 @kernel
-def _value(
-    some: Any,
-    count: Any,
-    now: Any,
-    rows: Any,
-    values: Any,
-    decays: Any,
-    table: Any,
-    chances: Any,
-    of_late: Any,
-    places: Any,
-    keys: Any,
-) -> None:
+def _value(some, count, now, rows, values, decays, table, chances, of_late, places, keys):
     """Write the probabilities and the keys of the first `count` rows of a block.
 
     A key is the row's Whittle index from `table`, uint8 [RATES << bits], followed by the 4 bits of the probability
@@ -140,7 +128,7 @@ def _value(
 
 
 @inline
-def _block() -> Any:
+def _block():
     """Allocate a block's arrays, which `_value` reads and writes."""
     return (
         np.empty(_BLOCK, np.int64),
@@ -152,7 +140,7 @@ def _block() -> Any:
 
 
 @kernel
-def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, values: Any, decays: Any) -> None:
+def announce(start, stop, ids, uses, now, rows, values, decays):
     """Record that batch `now.latest` uses the rows ids[start:stop]; `uses`: how often, int32 [U], or None."""
     end, number = np.uint64(stop), np.int64(now.latest)
     for p in range(np.uint64(start), end):
@@ -170,7 +158,7 @@ def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, va
 
 
 @kernel
-def judge(watched: Any, now: Any, rows: Any, values: Any, decays: Any, weights: Any, scores: Any) -> None:
+def judge(watched, now, rows, values, decays, weights, scores):
     """Add to scores[k] the log-likelihood of batch `now.latest` if counts have the weight weights[k].
 
     This is the Poisson likelihood of the batch's uses of the rows `watched`. The batch has already been announced, but
@@ -190,23 +178,8 @@ def judge(watched: Any, now: Any, rows: Any, values: Any, decays: Any, weights: 
 
 @kernel
 def classify(
-    start: Any,
-    stop: Any,
-    ids: Any,
-    uses: Any,
-    now: Any,
-    rows: Any,
-    values: Any,
-    decays: Any,
-    indices: Any,
-    hits: Any,
-    hit_slots: Any,
-    missed: Any,
-    keys: Any,
-    histograms: Any,
-    totals: Any,
-    piece: Any,
-) -> None:
+    start, stop, ids, uses, now, rows, values, decays, indices, hits, hit_slots, missed, keys, histograms, totals, piece
+):
     """Find the slots of ids[start:stop] of batch `now.number`, and the keys of ids without a slot.
 
     Args:
@@ -256,19 +229,7 @@ def classify(
 
 
 @kernel
-def score(
-    start: Any,
-    stop: Any,
-    slot_ids: Any,
-    now: Any,
-    rows: Any,
-    values: Any,
-    decays: Any,
-    indices: Any,
-    keys: Any,
-    histograms: Any,
-    piece: Any,
-) -> None:
+def score(start, stop, slot_ids, now, rows, values, decays, indices, keys, histograms, piece):
     """Write the keys of the rows in slots [start, stop) to keys[start:stop], uint16; count them in histograms[piece].
 
     A row may be evicted if a newcomer's key exceeds the row's key by more than a margin (see `exchanges`).
@@ -298,14 +259,14 @@ def score(
 
 
 @kernel
-def likely(some: Any, now: Any, rows: Any, values: Any, decays: Any, out: Any) -> None:
+def likely(some, now, rows, values, decays, out):
     """Write to `out` the probability that a future, unannounced batch uses each row in `some`."""
     for i in range(len(some)):
         out[i] = _chance(rows, values, np.uint64(some[i]), now, decays)
 
 
 @kernel
-def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
+def exchanges(newcomers, residents, margin):
     """Return the number of swaps: the k-th best newcomer replaces the k-th worst resident if it has a higher key.
 
     Args:
@@ -329,7 +290,7 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 
 @kernel
-def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
+def worst(threshold, ties, keys, out):
     """Write the positions of keys below the threshold, and of the first `ties` keys equal to it, to `out`.
 
     `out` must be one element longer than needed.
@@ -343,9 +304,7 @@ def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
 
 
 @kernel
-def divide(
-    threshold: Any, ties: Any, missed: Any, keys: Any, starts: Any, ends: Any, admitted: Any, passed: Any
-) -> None:
+def divide(threshold, ties, missed, keys, starts, ends, admitted, passed):
     """Divide the ids without a slot: admit those with a key above the threshold, and the first `ties` equal to it.
 
     Args:
@@ -367,7 +326,7 @@ def divide(
 
 
 @kernel
-def exchange(start: Any, stop: Any, ids: Any, admitted: Any, into: Any, evicted: Any, rows: Any, slot_ids: Any) -> None:
+def exchange(start, stop, ids, admitted, into, evicted, rows, slot_ids):
     """Assign the slots into[start:stop] to the ids at the positions admitted[start:stop].
 
     Args:
@@ -388,7 +347,7 @@ def exchange(start: Any, stop: Any, ids: Any, admitted: Any, into: Any, evicted:
 
 
 @kernel
-def take(start: Any, stop: Any, indices: Any, values: Any, below: Any, out: Any, counts: Any, piece: Any) -> None:
+def take(start, stop, indices, values, below, out, counts, piece):
     """Set out[i] = values[indices[i]]; count values less than `below` in counts[piece]."""
     count = np.int64(0)
     for i in range(np.uint64(start), np.uint64(stop)):

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache import bound
-from hostdev.cache.optimum import fits, optimal
+from hostdev.cache.bound import optimal, optimum_fits
 from hostdev.cache.options import POLICIES
 from hostdev.cache.plan import Statistics
 from hostdev.cache.planner import Planner
@@ -117,7 +117,7 @@ class Simulation:
 
     def _can_know(self) -> bool:
         unique = sum(len(ids) for ids, _ in self._recorded)
-        return bound.fits(unique, self._steps) and fits(self._recorded, self._rows, max(self._sizes, default=0))
+        return bound.fits(unique, self._steps) and optimum_fits(self._recorded, self._rows, max(self._sizes, default=0))
 
     def _optimum(self) -> list[Simulated]:
         """Return the results of the best caches over the second half of the batches.

@@ -4,53 +4,18 @@ Shapes: C slots; per row, S optimizer state columns of D values and R state valu
 cached, A are admitted, M bypass the cache, and its rows are in this order. E rows are evicted.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hostdev.cache.plan import Plan
 from hostdev.core.memory import row_bytes
-from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import TableStep
 from hostdev.device.ops import get_ops
 from hostdev.device.ops.catch_up import Clocks, pack
-from hostdev.kernels.pool import Task
 
-
-class CachedTable(Protocol):
-    """The interface of a table in host memory that a cache needs; `hostdev.HostTable` implements it."""
-
-    name: str
-    optimizer: SparseOptimizer
-
-    @property
-    def dtype(self) -> str:
-        """Dtype in which the host stores the table's weights."""
-
-    @property
-    def slots_dtype(self) -> str:
-        """Dtype in which the host stores the table's optimizer state."""
-
-    @property
-    def row_space(self) -> int:
-        """V: one more than the largest row number that the table can use."""
-
-    @property
-    def dim(self) -> int:
-        """Number of columns, D."""
-
-    def read_rows_tasks(self, ids: Any, block: Any, row_slots: Any, positions: Any = None) -> list[Task]:
-        """Return tasks that copy rows with their optimizer state, as `HostTable.read_rows_tasks` does."""
-
-    def write_rows_tasks(self, ids: Any, block: Any, row_slots: Any, positions: Any = None) -> list[Task]:
-        """Return tasks that overwrite rows with their optimizer state, as `HostTable.write_rows_tasks` does."""
-
-    def read_now(self, ids: Any, block: Any, row_slots: Any) -> None:
-        """Copy rows with their optimizer state, as `HostTable.read_now` does."""
-
-    def write_now(self, ids: Any, block: Any, row_slots: Any) -> None:
-        """Overwrite rows with their optimizer state, as `HostTable.write_now` does."""
+CachedTable = Any  # a `HostTable`, whose module is in a room that this one does not import
 
 
 class Places(NamedTuple):
@@ -105,7 +70,8 @@ class DeviceSlots:
             block = torch.cat([self.block.index_select(0, hits), admitted])
             row_slots = torch.cat([self.row_slots.index_select(0, hits), admitted_row_slots])
             return torch.cat([pack(block, row_slots, self._moments), passed])
-        return self._ops.assemble(self.block, at.hit_slots, admitted, passed)
+        rows: Tensor = self._ops.assemble(self.block, at.hit_slots, admitted, passed)
+        return rows
 
     def rows_bytes(self, at: Places, passed: Tensor, admitted: Tensor, admitted_row_slots: Tensor) -> int:
         """Return the bytes that `rows` reads and writes."""
@@ -155,7 +121,9 @@ class DeviceSlots:
 
         The memory of the admitted rows may be overwritten.
         """
-        return self._ops.exchange(self.block, self.row_slots, at.admitted_slots, leaving, admitted, admitted_row_slots)
+        memory = self.block, self.row_slots, at.admitted_slots, leaving, admitted, admitted_row_slots
+        left: tuple[Tensor, Tensor] = self._ops.exchange(*memory)
+        return left
 
     def exchange_bytes(self, at: Places, leaving: int, *some: Any) -> int:
         """Return the bytes that `exchange` reads and writes."""

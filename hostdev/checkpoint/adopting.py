@@ -4,22 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hostdev.checkpoint.files import check_file, mapped
-from hostdev.checkpoint.folder import Checkpoint, segments_of, still_exists
+from hostdev.checkpoint.folder import Checkpoint, check_file, mapped, segments_of, still_exists
 from hostdev.checkpoint.items import FROM_FIRST, Held
-from hostdev.checkpoint.local_rows import has_local_rows, map_rows
 from hostdev.checkpoint.manifest import RangeFile, SegmentState, Table
-from hostdev.checkpoint.ranges import parse_range
+from hostdev.checkpoint.ranges import has_local_rows, map_rows, parse_range
 from hostdev.checkpoint.segment_rows import count_records, require_locations
 from hostdev.core.initializers import Constant, Normal, Uniform
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.host.disk.segments import SegmentFile
-from hostdev.host.disk.snapshot import split_locations
 from hostdev.host.disk.storage import DiskStorage
-
-Ids = npt.NDArray[np.int64]
+from hostdev.host.snapshot import split_locations
+from hostdev.kernels.arrays import AnyIds, LongIds, Mask
 
 
 def can_adopt(about: Table, table: Any) -> bool:
@@ -48,7 +44,7 @@ class Adopted:
         used: bool [segments], which of the segments have rows of this process.
     """
 
-    def __init__(self, checkpoint: Checkpoint, about: Table, storage: DiskStorage, used: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, checkpoint: Checkpoint, about: Table, storage: DiskStorage, used: Mask) -> None:
         assert about.segments is not None
         self._tier = storage.tier
         files = [
@@ -59,7 +55,7 @@ class Adopted:
         self._at = np.full(len(used), -1, np.int64)
         self._at[used] = self._tier.store.adopt(files)
 
-    def place(self, rows: npt.NDArray[Any], locations: Ids) -> None:
+    def place(self, rows: AnyIds, locations: LongIds) -> None:
         """Take the records at locations [N], none of which is 0, for rows [N]."""
         self._tier.forget(rows)
         segments, records = split_locations(locations)
@@ -72,7 +68,7 @@ class Adopted:
         self._tier.store.use_adopted()
 
 
-def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, check: bool) -> npt.NDArray[np.bool_]:
+def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, check: bool) -> Mask:
     """Return which segments have rows of these files; with `check`, verify the files' checksums."""
     assert about.segments is not None
     used, records = np.zeros(len(about.segments.files), np.bool_), count_records(about.segments)
@@ -86,7 +82,7 @@ def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, c
     return used
 
 
-def read_locations(path: Path, about: Table, file: RangeFile) -> Ids:
+def read_locations(path: Path, about: Table, file: RangeFile) -> LongIds:
     """Return the locations of a file's rows, int64 [N]; raise BrokenCheckpointError if one cannot be."""
     rows = parse_range(path, mapped(path), about, file)
     assert rows.locations is not None

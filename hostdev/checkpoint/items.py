@@ -23,14 +23,13 @@ from hostdev.checkpoint.manifest import (
     Table,
 )
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, rows_per_file
-from hostdev.core.disk import sync_folder
 from hostdev.core.keys import KeyColumns
 from hostdev.core.optimizers import hyperparameters
+from hostdev.core.outputs import sync_folder
 from hostdev.core.table_dtypes import FP32
 from hostdev.host.disk.segments import SegmentFile, link_or_copy, try_link
+from hostdev.kernels.arrays import LongIds, Rows
 
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
 Held = Mapping[tuple[int, str], Path]  # segments by their sizes and checksums
 FROM_FIRST = [Numbering(first_row=0, first_segment=0)]
 
@@ -58,7 +57,7 @@ class Source(Protocol):
 class Located(NamedTuple):
     """The rows of a table on disk at one moment: where they are."""
 
-    locate: Callable[[int, int, Ids], None]  # writes the locations of the rows in [first, last); called like `read`
+    locate: Callable[[int, int, LongIds], None]  # writes the locations of the rows in [first, last); called like `read`
     finish: Callable[[Callable[[SegmentFile], str]], list[tuple[str, SegmentFile]]]  # see `LocationCopies.finish`
 
 
@@ -81,7 +80,7 @@ class Item(NamedTuple):
     located: Located | None = None  # if rows are located in segments, which `table.segments` describes, and not read
 
 
-def split_rows(item: Item) -> Iterator[tuple[int, int, Ids | None]]:
+def split_rows(item: Item) -> Iterator[tuple[int, int, LongIds | None]]:
     """Yield (start, stop, ids) for each file: its row range, and the rows in it to save (None for all)."""
     V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
     if item.full:
@@ -104,7 +103,7 @@ def split_rows(item: Item) -> Iterator[tuple[int, int, Ids | None]]:
         yield begin, V, np.concatenate(waiting)
 
 
-def read_rows(item: Item, buffer: Rows, start: int, stop: int, ids: Ids | None) -> tuple[Rows, RowChunk]:
+def read_rows(item: Item, buffer: Rows, start: int, stop: int, ids: LongIds | None) -> tuple[Rows, RowChunk]:
     """Return the rows of a file, and the buffer in which they are."""
     table, N = item.table, stop - start if ids is None else len(ids)
     keys = None if item.get_keys is None else item.get_keys(start, stop)

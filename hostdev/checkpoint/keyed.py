@@ -10,16 +10,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.checkpoint.adopting import Adopted, can_adopt, find_used
-from hostdev.checkpoint.files import check_file, mapped
-from hostdev.checkpoint.folder import Chain, Checkpoint, chain_of_table
+from hostdev.checkpoint.folder import Chain, Checkpoint, chain_of_table, check_file, mapped
 from hostdev.checkpoint.manifest import BrokenCheckpointError, KeyState, RangeFile, Table
 from hostdev.checkpoint.ranges import WEIGHTS, parse_range
 from hostdev.checkpoint.segment_rows import open_segments
 from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.core.keys import SHARED, FormerIds, KeyColumns
 from hostdev.core.progress import bar
-
-Keys = npt.NDArray[np.int64]
+from hostdev.kernels.arrays import Keys
 
 WAITING, GONE, SKETCH = "waiting.arrow", "gone.arrow", "sketch.arrow"
 

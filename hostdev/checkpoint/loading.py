@@ -1,32 +1,40 @@
-"""Loading of checkpoints: finding the newest valid one, verifying it, and writing its rows into tables."""
+"""Loading of checkpoints: finding the newest valid one, verifying it, and writing its rows into tables.
 
-import math
+Tables that a checkpoint and a program share can be loaded even if the checkpoint has fewer rows of them.
+"""
+
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hostdev.checkpoint.adopting import adopt_rows
-from hostdev.checkpoint.current import history_of
-from hostdev.checkpoint.files import SOME_BYTES, check_entry, check_file, mapped
-from hostdev.checkpoint.finding import candidates
-from hostdev.checkpoint.folder import Chain, Found, chain_of_table, read_chain
+from hostdev.checkpoint.folder import (
+    SOME_BYTES,
+    Chain,
+    Found,
+    chain_of_table,
+    check_entry,
+    check_file,
+    mapped,
+    read_chain,
+)
 from hostdev.checkpoint.keyed import load_ids, load_keys, require_kind
-from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.local_rows import has_local_rows, map_rows
+from hostdev.checkpoint.layers import Layers, history_of
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, SegmentEntry, Table
-from hostdev.checkpoint.ranges import WEIGHTS, parse_range
+from hostdev.checkpoint.ranges import WEIGHTS, has_local_rows, map_rows, parse_range
+from hostdev.checkpoint.remote import candidates
 from hostdev.checkpoint.segment_rows import SegmentRows, open_segments
 from hostdev.checkpoint.state import read_values
 from hostdev.core.errors import UserError
 from hostdev.core.keys import FormerIds
 from hostdev.core.optimizers import can_continue, hyperparameters
 from hostdev.core.progress import bar
+from hostdev.kernels.arrays import scratch
 
 _THREADS = 4
 
@@ -219,7 +227,7 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, f
         for checkpoint in chain
     ]
     total = sum(file.bytes for work in wanted for _, _, file, *_ in work)
-    load = partial(_load, _Memory(), check=check)
+    load = partial(_load, check=check)
     with _make_pool() as pool, bar(total, "loading", "B", unit_scale=True) as progress:
         for work in wanted:  # each checkpoint's rows overwrite its parent's
             for size in pool.map(lambda each: load(*each), work):
@@ -233,25 +241,9 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, f
         load_ids(layers, name, table, former)
 
 
-class _Memory(threading.local):
-    """Reusable memory per thread, since allocating new memory takes as long as reading a file."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, Any] = {}
-
-    def array(self, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an uninitialized array, valid until the thread's next call with the same `what`."""
-        n = math.prod(shape)
-        if what not in self._held or self._held[what].size < n:
-            self._held[what] = np.empty(n, dtype)
-        return self._held[what][:n].reshape(shape)
-
-
-def _load(
-    memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any, segments: SegmentRows | None, *, check: bool
-) -> int:
+def _load(path: Path, about: Table, file: RangeFile, table: Any, segments: SegmentRows | None, *, check: bool) -> int:
     if check:
-        content = memoryview(memory.array("content", (file.bytes,), np.uint8))
+        content = scratch("checkpoint content", (file.bytes,), np.uint8).data
         check_file(path, file, content)
     else:
         content = mapped(path)
@@ -262,7 +254,7 @@ def _load(
     row_columns = [rows.row_columns[name] for name in about.row_slots]
     if chosen is not None:
         columns, row_columns = [each[chosen] for each in columns], [each[chosen] for each in row_columns]
-    block = memory.array("block", (len(numbers), len(columns), about.dim), np.float32)
+    block = scratch("checkpoint rows", (len(numbers), len(columns), about.dim))
     np.stack(columns, axis=1, out=block)
     row_slots = np.stack(row_columns, axis=1) if row_columns else np.empty((len(numbers), 0), np.float32)
     try:
@@ -280,3 +272,115 @@ def values_of(chain: Chain) -> Any:
 
 def _make_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "hostdev-checkpoint")
+
+
+class Fit(NamedTuple):
+    """The overlap of a checkpoint's and a program's tables.
+
+    Attributes:
+        path: The checkpoint.
+        taken: For each shared table, by name, its number of rows in the checkpoint and in the program.
+        new: Tables that only the program has.
+        left: Tables that only the checkpoint has.
+    """
+
+    path: Path
+    taken: dict[str, tuple[int, int]]
+    new: list[str]
+    left: list[str]
+
+    def what_is_left(self) -> list[str]:
+        """Return a line for each table that is not loaded completely."""
+        found = [f"{self.path} has no table {name!r}; the program's table is unchanged" for name in self.new]
+        found += [f"table {name!r} of {self.path} is not loaded: the program has no such table" for name in self.left]
+        return found + [
+            f"table {name!r} has {there:,} rows in {self.path} and {here:,} in the program; other rows are unchanged"
+            for name, (there, here) in self.taken.items()
+            if there < here
+        ]
+
+    def lines(self) -> list[str]:
+        """Return a line for each table: how many rows a new run loads, and how many have initial values."""
+        found = []
+        for name, (there, here) in self.taken.items():
+            more = f"; {here - there:,} new rows have their initial values" if here > there else ""
+            found.append(f"table {name}: {there:,} rows with their slots{more}")
+        found += [f"table {name}: not in the checkpoint; all rows have their initial values" for name in self.new]
+        found += [f"table {name}: only in the checkpoint; not loaded" for name in self.left]
+        return found
+
+
+def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
+    """Return the overlap of a checkpoint's tables and the program's `tables`, each a HostTable or DeviceTable, by name.
+
+    Raises:
+        UserError: No table is shared, or a shared table differs in dim, optimizer or dtype, or has fewer rows
+            than in the checkpoint.
+    """
+    newest = chain[-1]
+    held = {table.name: table for table in newest.manifest.tables}
+    taken = {}
+    for name in sorted(held.keys() & tables.keys()):
+        there, table = held[name], tables[name]
+        if there.keys is not None:
+            require_kind(newest.path, there, table)
+        if there.dim != table.dim:
+            raise UserError(f"{newest.path}: table {name!r} has dim {there.dim}, but {table.dim} in the program")
+        if not can_continue(table.optimizer, there.optimizer, there.arguments):
+            mine = type(table.optimizer).__name__, hyperparameters(table.optimizer)
+            shown = [f"{kind}{_arguments(values)}" for kind, values in ((there.optimizer, there.arguments), mine)]
+            raise UserError(f"{newest.path}: table {name!r} has optimizer {shown[0]}, but {shown[1]} in the program")
+        for what, field in (("weights", "dtype"), ("slots", "slots_dtype")):
+            saved, own = getattr(there, field), getattr(table, field)
+            if saved != own:
+                raise UserError(f"{newest.path}: the {what} of table {name!r} are {saved}, but {own} in the program")
+        if table.capabilities.by_key:
+            rows = there.rows if there.keys is None else there.keys.count
+            if rows > table.capacity:
+                raise UserError(
+                    f"table {name!r} has {rows:,} rows in {newest.path}, but a capacity of only {table.capacity:,} in "
+                    "the program"
+                )
+            taken[name] = rows, rows
+            continue
+        if there.rows > table.total_rows:
+            raise UserError(
+                f"table {name!r} has {there.rows:,} rows in {newest.path}, but only {table.total_rows:,} in the program"
+            )
+        taken[name] = there.rows, table.total_rows
+    if not taken:
+        raise UserError(
+            f"{newest.path} has none of the tables {', '.join(sorted(tables))}; it has {', '.join(sorted(held))}"
+        )
+    _require_own_optimizers(tables, taken, held, newest.path)
+    return Fit(newest.path, taken, sorted(tables.keys() - held.keys()), sorted(held.keys() - tables.keys()))
+
+
+def _require_own_optimizers(
+    tables: Mapping[str, Any], taken: Mapping[str, Any], held: Mapping[str, Table], path: Path
+) -> None:
+    """Raise UserError if a table that is not loaded would change its optimizer's form with one that is."""
+    for name in taken:
+        optimizer = tables[name].optimizer
+        sharing = [other for other in tables.keys() - taken if tables[other].optimizer is optimizer]
+        if sharing and {**hyperparameters(optimizer), "lr": None} != {**held[name].arguments, "lr": None}:
+            raise UserError(
+                f"table {name!r} continues with the optimizer of {path}, Adam(epsilon_hat=True), and table "
+                f"{sharing[0]!r}, which is not in it, has the same optimizer object; give each table its own"
+            )
+
+
+def load_shared(chain: Chain, tables: Mapping[str, Any], fit: Fit, *, former: FormerIds | None = None) -> None:
+    """Load rows, optimizer state and steps of the shared tables; learning rates and seeds stay unchanged.
+
+    `former` is as for `load_rows`.
+    """
+    taken = {name: tables[name] for name in fit.taken}
+    load_rows(chain, taken, former=former)
+    for name, table in taken.items():
+        table.step = chain[-1].manifest.table(name).step
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    shown = ", ".join(f"{name}={value}" for name, value in values.items() if name != "lr")
+    return f"({shown})" if shown else ""

@@ -18,8 +18,7 @@ from hostdev.checkpoint.uploads import Uploads
 from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content
 from hostdev.core.errors import StoreError, UserError
 from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.host.disk.snapshot import LocationCopies
-from hostdev.host.snapshot import Budget, Copies
+from hostdev.host.snapshot import Budget, Copies, LocationCopies
 from hostdev.kernels.bits import count_bits
 
 COPIES_BYTES = 384 << 20  # limit on the bytes of copied rows

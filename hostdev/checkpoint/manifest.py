@@ -82,7 +82,7 @@ class Numbering:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentState:
-    """What a table has whose files have the locations of rows (`host.disk.snapshot`) in place of their values."""
+    """What a table has whose files have the locations of rows (`host.snapshot`) in place of their values."""
 
     files: list[SegmentEntry]
     numbering: list[Numbering]  # by `first_row`

@@ -3,7 +3,7 @@
 Columns: `id`, int64, ascending, absent if the file has all rows of its range; for a table by key, `key`, int64,
 `last_use` and `uses`, uint32; then `weights` and each optimizer state
 of D values per row, as lists of D float32 values; then each optimizer state of one value per row, as float32. If rows
-are in segments, there is instead the column `location`, int64 (`host.disk.snapshot`).
+are in segments, there is instead the column `location`, int64 (`host.snapshot`).
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from hostdev.core.digest import Digests, range_digests, rows_per_range
 from hostdev.core.errors import raise_if_transient
 from hostdev.core.keys import KeyColumns
 from hostdev.kernels.arrays import LongIds, Rows
-from hostdev.kernels.shards import ids_of
+from hostdev.kernels.shards import get_positions, ids_of
 
 FILE_BYTES = 1 << 26
 WEIGHTS, ID, LOCATION = "weights", "id", "location"
@@ -198,3 +198,29 @@ def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:
     if is_gap or [start for start, _ in found] != ends[:-1] or ends[-1] != chain[-1].manifest.table(name).rows:
         raise BrokenCheckpointError(f"{chain[0].path} is broken (rows of table {name!r} are missing)")
     return found
+
+
+def has_local_rows(about: Table, file: RangeFile, table: Any) -> bool:
+    """Return whether a file may have rows that this process holds."""
+    if table.part is None or about.order != SPREAD or about.rows != table.total_rows:
+        return True
+    return bool(file.start < table.start + table.rows and table.start < file.stop)
+
+
+def map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
+    """Return the local rows to load, and the indices of their values among the file's rows (None for all).
+
+    Args:
+        about: The table's entry in the manifest.
+        numbers: The file's rows: ascending ids, or ascending positions if the rows were divided among processes.
+        table: The table to load into.
+    """
+    part = table.part
+    if about.order == SPREAD and (part is None or about.rows != table.total_rows):
+        numbers = ids_of(numbers, about.rows)  # positions depend on the table's number of rows
+    if part is None:
+        return numbers, None
+    same = about.order == SPREAD and about.rows == table.total_rows
+    positions = numbers if same else get_positions(numbers, table.total_rows)
+    chosen = np.flatnonzero((table.start <= positions) & (positions < table.start + table.rows))
+    return positions[chosen] - table.start, chosen

@@ -1,4 +1,4 @@
-"""Checkpoints in a store: the folder of their copies on this machine, and what is fetched to it.
+"""Checkpoints in a store: the folder of their copies on this machine, and what is fetched to it and found there.
 
 A checkpoint in a store has the files that it has on a disk; its manifest is written last and removed first, so that one
 with a manifest is complete. Its copy has its name when all files are there and have the manifest's checksums. They are
@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from hostdev.checkpoint import folder, manifest
-from hostdev.checkpoint.files import check_entry
-from hostdev.checkpoint.folder import FOLDER
+from hostdev.checkpoint.folder import FOLDER, Found, check_entry, is_checkpoint, names_in, read_chain
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest
 from hostdev.core import locks
-from hostdev.core.addresses import address_of
+from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.checksums import is_whole_json
 from hostdev.core.errors import HostdevError, UserError, in_words, raise_if_transient
 from hostdev.core.names import inside
@@ -307,3 +306,33 @@ def _no_space(error: OSError, store: Store, root: Path, name: str) -> UserError:
         f"{store.shown}/{name} cannot be copied to {root} ({in_words(error)}); set HOSTDEV_STORE_CACHE to a folder "
         "with more space"
     )
+
+
+def candidates(path: Path, *, everything: bool = False) -> list[Path]:
+    """Return the path itself if it is a checkpoint, or the checkpoints in the folder `path`, newest first.
+
+    For a run directory, this looks in its subfolder `checkpoints`. Of a folder in a store, the newest checkpoint is
+    copied first, or with `everything` all are (see `remote.fetch`). Raise UserError if there are no checkpoints.
+    """
+    if address_of(path) is not None:
+        fetch(path, everything=everything)
+    if is_checkpoint(path):
+        return [path]
+    for place in (path, path / FOLDER):
+        if found := [place / name for name in reversed(names_in(place))]:
+            return found
+    raise UserError(f"{shown_place(path)} has no checkpoint" if path.exists() else f"there is no file or folder {path}")
+
+
+def newest(path: Path) -> Found:
+    """Return the checkpoint at `path`, or the newest one in the folder `path`, that `read_chain` accepts.
+
+    If it rejects all, raise its error for the newest.
+    """
+    broken: dict[str, BrokenCheckpointError] = {}  # by message: several checkpoints may share a broken parent
+    for each in candidates(path):
+        try:
+            return Found(read_chain(each), list(broken))
+        except BrokenCheckpointError as error:
+            broken.setdefault(str(error), error)
+    raise next(iter(broken.values()))

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint.current import open_table
-from hostdev.checkpoint.finding import newest
 from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.layers import open_table
 from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.checkpoint.remote import newest
 from hostdev.core.addresses import checkpoint_path
+from hostdev.core.checks import to_keys
 from hostdev.core.errors import UserError
-from hostdev.core.ids import to_keys
-
-Rows = npt.NDArray[np.float32]
+from hostdev.kernels.arrays import Rows
 
 _LONGEST = 480  # characters of a message: names in a file may have any length
 
@@ -112,7 +111,7 @@ class SavedModel(Mapping[str, SavedTable]):
         Raises:
             BrokenCheckpointError: The file is damaged.
         """
-        from hostdev.checkpoint.files import check_file
+        from hostdev.checkpoint.folder import check_file
         from hostdev.checkpoint.loading import values_of
         from hostdev.checkpoint.state import DENSE
 

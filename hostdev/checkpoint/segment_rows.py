@@ -1,4 +1,4 @@
-"""Rows of a checkpoint that are in segments, read by their locations; see `host.disk.snapshot`.
+"""Rows of a checkpoint that are in segments, read by their locations; see `host.snapshot`.
 
 Each block that is read is verified. Segments are mapped into memory, so that rows which are read often are in the
 system's page cache, which processes share.
@@ -11,26 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hostdev.checkpoint.files import mapped
-from hostdev.checkpoint.folder import Checkpoint
+from hostdev.checkpoint.folder import Checkpoint, mapped
 from hostdev.checkpoint.manifest import BrokenCheckpointError, SegmentState, Table
+from hostdev.core.digest import read_singly
 from hostdev.core.errors import UserError
 from hostdev.core.initializers import from_text
 from hostdev.core.memory import available_bytes
 from hostdev.core.optimizers import OPTIMIZERS
-from hostdev.core.pages import read_singly
 from hostdev.host.disk.readers import Planes, Read, RecordSource
-from hostdev.host.disk.rows import RowFormat
-from hostdev.host.disk.snapshot import LOCATION_BITS, split_locations
+from hostdev.host.disk.storage import RowFormat
 from hostdev.host.layouts import Float32, Split
+from hostdev.host.snapshot import LOCATION_BITS, split_locations
 from hostdev.host.storage import Shape
+from hostdev.kernels.arrays import LongIds, Rows
 from hostdev.kernels.disk_records import BLOCK_HEADER, DAMAGED, GOOD, Format
 from hostdev.kernels.jit import address_of
-
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
 
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {each.__name__: each for each in OPTIMIZERS.values()}
 _HELD = 2  # files whose rows are held, so that their columns are read once
@@ -67,7 +63,7 @@ class SegmentRows:
         self._held: OrderedDict[str, dict[str, Rows]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, locations: Ids, ids: Ids) -> Float32 | Split:
+    def read(self, locations: LongIds, ids: LongIds) -> Float32 | Split:
         """Return the rows at locations [N] in memory; ids [N] are the rows' ids in the whole table, or their keys.
 
         Raises:
@@ -97,7 +93,7 @@ class SegmentRows:
         begin = block * size
         raise BrokenCheckpointError(f"{segment} is broken (bytes {begin:,} to {begin + size:,}: {what})")
 
-    def columns(self, locations: Ids, ids: Ids) -> dict[str, Rows]:
+    def columns(self, locations: LongIds, ids: LongIds) -> dict[str, Rows]:
         """Return all columns of the rows at locations [N], float32 [N, D], or [N] for per-row state; see `read`."""
         table, n = self._table, len(locations)
         rows = self.read(locations, ids)
@@ -146,7 +142,7 @@ class LocatedColumns(Mapping[str, Rows]):
         return len(self._names)
 
 
-def number_segments(locations: Ids, start: int, state: SegmentState) -> Ids:
+def number_segments(locations: LongIds, start: int, state: SegmentState) -> LongIds:
     """Return the locations of a file's rows, from `start` on, with the segments' numbers in the whole table."""
     first = [each.first_segment for each in state.numbering if each.first_row <= start][-1]
     return locations if not first else np.where(locations > 0, locations + (first << LOCATION_BITS), locations)
@@ -158,13 +154,13 @@ def open_segments(checkpoint: Checkpoint, name: str) -> SegmentRows | None:
     return None if table.segments is None else SegmentRows(checkpoint.path, table, all_rows=True)
 
 
-def count_records(state: SegmentState) -> Ids:
+def count_records(state: SegmentState) -> LongIds:
     """Return how many records each segment can have, int64 [segments]."""
     per_block = (state.block_bytes - BLOCK_HEADER) // state.record_bytes
     return np.array([file.bytes // state.block_bytes * per_block for file in state.files], np.int64)
 
 
-def require_locations(root: Path, table: Table, locations: Ids, records: Ids) -> None:
+def require_locations(root: Path, table: Table, locations: LongIds, records: LongIds) -> None:
     """Raise BrokenCheckpointError unless locations [N], none of which is 0, are in segments with so many records."""
     segments, numbers = split_locations(locations)
     wrong = (locations < 0) | (segments >= len(records))

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from hostdev.checkpoint import folder, manifest
-from hostdev.checkpoint.files import check_entry
+from hostdev.checkpoint.folder import check_entry
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest
 from hostdev.checkpoint.remote import IN_STORE, WRITER, begin_writing, remove_stored
 from hostdev.core.addresses import address_of

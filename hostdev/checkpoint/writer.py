@@ -4,6 +4,7 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -14,10 +15,9 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,31 +27,17 @@ from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.items import Held, Item, get_version, hold_segments, join_entries, read_rows, split_rows
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify_some
-from hostdev.checkpoint.manifest import (
-    BrokenCheckpointError,
-    File,
-    Manifest,
-    Parent,
-    RangeFile,
-    SegmentState,
-    Table,
-)
+from hostdev.checkpoint.manifest import BrokenCheckpointError, File, Manifest, Parent, RangeFile, SegmentState, Table
 from hostdev.checkpoint.manifest import read as read_manifest
-from hostdev.checkpoint.ranges import (
-    WEIGHTS,
-    RowChunk,
-    column_digests,
-    has_whole_ranges,
-    write_range,
-)
-from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
-from hostdev.checkpoint.tree import tensors_as_bytes
+from hostdev.checkpoint.ranges import WEIGHTS, RowChunk, column_digests, has_whole_ranges, write_range
+from hostdev.checkpoint.state import DENSE, DigestNames, state_digest, tensors_as_bytes
 from hostdev.checkpoint.uploads import Uploads
 from hostdev.core.addresses import address_of
 from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, RangeDigests
 from hostdev.core.errors import RankError, UserError, in_words
 from hostdev.core.workers import Workers, run_in_thread
+from hostdev.distributed.world import LocalChannel
 from hostdev.kernels.arrays import Rows
 
 _Written = tuple[RangeFile, dict[str, Digests]]  # a file, and the digests of its ranges by column
@@ -60,18 +46,6 @@ _PIECE = 1 << 22  # bytes
 _NICE = 19
 _WRITERS = 2  # threads; each hashes and writes a file
 BUFFERS = _WRITERS + 1  # one per file being written, and one that is being filled
-
-
-class WriterChannel(Protocol):
-    """Communication between processes that write a checkpoint together; `distributed.Channel` implements it."""
-
-    rank: int
-
-    def share(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank."""
-
-    def gather_first(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the arrays of all ranks on the first rank, joined by rank; an empty one on others."""
 
 
 class Content(NamedTuple):
@@ -125,7 +99,7 @@ class AsyncWriter:
         best_steps: Sequence[int] = (),
         state_sha256: str | None,
         on_end: Callable[["AsyncWriter"], None] = lambda writer: None,
-        channel: WriterChannel | None = None,
+        channel: LocalChannel | None = None,
         release: Callable[[], None] = lambda: None,
         held: Held | None = None,
         uploads: Uploads | None = None,
@@ -242,7 +216,7 @@ class AsyncWriter:
             if self._uploads is not None:
                 self._upload = self._uploads.notify()
 
-    def _save_together(self, channel: WriterChannel) -> Checkpoint:
+    def _save_together(self, channel: LocalChannel) -> Checkpoint:
         """Write a checkpoint together with other processes: each writes its rows, and rank 0 writes all else."""
         partial: Path | None = None
 
@@ -338,22 +312,9 @@ class AsyncWriter:
                         start, stop, ids = start + first, stop + first, None if ids is None else ids + first
                         rows = RowChunk(start, ids, *rows[2:])
                     name = f"{self._prefix(number)}{len(written):06d}.arrow"
-
-                    def write(
-                        name: str = name,
-                        table: Table = table,
-                        start: int = start,
-                        stop: int = stop,
-                        rows: RowChunk = rows,
-                        buffer: Rows = buffer,
-                    ) -> _Written:
-                        try:
-                            digests = column_digests(table, rows) if self._hashes_rows else {}
-                            return write_range(partial, name, table, start, stop, rows), digests
-                        finally:
-                            buffers.put(buffer)
-
-                    written.append(pool.submit(write))
+                    release = functools.partial(buffers.put, buffer)
+                    what = partial, name, table, start, stop, rows
+                    written.append(pool.submit(functools.partial(self._write_range, *what, release=release)))
                 segments.append(hold_segments(partial, self._prefix(number), item, self._held))
                 item.stop()
             results = [[file.result() for file in written] for written in found]
@@ -368,6 +329,14 @@ class AsyncWriter:
             }
         return tables
 
+    def _write_range(self, *what: Any, release: Callable[[], None]) -> _Written:
+        """Write a file of rows, see `write_range`; then release the rows' buffer."""
+        try:
+            digests = column_digests(what[2], what[5]) if self._hashes_rows else {}
+            return write_range(*what), digests
+        finally:
+            release()
+
 
 def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
     """Return the digests of all ranges of a table, by joining those of the table's files, given in order."""
@@ -375,7 +344,7 @@ def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
     return RangeDigests(by_column, np.ones(len(by_column[WEIGHTS]), np.bool_))
 
 
-def _agree(channel: WriterChannel, work: Callable[[], Any] | None) -> list[Any]:
+def _agree(channel: LocalChannel, work: Callable[[], Any] | None) -> list[Any]:
     """Call `work`, unless it is None; return all processes' results, by rank. If one process fails, raise in all."""
     error: BaseException | None = None
     found = None

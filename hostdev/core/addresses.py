@@ -1,11 +1,14 @@
-"""Addresses such as s3://BUCKET/FOLDER. This module imports little, so that command lines may use it."""
+"""Addresses such as s3://BUCKET/FOLDER. This module imports little, so that command lines may use it.
+
+Also the folder for what hostdev keeps for a user between runs.
+"""
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from hostdev.core.errors import UserError
-from hostdev.core.user_cache import user_cache
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 # A user with a password, or who may be one, and what a signed address ends with.
@@ -123,3 +126,15 @@ def address_of(folder: Path) -> str | None:
 def shown_place(folder: Path) -> str:
     """Return what to call a file or folder in a message: its address, or its path."""
     return address_of(folder) or str(folder)
+
+
+def user_cache() -> Path:
+    """Return $XDG_CACHE_HOME/hostdev, or hostdev in the platform's cache folder; raise UserError if there is none."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if base.is_absolute():  # the XDG specification ignores other paths
+        return base / "hostdev"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise UserError("there is no home folder to keep files in; set XDG_CACHE_HOME, or give --data") from None
+    return (home / "Library/Caches" if sys.platform == "darwin" else home / ".cache") / "hostdev"

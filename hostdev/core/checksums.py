@@ -1,5 +1,6 @@
 """Checksums of existing files, of files as they are written, and of JSON content."""
 
+import io
 import json
 import math
 import os
@@ -8,21 +9,11 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from threading import Event
-from typing import Any, Protocol
+from typing import Any
 
 from hostdev.core.errors import StoppedError
 
 _AT_ONCE = 1 << 22  # bytes
-
-
-class Digest(Protocol):
-    """The interface of a running checksum, such as a hashlib object or `Crc32`."""
-
-    def update(self, data: Any, /) -> object:
-        """Add bytes."""
-
-    def hexdigest(self) -> str:
-        """Return the checksum so far."""
 
 
 class Crc32:
@@ -57,7 +48,7 @@ def hash_stream(
     out: Any = None,
     stop: Event | None = None,
     most: int | None = None,
-    digest: Callable[[], Digest] = sha256,
+    digest: Callable[[], Any] = sha256,
 ) -> str:
     """Read an open file to its end; return the checksum of what was read, in hexadecimal.
 
@@ -81,10 +72,10 @@ def hash_stream(
         remaining -= size
         if stop is not None and stop.is_set():
             raise StoppedError
-    return running.hexdigest()
+    return str(running.hexdigest())
 
 
-def checksum(path: Path, digest: Callable[[], Digest] = sha256) -> str:
+def checksum(path: Path, digest: Callable[[], Any] = sha256) -> str:
     """Return the checksum of a file, in hexadecimal."""
     with path.open("rb", buffering=0) as file:
         return hash_stream(file, digest=digest)
@@ -107,10 +98,15 @@ def is_whole_json(text: bytes, *, without: bool = False) -> bool:
         return False
 
 
-class HashedFile:
-    """A new file that is written sequentially and hashed as it is written."""
+class HashedFile(io.RawIOBase):
+    """A new file that is written sequentially and hashed as it is written.
 
-    def __init__(self, path: Path, digest: Callable[[], Digest] = sha256) -> None:
+    Args:
+        path: The file.
+        digest: Makes the running checksum, such as a hashlib object or `Crc32`.
+    """
+
+    def __init__(self, path: Path, digest: Callable[[], Any] = sha256) -> None:
         self._file = path.open("xb", buffering=0)
         self._digest = digest()
         self.bytes = 0
@@ -129,32 +125,17 @@ class HashedFile:
         """Close the file and return its checksum; with `to_disk`, flush it to disk first."""
         if to_disk:
             os.fsync(self._file.fileno())
-        self._file.close()
-        return self._digest.hexdigest()
+        self.close()
+        return str(self._digest.hexdigest())
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def flush(self) -> None:
-        """Do nothing: there is no buffer."""
-
-    @property
-    def closed(self) -> bool:
-        """Return whether the file is closed."""
-        return self._file.closed
-
-    def readable(self) -> bool:
-        """Return False."""
-        return False
+        super().close()
 
     def writable(self) -> bool:
         """Return True."""
         return True
-
-    def seekable(self) -> bool:
-        """Return False."""
-        return False
 
     def tell(self) -> int:
         """Return the number of bytes written."""

@@ -12,10 +12,9 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
-from hostdev.core import streams
 from hostdev.core.errors import HostdevError, UserError, in_words, write_stderr
-from hostdev.core.interrupts import InterruptGuard, leaving
-from hostdev.core.printable import printable
+from hostdev.core.printable import prepare_streams, printable
+from hostdev.core.signals import InterruptGuard, leaving
 
 _RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # set by multi-process launchers
 EXIT_ERROR = 2
@@ -153,7 +152,7 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
         return _run(prog, main, list(argv), InterruptGuard())
     global _is_own
     _is_own = True
-    streams.prepare()
+    prepare_streams()
     with InterruptGuard(lambda: _interrupted(prog)) as guard:
         return _run(prog, main, sys.argv[1:], guard, alone=True)
 

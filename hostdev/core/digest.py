@@ -11,10 +11,14 @@ out-of-vocabulary rows as JSON; then a line with name, dtype and shape, and the 
 then its columns, whose rows are the out-of-vocabulary rows and then the rows of the keys. Keys are in the order of
 their hashes.
 
-Several threads hash the ranges. Ranges known to be unchanged are not read again.
+Several threads hash the ranges. Ranges known to be unchanged are not read again. The system is told which pages of
+memory-mapped files are read soon, or in no order.
 """
 
+import ctypes
 import json
+import mmap
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -26,9 +30,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.cpus import available_cpus
 from hostdev.core.keys import KeyArrays
-from hostdev.core.pages import populate
+from hostdev.core.machine import available_cpus
 from hostdev.core.workers import Workers
 
 RANGE_BYTES = 1 << 20  # of weights
@@ -225,3 +228,32 @@ def _sha256(rows: Any) -> bytes:
         np.copyto(part, values[start : start + step])
         digest.update(part.data)
     return digest.digest()
+
+
+_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
+_madvise: Any = None
+
+
+def populate(array: npt.NDArray[Any]) -> None:
+    """Map the pages of a memory-mapped array, and read those that are not in memory from the file.
+
+    Do nothing on systems other than Linux 5.14 or later, or if the array is not C-contiguous.
+    """
+    if not sys.platform.startswith("linux") or not array.flags.c_contiguous or not array.nbytes:
+        return
+    _advise(array, _POPULATE_READ)  # harmless error on older kernels
+
+
+def read_singly(array: npt.NDArray[Any]) -> None:
+    """Read each page of a memory-mapped array alone, without those around it; do nothing where that is unknown."""
+    if hasattr(mmap, "MADV_RANDOM") and array.nbytes:
+        _advise(array, mmap.MADV_RANDOM)
+
+
+def _advise(array: npt.NDArray[Any], advice: int) -> None:
+    global _madvise
+    if _madvise is None:
+        _madvise = ctypes.CDLL(None).madvise
+        _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    begin = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    _madvise(begin, array.ctypes.data + array.nbytes - begin, advice)

@@ -6,7 +6,7 @@ are kept.
 
 import os
 
-from hostdev.core.allocator import keep_freed_memory
+from hostdev.core.machine import keep_freed_memory
 
 # GNU OpenMP's idle threads spin for milliseconds by default, on cores that the host kernels need.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -17,4 +17,4 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 if {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_TABLE_FILE"} & os.environ.keys():
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
-keep_freed_memory(one_arena=True)
+keep_freed_memory()

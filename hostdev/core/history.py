@@ -8,17 +8,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.catch_up import SMALL, CatchUp, adam_rate, central_step, eps_correction, get_terms
 from hostdev.core.checks import require_last
+from hostdev.core.optimizer_base import SMALL, CatchUp, adam_rate, central_step, eps_correction, get_terms
 from hostdev.core.optimizers import SparseOptimizer, take_over_form
-from hostdev.kernels.catch_up import bring_tasks, packed_planes, packed_width, record, write_recent
-from hostdev.kernels.clock import LEAST, MOST_TERMS, Clock
+from hostdev.kernels.arrays import AnyIds, Positions, Rows
+from hostdev.kernels.bfloat16 import round_to_nearest
+from hostdev.kernels.catch_up import (
+    LEAST,
+    MOST_TERMS,
+    Clock,
+    bring_tasks,
+    packed_planes,
+    packed_width,
+    record,
+    write_recent,
+)
 from hostdev.kernels.pool import Task, run_tasks
-from hostdev.kernels.stochastic_rounding import round_to_nearest
 
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[Any]
-Positions = npt.NDArray[np.int32]
 Formats = tuple[int, ...]  # the storage format of each plane of a row
 
 MOST_STEPS = 1 << 24  # per-row state is float32, which represents all integers up to here
@@ -57,7 +63,7 @@ class NoHistory:
     def stamp(self, row_slots: Rows, step: int | None = None) -> None:
         """See `History`; here without effect."""
 
-    def require_steps(self, table: str, ids: Ids, row_slots: Rows) -> None:
+    def require_steps(self, table: str, ids: AnyIds, row_slots: Rows) -> None:
         """Accept all values."""
 
     def get_width(self, dim: int) -> int:
@@ -66,12 +72,12 @@ class NoHistory:
 
     # Any, below: a `host.storage.Storage`
 
-    def fetch_tasks(self, storage: Any, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+    def fetch_tasks(self, storage: Any, ids: AnyIds, out: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that copy from a storage what a batch needs of rows, float32 [N, `get_width`]."""
         tasks: list[Task] = storage.lookup_tasks(ids, out, positions)
         return tasks
 
-    def lookup_tasks(self, storage: Any, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+    def lookup_tasks(self, storage: Any, ids: AnyIds, out: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that write the weights after the last step, float32 [N, D]."""
         tasks: list[Task] = storage.lookup_tasks(ids, out, positions)
         return tasks
@@ -163,7 +169,7 @@ class History:
         """Write to the per-row state [N, R] that rows have missed no steps after `step`; None for the last one."""
         row_slots[:, -1] = self.steps if step is None else step
 
-    def require_steps(self, table: str, ids: Ids, row_slots: Rows) -> None:
+    def require_steps(self, table: str, ids: AnyIds, row_slots: Rows) -> None:
         """Raise ValueError unless the per-row state of the rows `ids` [N] says that they were written in a step."""
         require_last(table, ids, row_slots[:, -1], self.steps)
 
@@ -171,12 +177,12 @@ class History:
         """See `NoHistory`."""
         return packed_width(dim, self.how.betas is not None)
 
-    def fetch_tasks(self, storage: Any, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+    def fetch_tasks(self, storage: Any, ids: AnyIds, out: Rows, positions: Positions | None) -> list[Task]:
         """See `NoHistory`: the tasks copy packed rows, from which `kernels.catch_up.unpack_tasks` computes weights."""
         tasks: list[Task] = storage.pack_tasks(ids, out, positions, packed_planes(self.how.betas is not None))
         return tasks
 
-    def lookup_tasks(self, storage: Any, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+    def lookup_tasks(self, storage: Any, ids: AnyIds, out: Rows, positions: Positions | None) -> list[Task]:
         """See `NoHistory`."""
         tasks: list[Task] = storage.current_tasks(ids, self.clock(), out, positions)
         return tasks

@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from hostdev.kernels.arrays import LongIds, Rows
 from hostdev.kernels.counter import key64
-from hostdev.kernels.finite import largest
-from hostdev.kernels.init import fill_constant, fill_normal
-from hostdev.kernels.uniform import fill_uniform
+from hostdev.kernels.init import fill_constant, fill_normal, fill_uniform
+from hostdev.kernels.norm import largest
 
 
 @dataclass(frozen=True)

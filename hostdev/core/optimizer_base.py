@@ -1,17 +1,90 @@
 """The base of the table optimizers: their interface, gradient clipping, and decoupled weight decay.
 
 Only an optimizer's learning rate may be changed (`table.optimizer.lr = 1e-4`); this takes effect at the next update.
+
+The effect of steps on rows without a gradient can be computed when a row is read, which `catch_up` describes.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from hostdev.core.catch_up import LAST, CatchUp
 from hostdev.kernels.arrays import Scalars
+from hostdev.kernels.catch_up import FEW_TERMS, MOST_TERMS
+
+LAST = "last"  # name of the per-row state that holds the table's step count at the row's last write
+SMALL = 2.0**-26  # a moment below this fraction of its value at the last write no longer moves a weight
+_TRUNCATED = 2.0**-24  # largest relative error of the sum of the terms
+_MOST_SUMMED = 1 << 15  # maximum number of steps in which a decaying moment may move a weight
+
+
+class CatchUp(NamedTuple):
+    """The effect of an optimizer's step on rows without a gradient.
+
+    Attributes:
+        weight_decay: A step multiplies the weights by 1 - lr * weight_decay.
+        betas: (beta1, beta2) of Adam, whose decaying moments move the weights, or None for other optimizers.
+        eps: Adam's eps.
+        epsilon_hat: Whether eps is added to the uncorrected root, as in `core.optimizers.Adam`.
+    """
+
+    weight_decay: float = 0.0
+    betas: tuple[float, float] | None = None
+    eps: float = 0.0
+    epsilon_hat: bool = False
+
+
+def adam_rate(lr: float, beta1: float, beta2: float, step: int) -> np.float32:
+    """Return lr_t, Adam's bias-corrected learning rate."""
+    return np.float32(lr * math.sqrt(1 - beta2**step) / (1 - beta1**step))
+
+
+def eps_correction(beta2: float, step: float) -> float:
+    """Return sqrt(1 - beta2^step), by which eps is multiplied where it is added to the uncorrected root."""
+    return math.sqrt(1 - beta2**step)
+
+
+def central_step(beta1: float, step: int) -> float:
+    """Return a step in the middle, geometrically, of those after `step` whose effect on unused rows matters.
+
+    `kernels.catch_up` expands a divisor around its value at this step. The factor 4 minimizes the largest error over
+    beta1 in 0.5 .. 0.999, beta2 and first steps: at most 1e-7 of a row's movement for beta1 = 0.9, and for larger
+    beta1, except for rows that were last used in a table's first steps (5e-6 for 0.99, 7e-5 for 0.999).
+    """
+    return math.sqrt((step + 1) * (step + 1 + 4 / (1 - beta1)))
+
+
+def get_terms(beta1: float, beta2: float) -> int:
+    """Return how many terms of a series, 4 or 10, suffice to sum a row's missed steps to float32 precision.
+
+    `kernels.catch_up` defines the series, here for `epsilon_hat`; without it, 10 terms suffice where they do here. For
+    a constant learning rate, the relative error is the largest omitted term, 1 / C(r + P, P) for P terms and
+    r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient.
+
+    Raises:
+        ValueError: More than 10 terms would be needed, or beta1 is too close to 1.
+    """
+    if beta1 == 0:
+        return FEW_TERMS
+    if math.log(SMALL) / math.log(beta1) > _MOST_SUMMED:
+        raise ValueError(f"beta1 = {beta1} is too close to 1: moments of unused rows decay too slowly; reduce beta1")
+    if beta2 == 0:
+        raise ValueError(
+            f"beta2 must be above 0 for beta1 = {beta1}: with beta2 = 0, the effect of steps on unused rows cannot be "
+            "computed later"
+        )
+    r = 2 * math.log(beta1) / math.log(beta2)
+    for terms in (FEW_TERMS, MOST_TERMS):
+        if math.lgamma(r + 1 + terms) - math.lgamma(r + 1) - math.lgamma(terms + 1) >= -math.log(_TRUNCATED):
+            return terms
+    raise ValueError(
+        f"beta2 = {beta2} is too small for beta1 = {beta1}: the effect of steps on unused rows would be inaccurate; "
+        "for beta1 = 0.9, use a beta2 of at least 0.989, or use LazyAdam, which accepts any betas"
+    )
+
 
 _LEAST_NORM = 1e-12
 
@@ -19,38 +92,8 @@ _LEAST_NORM = 1e-12
 SQUARED = 2.0**46  # the largest gradient whose sums of squares are finite
 
 
-class SparseOptimizer(Protocol):
-    """The interface of a table optimizer."""
-
-    primitive: ClassVar[str]  # the name of the op that applies it
-    non_negative: ClassVar[frozenset[str]]  # slots of D values that are never negative: 8 bits need no sign
-    lr: float  # may be set between updates
-
-    @property
-    def slots(self) -> Mapping[str, float]:
-        """Initial values of the slots that hold D values per row, by name, in storage order."""
-
-    @property
-    def row_slots(self) -> Mapping[str, float]:
-        """Initial values of the slots that hold one value per row, by name."""
-
-    @property
-    def catch_up(self) -> CatchUp | None:
-        """The effect of a step on rows without a gradient, or None if it leaves them unchanged."""
-
-    @property
-    def largest_gradient(self) -> float:
-        """Largest absolute value that a row's summed gradient may have."""
-
-    def clip_limit(self, dim: int) -> np.float32 | None:
-        """Return the mean square above which a row's gradient (`dim` columns) is clipped, or None for no clipping."""
-
-    def scalars(self, step: int, dim: int) -> Scalars:
-        """Return the kernel's scalar arguments for rows of `dim` columns; the table's steps are numbered from 1."""
-
-
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class Optimizer:
+class SparseOptimizer:
     """Base of the optimizers: fields are checked and then fixed, except lr, which is checked again when it is set.
 
     Each optimizer takes `clip_norm`, a number c: before an update, a row's summed gradient g whose norm is above c is
@@ -74,7 +117,8 @@ class Optimizer:
     clip_norm: float | None = None
     weight_decay: float = 0.0
 
-    non_negative: ClassVar[frozenset[str]] = frozenset()
+    primitive: ClassVar[str]  # the name of the op that applies it
+    non_negative: ClassVar[frozenset[str]] = frozenset()  # slots that are never negative: 8 bits need no sign
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Check the arguments that all optimizers take; raise ValueError or TypeError for an invalid value."""
@@ -104,6 +148,11 @@ class Optimizer:
         raise FrozenInstanceError(f"{type(self).__name__}: {name} cannot be deleted; create a new optimizer")
 
     @property
+    def slots(self) -> Mapping[str, float]:
+        """Initial values of the slots that hold D values per row, by name, in storage order."""
+        return {}
+
+    @property
     def row_slots(self) -> Mapping[str, float]:
         """The optimizer's own slots of one value per row, and `last` if a step also changes rows without a gradient."""
         return self._own_row_slots if self.catch_up is None else {**self._own_row_slots, LAST: 0.0}
@@ -130,6 +179,10 @@ class Optimizer:
     def _within(self, largest: float) -> float:
         """Return `largest`, reduced to 2^46 if gradients are clipped, since clipping sums their squares."""
         return largest if self.clip_norm is None else min(largest, SQUARED)
+
+    def scalars(self, step: int, dim: int) -> Scalars:
+        """Return the kernel's scalar arguments for rows of `dim` columns; the table's steps are numbered from 1."""
+        raise NotImplementedError
 
     def clip_limit(self, dim: int) -> np.float32 | None:
         """Return clip_norm^2 / D, the mean square above which a row's gradient is clipped, or None for no clipping."""

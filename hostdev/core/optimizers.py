@@ -12,16 +12,57 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hostdev.core.catch_up import CatchUp, adam_rate, eps_correction, get_terms
 from hostdev.core.errors import UserError
-from hostdev.core.optimizer_base import Optimizer, check, check_lr
+from hostdev.core.optimizer_base import CatchUp, adam_rate, check, check_lr, eps_correction, get_terms
 from hostdev.core.optimizer_base import SparseOptimizer as SparseOptimizer
 from hostdev.core.optimizer_base import hyperparameters as hyperparameters
 from hostdev.kernels.arrays import Scalars
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class LazyAdam(Optimizer):
+class _AdamBase(SparseOptimizer):
+    """The hyperparameters of the forms of Adam."""
+
+    lr: float = field(default=3.5e-4, hash=False)
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        check_lr(self.lr)
+        check("beta1", self.beta1, "in [0, 1)")
+        check("beta2", self.beta2, "in [0, 1)")
+        check("eps", self.eps, "positive")
+        if self.lr:
+            rate = self.lr * math.sqrt(1 - self.beta2) / (1 - self.beta1)
+            check("lr * sqrt(1 - beta2) / (1 - beta1)", rate, "positive")
+
+    def _scalars(self, step: int) -> tuple[np.float32, ...]:
+        """Return lr_t, beta1, 1 - beta1, beta2, 1 - beta2 and eps."""
+        one, first, second = map(np.float32, (1, self.beta1, self.beta2))
+        lr_t = adam_rate(self.lr, self.beta1, self.beta2, step)
+        return lr_t, first, one - first, second, one - second, np.float32(self.eps)
+
+
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
+class _ElementwiseAdam(_AdamBase):
+    """Adam with two moments per weight."""
+
+    non_negative: ClassVar[frozenset[str]] = frozenset({"v"})
+
+    @property
+    def slots(self) -> Mapping[str, float]:
+        """The first and second moments, which start at 0."""
+        return {"m": 0.0, "v": 0.0}
+
+    @property
+    def largest_gradient(self) -> float:
+        """2^58, about 2.9e17: moments are averages of at most its square, 2^116, with room left for sums over ranks."""
+        return self._within(2.0**58)
+
+
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
+class LazyAdam(_ElementwiseAdam):
     """Adam on the rows of a batch only; the moments of other rows do not decay.
 
     With g the summed gradient of a row and t the table's number of steps::
@@ -38,35 +79,17 @@ class LazyAdam(Optimizer):
     `torch.optim.Adam`. Deviations: only a batch's rows change; t counts table steps.
     """
 
-    lr: float = field(default=3.5e-4, hash=False)
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
     nesterov: bool = False
 
     primitive: ClassVar[str] = "FusedSparseLazyAdam"
-    non_negative: ClassVar[frozenset[str]] = frozenset({"v"})
-
-    def __post_init__(self) -> None:
-        _check_adam(self.lr, self.beta1, self.beta2, self.eps)
-
-    @property
-    def slots(self) -> Mapping[str, float]:
-        """The first and second moments, which start at 0."""
-        return {"m": 0.0, "v": 0.0}
-
-    @property
-    def largest_gradient(self) -> float:
-        """2^58, about 2.9e17: moments are averages of at most its square, 2^116, with room left for sums over ranks."""
-        return self._within(2.0**58)
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov) for `kernels.lazy_adam`."""
-        return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), bool(self.nesterov)
+        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov) for `kernels.apply`."""
+        return *self._scalars(step), bool(self.nesterov)
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class Adam(Optimizer):
+class Adam(_ElementwiseAdam):
     """Adam on all rows: the moments of rows that a batch does not use decay in each step and move their weights.
 
     With g the summed gradient of a row, 0 if the batch does not use it, and t the table's number of steps::
@@ -91,46 +114,31 @@ class Adam(Optimizer):
     Loshchilov & Hutter, 2019; `kernels.catch_up`.
     """
 
-    lr: float = field(default=3.5e-4, hash=False)
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
     epsilon_hat: bool = False
 
     primitive: ClassVar[str] = "FusedSparseAdam"
-    non_negative: ClassVar[frozenset[str]] = frozenset({"v"})
 
     def __post_init__(self) -> None:
-        _check_adam(self.lr, self.beta1, self.beta2, self.eps)
+        super().__post_init__()
         check("eps * sqrt(1 - beta2)", self.eps * eps_correction(self.beta2, 1), "positive")
         get_terms(self.beta1, self.beta2)  # raises for betas with which missed steps cannot be applied later
-
-    @property
-    def slots(self) -> Mapping[str, float]:
-        """The first and second moments, which start at 0."""
-        return {"m": 0.0, "v": 0.0}
 
     @property
     def catch_up(self) -> CatchUp:
         """The effect of a step on rows without a gradient: moments decay and move the weights."""
         return CatchUp(self.weight_decay, (self.beta1, self.beta2), self.eps, bool(self.epsilon_hat))
 
-    @property
-    def largest_gradient(self) -> float:
-        """2^58, as for `LazyAdam`."""
-        return self._within(2.0**58)
-
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps_t, False) for `kernels.lazy_adam`."""
+        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps_t, False) for `kernels.apply`."""
         if self.epsilon_hat:
-            return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), False
+            return *self._scalars(step), False
         betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
         eps_t = self.eps * eps_correction(self.beta2, step)
         return adam_rate(self.lr, self.beta1, self.beta2, step), *map(np.float32, (*betas, eps_t)), False
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class RowWiseAdam(Optimizer):
+class RowWiseAdam(_AdamBase):
     """Adam with one second moment per row: 4 * D + 4 bytes of state per row instead of 8 * D.
 
     With g the summed gradient of a row, D columns and t the table's number of steps::
@@ -146,15 +154,7 @@ class RowWiseAdam(Optimizer):
     FBGEMM's PARTIAL_ROWWISE_ADAM, which adds eps to the corrected root.
     """
 
-    lr: float = field(default=3.5e-4, hash=False)
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-
     primitive: ClassVar[str] = "FusedSparseRowWiseAdam"
-
-    def __post_init__(self) -> None:
-        _check_adam(self.lr, self.beta1, self.beta2, self.eps)
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -167,12 +167,12 @@ class RowWiseAdam(Optimizer):
         return {"v": 0.0}
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, D) for `kernels.lazy_adam.row_wise_adam`."""
-        return *_adam_scalars(self.lr, self.beta1, self.beta2, self.eps, step), np.float32(dim)
+        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, D) for `kernels.apply`."""
+        return *self._scalars(step), np.float32(dim)
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class FTRL(Optimizer):
+class FTRL(SparseOptimizer):
     """Follow the regularized leader, proximal, per coordinate.
 
     With g the summed gradient of a row, n = accum, z = linear and p = lr_power::
@@ -216,12 +216,12 @@ class FTRL(Optimizer):
         return float(2.0 ** (46 / max(1.0, -self.lr_power)))
 
     def scalars(self, step: int, dim: int) -> Scalars:
-        """Return (lr, l1, 2 * l2, -lr_power) for `kernels.ftrl`; they are the same at every step."""
+        """Return (lr, l1, 2 * l2, -lr_power) for `kernels.apply`; they are the same at every step."""
         return (*map(np.float32, (self.lr, self.l1, 2 * self.l2)), float(-self.lr_power))
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class SGD(Optimizer):
+class SGD(SparseOptimizer):
     """Stochastic gradient descent: w <- w - lr * g, with g the summed gradient of a row. It has no slots."""
 
     lr: float = field(default=1e-2, hash=False)
@@ -236,18 +236,13 @@ class SGD(Optimizer):
         """2^96 / max(lr, 1): gradients are not squared, and a weight changed by less than 2^102 stays finite."""
         return self._within(2.0**96 / max(self.lr, 1.0))
 
-    @property
-    def slots(self) -> Mapping[str, float]:
-        """No slots."""
-        return {}
-
     def scalars(self, step: int, dim: int) -> Scalars:
         """Return (lr,) for `kernels.adagrad.sgd`."""
         return (np.float32(self.lr),)
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class Momentum(Optimizer):
+class Momentum(SparseOptimizer):
     """Stochastic gradient descent with momentum; rows without a gradient neither move nor lose momentum.
 
     With g the summed gradient of a row::
@@ -288,22 +283,29 @@ class Momentum(Optimizer):
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class Adagrad(Optimizer):
+class _AdagradBase(SparseOptimizer):
+    """The hyperparameters of both forms of Adagrad."""
+
+    lr: float = field(default=1e-2, hash=False)
+    eps: float = 1e-10
+    initial_accum: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_lr(self.lr)
+        check("eps", self.eps, "positive")
+        check("initial_accum", self.initial_accum, "at least 0")
+
+
+@dataclass(kw_only=True, unsafe_hash=True, repr=False)
+class Adagrad(_AdagradBase):
     """Adagrad, per element: accum <- accum + g^2;  w <- w - lr * g / (sqrt(accum) + eps).
 
     Source: Duchi, Hazan & Singer, "Adaptive Subgradient Methods", JMLR 2011, the diagonal case, with eps beside the
     root as in torch.optim.Adagrad. Deviation: accum may start above 0.
     """
 
-    lr: float = field(default=1e-2, hash=False)
-    eps: float = 1e-10
-    initial_accum: float = 0.0
-
     primitive: ClassVar[str] = "FusedSparseAdagrad"
     non_negative: ClassVar[frozenset[str]] = frozenset({"accum"})
-
-    def __post_init__(self) -> None:
-        _check_adagrad(self.lr, self.eps, self.initial_accum)
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -316,7 +318,7 @@ class Adagrad(Optimizer):
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)
-class RowWiseAdagrad(Optimizer):
+class RowWiseAdagrad(_AdagradBase):
     """Adagrad with one accumulator per row, as in DLRM: 4 bytes of state per row instead of 4 * D.
 
     With D columns::
@@ -331,19 +333,7 @@ class RowWiseAdagrad(Optimizer):
     Models", ISCA 2022, section 4.1.4; FBGEMM's EXACT_ROWWISE_ADAGRAD.
     """
 
-    lr: float = field(default=1e-2, hash=False)
-    eps: float = 1e-10
-    initial_accum: float = 0.0
-
     primitive: ClassVar[str] = "FusedSparseRowWiseAdagrad"
-
-    def __post_init__(self) -> None:
-        _check_adagrad(self.lr, self.eps, self.initial_accum)
-
-    @property
-    def slots(self) -> Mapping[str, float]:
-        """No slots of D values per row."""
-        return {}
 
     @property
     def _own_row_slots(self) -> Mapping[str, float]:
@@ -353,28 +343,6 @@ class RowWiseAdagrad(Optimizer):
     def scalars(self, step: int, dim: int) -> Scalars:
         """Return (lr, eps, D) for `kernels.adagrad.row_wise_adagrad`."""
         return np.float32(self.lr), np.float32(self.eps), np.float32(dim)
-
-
-def _check_adam(lr: float, beta1: float, beta2: float, eps: float) -> None:
-    check_lr(lr)
-    check("beta1", beta1, "in [0, 1)")
-    check("beta2", beta2, "in [0, 1)")
-    check("eps", eps, "positive")
-    if lr:
-        check("lr * sqrt(1 - beta2) / (1 - beta1)", lr * math.sqrt(1 - beta2) / (1 - beta1), "positive")
-
-
-def _adam_scalars(lr: float, beta1: float, beta2: float, eps: float, step: int) -> tuple[np.float32, ...]:
-    """Return lr_t, beta1, 1 - beta1, beta2, 1 - beta2 and eps."""
-    lr_t = adam_rate(lr, beta1, beta2, step)
-    one, first, second = map(np.float32, (1, beta1, beta2))
-    return lr_t, first, one - first, second, one - second, np.float32(eps)
-
-
-def _check_adagrad(lr: float, eps: float, initial_accum: float) -> None:
-    check_lr(lr)
-    check("eps", eps, "positive")
-    check("initial_accum", initial_accum, "at least 0")
 
 
 OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {

@@ -6,6 +6,8 @@ file that may replace another has random digits after its hidden name, so that a
 hosts may write it at once. The next process that writes the same file or folder removes what a killed one has left.
 
 Folders of checkpoints have hidden names of their own (`checkpoint.folder`): several ranks write to one at once.
+
+Flushed to disk, files and folders survive a power failure.
 """
 
 import errno
@@ -52,23 +54,23 @@ def new_file(out: Path, option: str = "--out", *, wait: bool = False) -> Iterato
 
 
 @contextmanager
-def new_folder(out: Path, option: str = "--out") -> Iterator[Path]:
+def new_folder(out: Path) -> Iterator[Path]:
     """Yield the path of an empty folder that becomes `out` at the end of the block, or is removed if the block raises.
 
     Raises:
         UserError: `out` exists, at the beginning or the end of the block, or another process is writing it.
     """
-    with _hidden(_beside(out, "unfinished"), f"{option} {out}", _make_folder, False) as partial:
+    with _hidden(_beside(out, "unfinished"), f"--out {out}", _make_folder, False) as partial:
         if os.path.lexists(out):
-            raise taken_folder(out, option)
+            raise taken_folder(out)
         yield partial
         try:
             if os.path.lexists(out):  # a rename would replace an empty folder
-                raise taken_folder(out, option)
+                raise taken_folder(out)
             partial.rename(out)
         except OSError as error:
             if error.errno in _TAKEN:
-                raise taken_folder(out, option) from None
+                raise taken_folder(out) from None
             raise
 
 
@@ -135,9 +137,9 @@ def _file_exists_error(out: Path, option: str) -> UserError:
     return UserError(f"{option} {out} exists; choose another file")
 
 
-def taken_folder(out: Path, option: str = "--out") -> UserError:
+def taken_folder(out: Path) -> UserError:
     """Return the error for a new folder whose name is taken."""
-    return UserError(f"{out} exists already; remove it or choose another {option}")
+    return UserError(f"{out} exists already; remove it or choose another --out")
 
 
 @contextmanager
@@ -222,3 +224,34 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def is_text(path: Path | str) -> bool:
+    """Return whether a file name is valid text; POSIX also allows other bytes, which Python decodes to surrogates."""
+    return not any("\udc80" <= character <= "\udcff" for character in str(path))
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's directory entries to disk."""
+    _sync(path)
+
+
+def sync_tree(path: Path) -> None:
+    """Flush a folder's content to disk: all files, and the directory entries of the folder and its subfolders."""
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOTSUP) and path.is_dir():
+            return  # some file systems cannot flush folders
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(number)

@@ -4,7 +4,7 @@
     mystore = "package.module:MyBackend"       # for addresses such as mystore://BUCKET/FOLDER
 
 `Store` tries again what fails for a while, and asks again for content that arrives damaged. Schemes that no package
-registers are those of fsspec.
+registers are those of fsspec. `Patience` repeats work that fails, with growing pauses and a limit of time.
 """
 
 import contextlib
@@ -13,8 +13,10 @@ import os
 import re
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from hashlib import md5
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -22,8 +24,92 @@ from typing import NamedTuple, Protocol, TypeVar
 from hostdev.core import registry
 from hostdev.core.addresses import without_secrets
 from hostdev.core.checksums import HashedFile, is_whole_json
-from hostdev.core.errors import HostdevError, StoreError, in_words
-from hostdev.core.patience import Patience
+from hostdev.core.errors import HostdevError, StoppedError, StoreError, in_words, raise_if_transient, write_stderr
+from hostdev.core.workers import run_in_thread
+
+LONGEST_SECONDS = 300.0  # of attempts, unless HOSTDEV_STORE_PATIENCE is set
+_PAUSES = 0.5, 30.0  # seconds: the first one, which doubles, and the longest
+_POLL_SECONDS = 0.2  # between checks whether the result is still needed
+
+T = TypeVar("T")
+
+
+class Patience:
+    """The pauses between attempts at one piece of work.
+
+    Args:
+        where: The thing that fails, for messages.
+        is_transient: Returns whether an error may go away.
+        describe: Returns an error as text that may be shown.
+    """
+
+    def __init__(
+        self, where: str, is_transient: Callable[[Exception], bool], describe: Callable[[Exception], str]
+    ) -> None:
+        self._where, self._is_transient, self._describe = where, is_transient, describe
+        self._begin, self._pause = time.monotonic(), _PAUSES[0]
+
+    def wait(self, error: Exception, stop: threading.Event | None = None) -> None:
+        """Pause after an error; return early when `stop` is set.
+
+        Raises:
+            StoreError: The error is permanent, or attempts have gone on for as long as allowed.
+            TransientError: This machine lacks memory or file descriptors.
+        """
+        raise_if_transient(error)
+        where, why = self._where, self._describe(error)
+        if not self._is_transient(error):
+            raise StoreError(f"{where}: {why}") from None
+        seconds = time.monotonic() - self._begin
+        remaining = _get_limit() - seconds
+        if remaining <= 0:
+            raise StoreError(
+                f"{where}: {why}; this went on for {seconds:.0f} s; repeat the command when the store can be reached",
+                is_transient=True,
+            ) from None
+        pause = min(self._pause, max(remaining, 0.05))
+        if pause > _PAUSES[0]:  # a first failure is usual
+            write_stderr(f"{where}: {why}; trying again in {pause:.0f} s, for {remaining:.0f} s at most")
+        if stop is None:
+            time.sleep(pause)
+        else:
+            stop.wait(pause)
+        self._pause = min(2 * pause, _PAUSES[1])
+
+    def repeat(self, work: Callable[[], T], stop: threading.Event | None = None) -> T:
+        """Return the result of `work`, which is called again after each transient error.
+
+        Raises:
+            StoppedError: `stop` was set meanwhile.
+            Exception: As `wait`.
+        """
+        while True:
+            if stop is not None and stop.is_set():
+                raise StoppedError
+            try:
+                return _call_abandonable(work, stop)
+            except StoppedError:
+                raise
+            except Exception as error:
+                self.wait(error, stop)
+
+
+def _call_abandonable(work: Callable[[], T], stop: threading.Event | None) -> T:
+    """Return the result of `work` in a thread of its own, which is abandoned when `stop` is set: it may hang."""
+    asked = run_in_thread("hostdev-store", work)
+    while not wait([asked], _POLL_SECONDS).done:
+        if stop is not None and stop.is_set():
+            raise StoppedError
+    return asked.result()
+
+
+def _get_limit() -> float:
+    text = os.environ.get("HOSTDEV_STORE_PATIENCE", "")
+    try:
+        return float(text) if text else LONGEST_SECONDS
+    except ValueError:
+        raise StoreError(f"HOSTDEV_STORE_PATIENCE must be a number of seconds, not {text!r}") from None
+
 
 KIND, DEFAULT = "store", "fsspec"  # of the registry
 _PIECE = 1 << 23  # bytes of a request
@@ -33,8 +119,6 @@ _DAMAGED = "an answer had a wrong checksum"
 _SAME = 3  # times that a file arrives with the same wrong content before the store is taken to have it so
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _PERMANENT_NUMBERS = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EREMCHG if hasattr(errno, "EREMCHG") else -1}
-
-T = TypeVar("T")
 
 
 class About(NamedTuple):

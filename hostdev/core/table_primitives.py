@@ -24,6 +24,15 @@ class _TablePrimitive(Primitive):
                 f"but table {table.name!r} has {table.primitive_target!r}; they must be equal"
             )
 
+    def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
+        """Return the bytes read and written."""
+        return len(ids) * self.row_bytes(table)
+
+    @staticmethod
+    def row_bytes(table: Any) -> int:
+        """Return the bytes read and written per row."""
+        raise NotImplementedError
+
 
 class EmbeddingLookup(_TablePrimitive):
     """Row lookup, called with `(table, ids [U])`: returns float32 [U, D], a NumPy array or, on the device, a tensor.
@@ -45,13 +54,9 @@ class EmbeddingLookup(_TablePrimitive):
         tasks: list[Task] = table.fetch_tasks(ids, *some)
         return tasks
 
-    def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
-        """Return the bytes read and written: each row is read once and written once."""
-        return len(ids) * self.row_bytes(table)
-
     @staticmethod
     def row_bytes(table: Any) -> int:
-        """Return the bytes read and written per row."""
+        """Return the bytes read and written per row: each row is read once and written once."""
         weights, slots = _stored_bytes(table)
         return 4 * int(table.fetched_width) + weights + int(table.capabilities.late) * (slots + 4)
 
@@ -79,12 +84,9 @@ class _Update(_TablePrimitive):
                 f"{self._name} cannot update table {table.name!r}, whose optimizer is {type(table.optimizer).__name__}"
             )
 
-    def nbytes(self, table: Any, ids: Any, grads: Any, *some: Any) -> int:
-        """Return the bytes read and written: gradients are read, weights and slots are read and written."""
-        return len(ids) * self.row_bytes(table)
-
     @staticmethod
     def row_bytes(table: Any) -> int:
+        """Return the bytes per row: gradients are read, weights and slots are read and written."""
         return 4 * int(table.dim) + 2 * sum(_stored_bytes(table)) + 8 * len(table.optimizer.row_slots)
 
 
@@ -104,9 +106,6 @@ class _WholeRows(_TablePrimitive):
         self._check(table)
         tasks: list[Task] = getattr(table, f"{self.method}_tasks")(ids, *some)
         return tasks
-
-    def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
-        return len(ids) * self.row_bytes(table)
 
     @staticmethod
     def row_bytes(table: Any) -> int:

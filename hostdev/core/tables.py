@@ -1,18 +1,34 @@
-"""Common parts of host and device tables: steps, seed, and the loops that use them."""
+"""Common parts of host and device tables: steps, seed, the loops that use them, and writable copies of their columns.
+
+`Capabilities` are the only questions that code outside of a table asks about its kind.
+"""
 
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.capabilities import Capabilities
 from hostdev.core.history import History, NoHistory
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.rounding import get_rounding
-from hostdev.core.table_dtypes import TableStep
-from hostdev.kernels.clock import Clock
+from hostdev.core.table_dtypes import TableStep, get_rounding
+from hostdev.kernels.catch_up import Clock
+
+
+class Capabilities(NamedTuple):
+    """The properties of a table that decide how other code uses it."""
+
+    by_key: bool = False  # ids are keys, any integers of 64 bits, which get rows and lose them
+    on_disk: bool = False  # rows may be on disk: tasks need rows that are pinned in memory
+    late: bool = False  # rows miss the steps that do not use them, and get them when they are next read or updated
+    formats: tuple[int, ...] | None = None  # how each plane of a row is stored; None if all are float32
+    ranks: int = 1  # number of ranks that each have a part of the rows
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the memory of the rows has their values after the last step, in float32."""
+        return not (self.on_disk or self.late or self.formats)
 
 
 class Owner(Protocol):
@@ -193,3 +209,70 @@ def _was_set(torch: Any, seed: int) -> bool:
     if getattr(tracker, "manual_seed_all_cb", None) is not None:
         return True
     return bool(torch.cuda.is_initialized()) and int(torch.cuda.initial_seed()) == seed
+
+
+class Slots(Mapping[str, Any]):
+    """Writable copies of the slots by name, each made on first access; `slots[name] = values` overwrites a slot."""
+
+    def __init__(self, copies: "ColumnCopies") -> None:
+        self._copies = copies
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._copies.names[1:]:
+            names = ", ".join(self._copies.names[1:]) or "none"
+            raise KeyError(f"table {self._copies.table!r}: no slot {name!r}; available slots: {names}")
+        return self._copies.column(name)
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        self[name][...] = values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._copies.names[1:])
+
+    def __len__(self) -> int:
+        return len(self._copies.names) - 1
+
+
+class ColumnCopies:
+    """Writable copies of a table's columns, each made on first access and usable until the `with` block ends.
+
+    Args:
+        table: The table's name, for messages.
+        names: Names of the columns: the weights, then the slots.
+    """
+
+    def __init__(self, table: str, names: Iterable[str]) -> None:
+        self.table, self.names = table, list(names)
+        self._held: dict[str, Any] = {}
+        self._is_over = False
+
+    def _copied(self, name: str) -> Any:
+        raise NotImplementedError
+
+    @property
+    def weights(self) -> Any:
+        """The writable weights, float32: [V, D] for all rows or [N, D] for N rows."""
+        return self.column("weights")
+
+    @weights.setter
+    def weights(self, values: Any) -> None:
+        self.column("weights")[...] = values  # `w.weights *= 2` assigns, too
+
+    @property
+    def slots(self) -> Slots:
+        """The writable slots by name, shaped like the weights; a slot of one value per row has one column."""
+        return Slots(self)
+
+    def column(self, name: str) -> Any:
+        """Return the copy of a column; raise ValueError after the end of the `with` block."""
+        if self._is_over:
+            raise ValueError(
+                f"table {self.table!r}: the `with table.writing()` block has ended; use its copies only in the block"
+            )
+        if name not in self._held:
+            self._held[name] = self._copied(name)
+        return self._held[name]
+
+    def end(self) -> None:
+        """Refuse further access to the copies."""
+        self._is_over = True

@@ -3,7 +3,7 @@
 S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -13,26 +13,99 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.core.capabilities import Capabilities
-from hostdev.core.checks import check_rows, require_finite, require_size
+from hostdev.core.checks import check_rows, checked_ids, require_finite, require_size
 from hostdev.core.history import History, make_history
-from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Given, Initializer, Normal, initializer
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.rounding import initial_slots, plane_formats, rounding_key
-from hostdev.core.table_dtypes import BF16, FP32, require_slots_dtype, require_table_dtype
-from hostdev.core.tables import Owned, initial_seed
+from hostdev.core.table_dtypes import (
+    BF16,
+    FP32,
+    initial_slots,
+    plane_formats,
+    require_slots_dtype,
+    require_table_dtype,
+    rounding_key,
+)
+from hostdev.core.tables import Capabilities, ColumnCopies, Owned, initial_seed
 from hostdev.device.backend import free_bytes, require
 from hostdev.device.ops import get_ops
 from hostdev.device.ops.catch_up import Clocks, bring, pack, unpack
-from hostdev.device.writing import DeviceWriting
-from hostdev.kernels.buffers import identity
+from hostdev.kernels.arrays import Rows, identity
+from hostdev.kernels.bfloat16 import BFLOAT16, require_exact, round_rows, round_to_nearest
 from hostdev.kernels.norm import PART, partial_squares, total
-from hostdev.kernels.plane_formats import BFLOAT16
-from hostdev.kernels.stochastic_rounding import require_exact, round_rows, round_to_nearest
 
-Rows = npt.NDArray[np.float32]
+
+class DeviceWriting(ColumnCopies):
+    """The copies that `DeviceTable.writing` yields.
+
+    Args:
+        table: The table's name, for errors.
+        columns: Views of the table's weights and optimizer state by name.
+        ids: int64 [N] on the device, all different; None for all rows.
+        current: Called with `ids`; returns these rows' columns as of the last step. None if `columns` already are.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        columns: Mapping[str, Tensor],
+        ids: Tensor | None,
+        current: Callable[[Tensor | None], Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        super().__init__(table, columns)
+        self._columns, self._ids = columns, ids
+        self._current = None if current is None else current(ids)
+
+    def _copied(self, name: str) -> Tensor:
+        if self._current is not None:
+            return self._current[name].clone(memory_format=torch.contiguous_format)
+        column = self._columns[name]
+        there = column if self._ids is None else column.index_select(0, self._ids)
+        return there.clone(memory_format=torch.contiguous_format)
+
+    def require_finite(self) -> None:
+        """If a value of the copies is not finite, raise a ValueError that names the first row with such a value."""
+        for values in self._held.values():
+            wrong = ~values.isfinite()
+            if wrong.any():
+                row = int(wrong.any(1).nonzero()[0])
+                value = float(values[row][wrong[row]][0])
+                number = row if self._ids is None else int(self._ids[row])
+                raise ValueError(
+                    f"table {self.table!r}: {value} cannot be written to row {number}: values must be finite; "
+                    "nothing was written"
+                )
+
+    def require_exact(self, planes: Sequence[str], check: Callable[[int, npt.NDArray[np.float32]], None]) -> None:
+        """Call `check` with the number and the new values of each plane that was copied."""
+        for plane, name in enumerate(planes):
+            if name in self._held:
+                check(plane, self._held[name].cpu().numpy())
+
+    def write(self) -> None:
+        """Write the copies to the table; only changed rows if the table's steps also change unused rows."""
+        if self._current is not None:
+            self._write_changed(self._current)
+            return
+        for name, values in self._held.items():
+            if self._ids is None:
+                self._columns[name].copy_(values)
+            else:
+                self._columns[name].index_copy_(0, self._ids, values)
+
+    def _write_changed(self, current: Mapping[str, Tensor]) -> None:
+        changed = [
+            (values.view(torch.int32) != current[name].contiguous().view(torch.int32)).any(1)
+            for name, values in self._held.items()
+        ]
+        if not changed:
+            return
+        rows = torch.stack(changed).any(0).nonzero()[:, 0]
+        at = rows if self._ids is None else self._ids[rows]
+        for name, column in self._columns.items():
+            column.index_copy_(0, at, self._held.get(name, current[name])[rows])
+
 
 _ERASED = 1 << 16  # rows erased at a time
 _FILL_BYTES = 1 << 26  # bytes of rows filled at a time
@@ -221,9 +294,10 @@ class DeviceTable(Owned):
     def lookup_now(self, ids: Tensor) -> Tensor:
         """Return the weights as `lookup` does, for internal use by the training loop, without checks."""
         if (clock := self.clock()) is not None:
-            rows = pack(self._block.index_select(0, ids), self._row_slots.index_select(0, ids), clock.moments)
-            return unpack(rows, self.dim, clock, self._clocks)
-        return self._ops.lookup(self._block, ids)
+            packed = pack(self._block.index_select(0, ids), self._row_slots.index_select(0, ids), clock.moments)
+            return unpack(packed, self.dim, clock, self._clocks)
+        rows: Tensor = self._ops.lookup(self._block, ids)
+        return rows
 
     def update(self, ids: Tensor, grads: Tensor, skip: Tensor | None = None) -> None:
         """Take one optimizer step on unique rows.

@@ -13,8 +13,7 @@ import torch
 from hostdev.distributed.agreement import format_ranks
 from hostdev.distributed.channel import Channel
 from hostdev.kernels.arrays import RowNumbers
-from hostdev.kernels.key_parts import owners_of
-from hostdev.kernels.shards import partition_by_owner
+from hostdev.kernels.shards import owners_of, partition_by_owner
 from hostdev.kernels.unique import unique
 
 Keys = npt.NDArray[Any]

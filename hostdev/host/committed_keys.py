@@ -1,12 +1,21 @@
-"""The keys of a table by key at one moment, in the order of their hashes, which is that of all results."""
+"""The keys of a table by key at one moment, in the order of their hashes, which is that of all results.
 
+A `KeySnapshot` copies rows on write, for checkpoints that are written during training. Its positions 0 .. P - 1 stand
+for the out-of-vocabulary rows, in the order of their names, and then for the rows of the snapshot's keys, in the order
+of the keys' hashes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.arrays import Keys
-from hostdev.kernels.bits import Bits, bits_of
+from hostdev.core.keys import KeyColumns
+from hostdev.host.snapshot import Budget, Copies, Snapshot
+from hostdev.kernels.arrays import AnyIds, Keys, reserved
+from hostdev.kernels.bits import Bits, bits_of, empty_bits, mark
 from hostdev.kernels.key_directory import EMPTY
 from hostdev.kernels.key_order import order_of, sorted_rows
 from hostdev.kernels.key_use import split
@@ -15,6 +24,7 @@ Values = npt.NDArray[np.int64]
 Uses = npt.NDArray[np.uint32]
 
 
+@dataclass(eq=False)
 class CommittedKeys:
     """The keys of a table after its last finished step. Nothing is sorted before it is needed.
 
@@ -24,24 +34,19 @@ class CommittedKeys:
         by_row: int64 [V], the key of each row.
         packed: uint64 [V], the last step and the uses of each row, see `kernels.key_use`; rows without keys have 0 in
             place of the step.
-        waiting: Keys [any] that have no row and whose uses are counted exactly, with their last steps << 24 | uses;
+        counted: Keys [any] that have no row and whose uses are counted exactly, with their last steps << 24 | uses;
             later values replace earlier ones, and EMPTY is the value of a key that does not wait.
         waiting_count: Number of keys that wait.
         sketch: uint32 [any], the counts of a sketch.
     """
 
-    def __init__(
-        self,
-        step: int,
-        decays: int,
-        by_row: Keys,
-        packed: npt.NDArray[np.uint64],
-        waiting: list[tuple[Keys, Values]],
-        waiting_count: int,
-        sketch: Uses,
-    ) -> None:
-        self.step, self.decays, self.by_row, self.packed, self.sketch = step, decays, by_row, packed, sketch
-        self._waiting, self.waiting_count = waiting, waiting_count
+    step: int
+    decays: int
+    by_row: Keys
+    packed: npt.NDArray[np.uint64]
+    counted: list[tuple[Keys, Values]]
+    waiting_count: int
+    sketch: Uses
 
     @cached_property
     def live(self) -> Bits:
@@ -71,8 +76,8 @@ class CommittedKeys:
     @cached_property
     def waiting(self) -> tuple[Keys, Values]:
         """The keys without a row whose uses are counted exactly, int64 [W], and their last steps << 24 | uses."""
-        keys, values = newest(self._waiting)
-        self._waiting = []
+        keys, values = newest(self.counted)
+        self.counted = []
         keys, values = keys[values != EMPTY], values[values != EMPTY]
         order = order_of(keys)
         return keys[order], values[order]
@@ -90,3 +95,80 @@ def newest(parts: list[tuple[Keys, Values]]) -> tuple[Keys, Values]:
     values = np.concatenate([values for _, values in parts])[::-1]
     keys, first = np.unique(keys, return_index=True)
     return keys, values[first]
+
+
+class KeySnapshot(Snapshot):
+    """The rows of a table by key when the snapshot is constructed.
+
+    Args:
+        copies: Copies rows.
+        rows: Number of rows that the table can have.
+        budget: As for `Snapshot`.
+        unknown: The out-of-vocabulary rows by name, in the order of the names.
+        found: The table's keys.
+        changed: The rows that the snapshot has if their keys have a row, or None for all.
+        gone: int64 [G], keys that have lost their rows since the last snapshot.
+    """
+
+    def __init__(
+        self,
+        copies: Copies,
+        rows: int,
+        budget: Budget,
+        unknown: Mapping[str, int],
+        found: CommittedKeys,
+        changed: Bits | None,
+        gone: Keys,
+    ) -> None:
+        self.found, self.gone, self.names = found, gone, list(unknown)
+        self._own = np.array(list(unknown.values()), np.int32)
+        live = found.live if changed is None else found.live & changed[: len(found.live)]
+        self._live: Bits | None = live
+        wanted = empty_bits(rows)
+        wanted[: len(live)] = live
+        mark(self._own, wanted)
+        super().__init__(copies, rows, wanted, budget)
+        self._rows = self.count
+        self._bucket = -(-self.count // 32)
+
+    @cached_property
+    def _order(self) -> npt.NDArray[np.int32]:
+        """The row of each position; sorted by the thread that writes, as that takes time."""
+        live, self._live = self._live, None
+        assert live is not None
+        return sorted_rows(self.found.by_row, live, self._own)
+
+    @cached_property
+    def _positions(self) -> npt.NDArray[np.int32]:
+        """The position of each row; undefined for other rows."""
+        rows = self._order
+        found: npt.NDArray[np.int32] = reserved((int(rows.max(initial=0)) + 1,), np.int32)
+        found[rows] = np.arange(len(rows), dtype=np.int32)
+        return found
+
+    def key_columns(self, first: int, last: int) -> KeyColumns:
+        """Return the keys at the positions [first, last)."""
+        rows = self._order[first:last]
+        used, uses = split(self.found.packed)
+        return KeyColumns(self.found.by_row[rows], used[rows], uses[rows])
+
+    def rows_between(self, first: int, last: int) -> AnyIds:
+        """Return the positions [first, last), int64."""
+        return np.arange(first, last)
+
+    def _rows_at(self, positions: AnyIds) -> AnyIds:
+        return self._order[positions]
+
+    def _positions_of(self, rows: AnyIds) -> AnyIds:
+        return self._positions[rows]
+
+    def end(self) -> None:
+        """See `Snapshot.end`."""
+        super().end()
+        self.found.forget_rows()
+
+
+def gone_since(keys: Sequence[Keys]) -> Keys:
+    """Return distinct keys of several arrays, in the order of their hashes."""
+    found = np.unique(np.concatenate([np.zeros(0, np.int64), *keys]))
+    return found[order_of(found)]

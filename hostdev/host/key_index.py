@@ -16,26 +16,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.admission import Admission
 from hostdev.core.errors import TableFullError
-from hostdev.core.eviction import Eviction, KeyUse
+from hostdev.core.key_rules import Admission, Eviction, KeyUse
 from hostdev.core.keys import INITIAL, SHARED, ZEROS, decayed
 from hostdev.host.committed_keys import CommittedKeys, newest
-from hostdev.host.free_rows import FreeRows
-from hostdev.host.key_eviction import Total, choose_least
 from hostdev.host.key_options import LEAST_SPARE, MOST_KEYS, MOST_SPARE, advise_full, require_answer
-from hostdev.host.key_plan import NO_KEYS, NO_ROWS, KeyCount, PlannedAheadError, PlannedKeys, Undo
-from hostdev.kernels.buffers import copied, reserved
-from hostdev.kernels.key_counts import KeyCounts
+from hostdev.host.key_plan import (
+    NO_KEYS,
+    NO_ROWS,
+    FreeRows,
+    KeyCount,
+    PlannedAheadError,
+    PlannedKeys,
+    Total,
+    Undo,
+    choose_least,
+)
+from hostdev.kernels.arrays import Keys, RowNumbers, copied, reserved
 from hostdev.kernels.key_directory import EMPTY, MOST_ROWS, KeyDirectory
-from hostdev.kernels.key_parts import first_part
-from hostdev.kernels.key_sketch import CountMinSketch
-from hostdev.kernels.key_use import find_and_use, restore, split, use
+from hostdev.kernels.key_use import CountMinSketch, KeyCounts, find_and_use, restore, split, use
+from hostdev.kernels.shards import first_part
 
-Keys = npt.NDArray[np.int64]
-Rows = npt.NDArray[np.int32]
 Steps = npt.NDArray[np.uint32]
-Norms = Callable[[Rows], npt.NDArray[np.float64]]
+Norms = Callable[[RowNumbers], npt.NDArray[np.float64]]
 
 _LEAST_SPARE, _MOST_SPARE = LEAST_SPARE, MOST_SPARE
 _DEAD = 0  # in `_last`: the row has no key
@@ -54,7 +57,7 @@ class KeyIndex(FreeRows):
         unknown: With INITIAL, a step gives each key without a row one for itself; with ZEROS, it takes one row that
             they can share. These rows are free again after the step.
         part: (rank, ranks) if the keys of all ranks are one table, whose capacity this is; this rank has those of its
-            parts (see `kernels.key_parts`). None for the whole table.
+            parts (see `kernels.shards`). None for the whole table.
         require_memory: Called with a number of rows that are about to be used for the first time, and the number of
             keys; raises UserError if there is no memory for the rows.
 
@@ -111,11 +114,11 @@ class KeyIndex(FreeRows):
         sketch = 0 if self._sketch is None else self._sketch.nbytes
         return self.directory.nbytes + self._waiting.nbytes + sketch + 16 * self.rows
 
-    def find(self, keys: Keys) -> Rows:
+    def find(self, keys: Keys) -> RowNumbers:
         """Return the rows that keys [U] have after all planned steps, int32 [U], or EMPTY."""
         return self.directory.find(keys)
 
-    def find_committed(self, keys: Keys) -> Rows:
+    def find_committed(self, keys: Keys) -> RowNumbers:
         """Return the rows that keys [U] have after the last finished step, int32 [U], or EMPTY."""
         rows = self.directory.find(keys)
         for undo in reversed(self._undo):
@@ -127,7 +130,7 @@ class KeyIndex(FreeRows):
                     rows[here] = EMPTY if former is None else former[at[here]]
         return rows
 
-    def live_rows(self) -> Rows:
+    def live_rows(self) -> RowNumbers:
         """Return the rows that have a key, ascending."""
         return np.flatnonzero(self._last[: self.rows] != _DEAD).astype(np.int32)
 
@@ -203,7 +206,7 @@ class KeyIndex(FreeRows):
         self._undo.append(undo)
         return PlannedKeys(rows, admitted, *undo.evicted[:2], undo.guests)
 
-    def commit(self) -> tuple[Rows, Rows, KeyCount]:
+    def commit(self) -> tuple[RowNumbers, RowNumbers, KeyCount]:
         """Finish the first planned step.
 
         Return the rows of the keys that it has evicted, and those that were for this step alone, which can both be used
@@ -249,7 +252,7 @@ class KeyIndex(FreeRows):
         count = len(self._waiting) + int((values != EMPTY).sum() - (self._waiting.find_values(changed) != EMPTY).sum())
         return CommittedKeys(self.step, decays, keys, packed, waiting, count, sketch)
 
-    def erase(self, keys: Keys) -> Rows:
+    def erase(self, keys: Keys) -> RowNumbers:
         """Forget keys, with their uses; return the rows of those that had one; `release` allows their use.
 
         All planned steps must be finished.
@@ -259,10 +262,10 @@ class KeyIndex(FreeRows):
         rows = self.directory.erase(np.unique(keys))
         rows = rows[rows != EMPTY]
         self._last[rows] = _DEAD
-        found: Rows = rows
+        found: RowNumbers = rows
         return found
 
-    def set_uses(self, rows: Rows, last: Steps, uses: npt.NDArray[np.uint32]) -> None:
+    def set_uses(self, rows: RowNumbers, last: Steps, uses: npt.NDArray[np.uint32]) -> None:
         """Set the last step and the uses of rows that have a key."""
         self._last[rows], self._uses[rows] = np.maximum(last, 1), uses
 
@@ -288,7 +291,7 @@ class KeyIndex(FreeRows):
         assert self._sketch is not None
         self._sketch.restore(counts)
 
-    def add(self, keys: Keys, last: Steps, uses: npt.NDArray[np.uint32]) -> Rows:
+    def add(self, keys: Keys, last: Steps, uses: npt.NDArray[np.uint32]) -> RowNumbers:
         """Give distinct new keys [K] rows, without a step; return these rows, int32 [K].
 
         All planned steps must be finished.
@@ -309,7 +312,7 @@ class KeyIndex(FreeRows):
         self.keys[rows], self._last[rows], self._uses[rows] = keys, np.maximum(last, 1), uses
         return rows
 
-    def take_guests(self, keys: Keys) -> Rows:
+    def take_guests(self, keys: Keys) -> RowNumbers:
         """Return rows, int32 [N], for keys [N] of a batch that only reads; `release` allows their use again."""
         if not self._has_rows(len(keys)):
             fact = f"table {self.name!r} has no rows left for the values of {len(keys):,} unknown keys"
@@ -319,7 +322,7 @@ class KeyIndex(FreeRows):
         self.keys[rows] = keys
         return rows
 
-    def _count_guests(self, rows: Rows, admitted: int) -> int:
+    def _count_guests(self, rows: RowNumbers, admitted: int) -> int:
         """Return how many rows a step needs for itself alone; `rows` are those of its keys."""
         if self._unknown == INITIAL:
             return int(np.count_nonzero(rows == EMPTY)) - admitted
@@ -340,7 +343,7 @@ class KeyIndex(FreeRows):
         )
 
     def _admit(
-        self, undo: Undo, keys: Keys, uses: npt.NDArray[np.int32], rows: Rows, step: int
+        self, undo: Undo, keys: Keys, uses: npt.NDArray[np.int32], rows: RowNumbers, step: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Count the keys that have no row; return the positions of those that get one, and their uses so far."""
         unknown = np.flatnonzero(rows == EMPTY)
@@ -363,7 +366,7 @@ class KeyIndex(FreeRows):
             self._waiting.erase(theirs[0][enough])
         return unknown[enough], totals[enough]
 
-    def _insert(self, undo: Undo, keys: Keys, uses: npt.NDArray[np.int64], step: int) -> Rows:
+    def _insert(self, undo: Undo, keys: Keys, uses: npt.NDArray[np.int64], step: int) -> RowNumbers:
         """Give keys rows; return these."""
         rows = self._take_rows(len(keys))
         self.directory.insert(keys, rows)
@@ -374,7 +377,7 @@ class KeyIndex(FreeRows):
     def _evict(
         self,
         undo: Undo,
-        kept: Rows,
+        kept: RowNumbers,
         step: int,
         norms: Norms | None,
         total: Total | None,
@@ -422,7 +425,7 @@ class KeyIndex(FreeRows):
             self.decays, undo.decays = self.decays + 1, undo.decays + 1
         return count
 
-    def _describe_use(self, rows: Rows, norms: Norms | None) -> KeyUse:
+    def _describe_use(self, rows: RowNumbers, norms: Norms | None) -> KeyUse:
         """Return what the rule may know of the keys of these rows."""
 
         return KeyUse(rows, self.keys, self._last, self._uses, _not_yet if norms is None else norms)
@@ -447,6 +450,6 @@ class KeyIndex(FreeRows):
             self.decays -= undo.decays
 
 
-def _not_yet(rows: Rows) -> npt.NDArray[np.float64]:
+def _not_yet(rows: RowNumbers) -> npt.NDArray[np.float64]:
     """Ask for a new plan once the earlier steps are finished, which may change the norms."""
     raise PlannedAheadError

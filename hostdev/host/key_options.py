@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.admission import Admission
 from hostdev.core.errors import TableFullError, UserError
-from hostdev.core.eviction import Eviction
 from hostdev.core.initializers import Initializer, initializer
+from hostdev.core.key_rules import Admission, Eviction
 from hostdev.core.keys import INITIAL, UNKNOWN
 from hostdev.core.memory import available_bytes, format_bytes, free_addresses, parse_bytes
 from hostdev.kernels.key_directory import MOST_ROWS

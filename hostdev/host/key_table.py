@@ -13,24 +13,18 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.admission import Admission
-from hostdev.core.checks import check_rows, require_gradients
+from hostdev.core.checks import check_rows, checked_positions, require_gradients, to_keys
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
-from hostdev.core.eviction import Eviction
 from hostdev.core.history import History
-from hostdev.core.ids import checked_positions, to_keys
 from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.key_rules import Admission, Eviction
 from hostdev.core.keys import INITIAL, SHARED, ZEROS
 from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import FP32, TableStep
 from hostdev.core.tables import initial_seed
-from hostdev.host.disk.rows import RowFormat
-from hostdev.host.disk.storage import make_storage
-from hostdev.host.free_rows import GuestRows
-from hostdev.host.key_checkpoints import CheckpointedKeys
-from hostdev.host.key_eviction import EvictionReports
+from hostdev.host.disk.storage import RowFormat, make_storage
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_options import (
     KEY_BYTES,
@@ -40,15 +34,12 @@ from hostdev.host.key_options import (
     require_policies,
     require_row_memory,
 )
-from hostdev.host.key_plan import KeyCount
+from hostdev.host.key_plan import EvictionReports, GuestRows, KeyCount
+from hostdev.host.key_steps import CheckpointedKeys
 from hostdev.host.storage import Shape
-from hostdev.kernels.arrays import Ids
+from hostdev.kernels.arrays import Ids, Keys, Positions, Rows
 from hostdev.kernels.key_directory import EMPTY, PARTS
 from hostdev.kernels.unique import count_occurrences, unique
-
-Keys = npt.NDArray[np.int64]
-Rows = npt.NDArray[np.float32]
-Positions = npt.NDArray[np.int32]
 
 _INDEX_ADDRESSES = 16  # of each row: its key, last step and uses
 _LOCATION_BYTES = 8  # at most, for each key of a table on disk, to know where its row is

@@ -1,34 +1,146 @@
-"""Layouts of rows in memory: all float32, or with weights or state in fewer bits. See `host.storage` for the shapes."""
+"""Layouts of rows in memory: all float32, or with weights or state in fewer bits. See `host.storage` for the shapes.
 
+Columns of a table are views, or are widened, or brought up to date, as they are read.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.initializers import Initializer
-from hostdev.core.rounding import plane_formats, rounding_key
-from hostdev.core.table_dtypes import TableStep
-from hostdev.host.storage import Ids, InMemory, Positions, Rows, Shape, taken
-from hostdev.host.views import Bfloat16View, EightBitView
-from hostdev.kernels import catch_up, eight_bits, rounding
-from hostdev.kernels.apply import apply_occurrences, apply_tasks
+from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.table_dtypes import plane_formats, rounding_key
+from hostdev.host.storage import Shape, Storage, taken
+from hostdev.kernels import eight_bits, rounding
+from hostdev.kernels.arrays import AnyIds, Positions, Rows, identity
+from hostdev.kernels.bfloat16 import BFLOAT16, FLOAT32, UNSIGNED_8, plane_bytes, require_exact, round_into, round_rows
 from hostdev.kernels.bits import copy_to_columns
-from hostdev.kernels.buffers import identity
-from hostdev.kernels.clock import Clock
+from hostdev.kernels.eight_bits import Codes, decode_rows
 from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
-from hostdev.kernels.norm import partial_squares
-from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, UNSIGNED_8, plane_bytes
 from hostdev.kernels.pool import Task
 from hostdev.kernels.rounding import SplitRows
 from hostdev.kernels.shards import get_inverse
-from hostdev.kernels.stochastic_rounding import require_exact, round_into, round_rows
+
+_READ_ONLY = (
+    "this is a read-only view of a table, which does not see writes to it; change the table's values within "
+    "`with table.writing() as w:`, for example w.weights[...] = values"
+)
+
+
+class ReadOnlyRows(np.ndarray[Any, np.dtype[np.float32]]):
+    """A read-only view of a table; writing to it raises ValueError that says how to write. Results are plain arrays."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._require_writeable()
+        super().__setitem__(key, value)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        for one in (*kwargs.get("out", ()), *(inputs[:1] if method == "at" else ())):
+            if isinstance(one, ReadOnlyRows):
+                one._require_writeable()
+        given = [_plain(one) for one in inputs]
+        if "out" in kwargs:
+            kwargs["out"] = tuple(map(_plain, kwargs["out"]))
+        return getattr(ufunc, method)(*given, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _plain(self).__reduce__()  # readable without this class
+
+    def _require_writeable(self) -> None:
+        if not self.flags.writeable:
+            raise ValueError(_READ_ONLY)
+
+
+def _plain(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, ReadOnlyRows) else value
+
+
+class Bfloat16View:
+    """A bfloat16 column, [V, D]; indexing by slices or row ids yields float32."""
+
+    def __init__(self, bits: npt.NDArray[np.uint16]) -> None:
+        self._bits = bits
+        self.shape = bits.shape
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def __getitem__(self, rows: Any) -> Rows:
+        found = self._bits[rows].astype(np.uint32)
+        found <<= np.uint32(16)
+        widened: Rows = found.view(np.float32)
+        return widened
+
+
+class EightBitView:
+    """An 8-bit slot (`kernels.eight_bits`), uint8 [V, P]; indexing by slices or row ids yields float32 [any, D]."""
+
+    def __init__(self, planes: Codes, dim: int, unsigned: bool) -> None:
+        self._planes, self._unsigned = planes, unsigned
+        self.shape = len(planes), dim
+
+    def __len__(self) -> int:
+        return len(self._planes)
+
+    def __getitem__(self, rows: Any) -> Rows:
+        return decode_rows(self._planes[rows], self.shape[1], self._unsigned)
+
+
+Read = Callable[[npt.NDArray[Any]], tuple[Rows, Rows]]
+
+_PART_BYTES = 1 << 26  # bytes of rows read at a time
+
+
+class CurrentColumn:
+    """A table's weights, or one column of its state, after the last step; indexing by slices or row ids yields float32.
+
+    Args:
+        shape: V, 1 + S, D: of all rows.
+        read: Called with ids [N]; returns up-to-date copies of these rows: weights and S state columns, float32
+            [N, 1 + S, D], and per-row state, float32 [N, any].
+        number: 0 for the weights, 1 .. S for the state columns of D values, then one number for each per-row state.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], read: Read, number: int) -> None:
+        rows, self._planes, dim = shape
+        self._step = max(1, _PART_BYTES // (4 * self._planes * dim))
+        self._read, self._number = read, number
+        self.shape = rows, dim if number < self._planes else 1
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> Rows:
+        ids = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows)
+        out = np.empty((len(ids), self.shape[1]), np.float32)
+        at = self._number - self._planes
+        for start in range(0, len(ids), self._step):
+            block, row_slots = self._read(ids[start : start + self._step])
+            out[start : start + self._step] = block[:, self._number] if at < 0 else row_slots[:, at : at + 1]
+        return out
+
+
+def current_columns(storage: Storage, optimizer: SparseOptimizer, read: Read) -> dict[str, Any]:
+    """Return weights and optimizer state by name, after the last step; `read` is as for `CurrentColumn`."""
+    names = "weights", *optimizer.slots, *optimizer.row_slots
+    return {name: CurrentColumn(storage.shape, read, number) for number, name in enumerate(names)}
+
+
+def stored_columns(storage: Storage, optimizer: SparseOptimizer) -> dict[str, Any]:
+    """Return stored weights and optimizer state by name: arrays, or columns that are widened as they are read."""
+    names, row_slots = ("weights", *optimizer.slots), storage.row_slots
+    found = {name: storage.column(number) for number, name in enumerate(names)}
+    return found | {name: row_slots[:, number : number + 1] for number, name in enumerate(optimizer.row_slots)}
+
 
 _FILLED = 1 << 20  # rows of a rank's part that are filled at a time
 _FILLED_BYTES = 1 << 26  # bytes of float32 weights that are filled and rounded at a time
 
 
-class Float32(InMemory):
+class Float32(Storage):
     """Storage of each row's weights and optimizer state side by side: block float32 [V, 1 + S, D]."""
 
     def __init__(self, name: str, shape: Shape) -> None:
@@ -51,9 +163,15 @@ class Float32(InMemory):
         init.fill(block, seed, self._name, shape.slots, ids=ids)
 
     @property
-    def planes(self) -> list[Any]:
-        """All that is stored of the rows, each [V, any]."""
-        return [values for values in (self.block, self.row_slots) if values[:1].nbytes]
+    def _stored(self) -> tuple[Any, ...]:
+        return self.block, self.row_slots
+
+    @property
+    def _weights(self) -> Rows:
+        return self.block
+
+    def _rows_at(self, key: int) -> Rows:
+        return self.block
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -61,70 +179,34 @@ class Float32(InMemory):
         V, planes, D = self.block.shape
         return V, planes, D
 
-    @property
-    def nbytes(self) -> int:
-        """See `Storage`."""
-        return self.block.nbytes + self.row_slots.nbytes
-
     def column(self, number: int) -> Any:
         """See `Storage`."""
         return self.block[:, number]
 
-    def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
-        """See `Storage`."""
-        return lookup_tasks(self.block, ids, out, positions)
-
-    def pack_tasks(self, ids: Ids, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
-        """See `Storage`."""
-        return catch_up.pack_tasks(self.block, self.row_slots, ids, out, positions, planes)
-
-    def current_tasks(self, ids: Ids, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
-        """See `Storage`."""
-        return catch_up.look_up_tasks(self.block, self.row_slots, ids, clock, out, positions)
-
-    def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+    def read_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         tasks = lookup_tasks(_flat(self.block)[:, None], ids, _flat(block), positions)
-        return tasks + _read_row_slots(self.row_slots, ids, row_slots, positions)
+        return tasks + super().read_tasks(ids, block, row_slots, positions)
 
-    def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+    def write_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         tasks = store_tasks(_flat(self.block), ids, _flat(block), positions)
-        return tasks + _write_row_slots(self.row_slots, ids, row_slots, positions)
+        return tasks + super().write_tasks(ids, block, row_slots, positions)
 
-    def require_exact(self, plane: int, values: Rows) -> None:
-        """Accept all values."""
-
-    def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
-        """See `Storage`."""
-        primitive = self._optimizer.primitive
-        return apply_tasks(
-            primitive, self.block, self.row_slots, ids, grads, step.scalars, positions, step.clip, step.clock
-        )
-
-    def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
-        """See `Storage`."""
-        table = self._optimizer.primitive, self.block, self.row_slots
-        apply_occurrences(*table, ids, grads, step.scalars, step.clip, step.clock)
-
-    def partial_squares(self) -> npt.NDArray[np.float64]:
-        """See `Storage`."""
-        return partial_squares(self.block)
-
-    def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
+    def copy_to_columns(self, start: int, stop: int, first: int, ids: AnyIds | None, columns: Rows) -> None:
         """See `Storage`."""
         copy_to_columns(start, stop, first, ids, self.block, columns)
 
-    def taken(self, ids: Ids) -> Rows:
+    def taken(self, ids: AnyIds) -> Rows:
         """See `Storage`."""
         return taken(self.block, ids)
 
 
-class Split(InMemory):
-    """Storage of weights [V, D] and state in separate arrays, each in its format; see `kernels.plane_formats`.
+class Split(Storage):
+    """Storage of weights [V, D] and state in separate arrays, each in its format; see `kernels.bfloat16`.
 
     Weights are float32, or bfloat16 as uint16. The state is float32 or bfloat16, [V, S, D], or 8 bits, uint8 [V, S, P].
-    `kernels.stochastic_rounding` rounds new values; its random numbers depend on a row's id in the whole table.
+    `kernels.bfloat16` rounds new values; its random numbers depend on a row's id in the whole table.
 
     Args:
         name: The table's name.
@@ -172,20 +254,18 @@ class Split(InMemory):
             round_rows(block, identity(len(ids)), ids, rounding_key(seed, self._name, 0), (BFLOAT16,))
 
     @property
-    def planes(self) -> list[Any]:
-        """All that is stored of the rows, each [V, any]."""
-        return [values for values in (self.stored, self.slots, self.row_slots) if values[:1].nbytes]
+    def _stored(self) -> tuple[Any, ...]:
+        return self.stored, self.slots, self.row_slots
+
+    @property
+    def _weights(self) -> Any:
+        return self.stored[:, None]
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """See `Storage`."""
         V, D = self.stored.shape
         return V, 1 + self.slots.shape[1], D
-
-    @property
-    def nbytes(self) -> int:
-        """See `Storage`."""
-        return self.stored.nbytes + self.slots.nbytes + self.row_slots.nbytes
 
     def column(self, number: int) -> Any:
         """See `Storage`."""
@@ -196,43 +276,19 @@ class Split(InMemory):
             return Bfloat16View(held)
         return EightBitView(held, self.stored.shape[1], bool(self._unsigned[number - 1]))
 
-    def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
-        """See `Storage`."""
-        return lookup_tasks(self.stored[:, None], ids, out, positions)
-
-    def pack_tasks(self, ids: Ids, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
-        """See `Storage`."""
-        return catch_up.pack_tasks(self._rows_at(0), self.row_slots, ids, out, positions, planes)
-
-    def current_tasks(self, ids: Ids, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
-        """See `Storage`."""
-        return catch_up.look_up_tasks(self._rows_at(0), self.row_slots, ids, clock, out, positions)
-
-    def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+    def read_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         tasks = rounding.read_tasks(*self._arrays, ids, block, positions)
-        return tasks + _read_row_slots(self.row_slots, ids, row_slots, positions)
+        return tasks + super().read_tasks(ids, block, row_slots, positions)
 
-    def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+    def write_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         tasks = rounding.write_tasks(*self._arrays, ids, block, positions)
-        return tasks + _write_row_slots(self.row_slots, ids, row_slots, positions)
+        return tasks + super().write_tasks(ids, block, row_slots, positions)
 
     def require_exact(self, plane: int, values: Rows) -> None:
         """See `Storage`."""
         require_exact(values, self._name, plane, self._formats[plane])
-
-    def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
-        """See `Storage`."""
-        assert step.rounding is not None
-        primitive, rows = self._optimizer.primitive, self._rows_at(step.rounding.key)
-        return apply_tasks(primitive, rows, self.row_slots, ids, grads, step.scalars, positions, step.clip, step.clock)
-
-    def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
-        """See `Storage`."""
-        assert step.rounding is not None
-        table = self._optimizer.primitive, self._rows_at(step.rounding.key), self.row_slots
-        apply_occurrences(*table, ids, grads, step.scalars, step.clip, step.clock)
 
     def _rows_at(self, key: int) -> SplitRows:
         return SplitRows.of(*self._arrays, key, self._where, self._keys)
@@ -241,19 +297,15 @@ class Split(InMemory):
     def _arrays(self) -> tuple[Any, Any, Any]:
         return self.stored, self.slots, self._unsigned
 
-    def partial_squares(self) -> npt.NDArray[np.float64]:
+    def copy_to_columns(self, start: int, stop: int, first: int, ids: AnyIds | None, columns: Rows) -> None:
         """See `Storage`."""
-        return partial_squares(self.stored[:, None])
-
-    def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
-        """See `Storage`."""
-        copy_to_columns(start, stop, first, ids, self.stored[:, None], columns[:1])
+        copy_to_columns(start, stop, first, ids, self._weights, columns[:1])
         if self.slots.dtype == np.uint8:
             eight_bits.decode_to_columns(start, stop, first, ids, self.slots, self._unsigned, columns[1:])
         else:
             copy_to_columns(start, stop, first, ids, self.slots, columns[1:])
 
-    def taken(self, ids: Ids) -> Rows:
+    def taken(self, ids: AnyIds) -> Rows:
         """See `Storage`."""
         out = np.empty((len(ids), *self.shape[1:]), np.float32)
         rounding.read_here(*self._arrays, ids, out)
@@ -261,7 +313,7 @@ class Split(InMemory):
 
 
 def _allocate(of: Shape, shape: tuple[int, ...], kind: int) -> npt.NDArray[Any]:
-    """Return memory for planes in the format `kind`, one of `kernels.plane_formats`; `shape` is [..., D]."""
+    """Return memory for planes in the format `kind`, one of `kernels.bfloat16`; `shape` is [..., D]."""
     dtype: Any = {FLOAT32: np.float32, BFLOAT16: np.uint16}.get(kind, np.uint8)
     if dtype == np.uint8:
         shape = (*shape[:-1], plane_bytes(shape[-1]))
@@ -275,14 +327,6 @@ def _to_bfloat16(values: Rows) -> npt.NDArray[np.uint16]:
 
 def _flat(block: Rows) -> Rows:
     return block.reshape(len(block), block.shape[1] * block.shape[2])
-
-
-def _read_row_slots(held: Rows, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
-    return lookup_tasks(held[:, None], ids, out, positions) if held.shape[1] else []
-
-
-def _write_row_slots(held: Rows, ids: Ids, values: Rows, positions: Positions | None) -> list[Task]:
-    return store_tasks(held, ids, values, positions) if held.shape[1] else []
 
 
 def make_layout(name: str, shape: Shape, dtype: str, slots_dtype: str) -> Float32 | Split:

@@ -11,26 +11,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.capabilities import Capabilities
-from hostdev.core.checks import check_rows
+from hostdev.core.checks import check_rows, checked_ids, checked_positions
 from hostdev.core.disk_storage import Disk
 from hostdev.core.history import make_history
-from hostdev.core.ids import checked_ids, checked_positions
 from hostdev.core.initializers import Initializer
 from hostdev.core.memory import require_memory
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.rounding import plane_formats
-from hostdev.core.table_dtypes import require_slots_dtype, require_table_dtype
-from hostdev.core.tables import Owned
+from hostdev.core.table_dtypes import plane_formats, require_slots_dtype, require_table_dtype
+from hostdev.core.tables import Capabilities, Owned
+from hostdev.host.layouts import ReadOnlyRows, current_columns, stored_columns
 from hostdev.host.storage import Storage
-from hostdev.host.views import ReadOnlyRows, current_columns, stored_columns
-from hostdev.kernels.arrays import Ids
+from hostdev.kernels.arrays import Ids, Positions, Rows
 from hostdev.kernels.norm import partial_squares, total
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.shards import get_ids_at, ids_of
-
-Rows = npt.NDArray[np.float32]
-Positions = npt.NDArray[np.int32]
 
 _NO_BLOCK = {  # why a table has no `block`, by capability
     "late": "has an optimizer that changes all rows in each step, but rows in `block` lack the steps that did not use "

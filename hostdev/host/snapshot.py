@@ -6,22 +6,26 @@ guards the rows and their copies, and is held for a few rows at a time. Of a tab
 in place of values, since records do not change.
 
 S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+
+The place of a record, its location, is 1 + (number of the segment << 32 | number of the record in it), or 0 for a row
+with its initial values.
 """
 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
+from hostdev.host.disk.segments import SegmentFile
+from hostdev.host.disk.tier import Tier
 from hostdev.host.storage import Storage, taken
-from hostdev.kernels.arrays import AnyIds, Rows
+from hostdev.kernels.arrays import AnyIds, Rows, scratch
 from hostdev.kernels.bits import Bits, contains, count_bits, place_in_columns, rows_between, take
-from hostdev.kernels.buffers import scratch
 
 Values = tuple[Any, ...]  # arrays [N, ...] of N rows
 
@@ -58,23 +62,35 @@ class Budget:
             self._changed.notify_all()
 
 
-class Copies(Protocol):
-    """What a snapshot copies of rows. Outputs are tuples of arrays."""
+class RowCopies:
+    """What a snapshot copies of rows in memory: values. Outputs are columns [1 + S, N, D] and per-row state [R, N].
 
-    row_bytes: int  # of a row that is copied aside
-    at_once: int  # rows to copy while the lock is held
+    Attributes:
+        row_bytes: Of a row that is copied aside.
+        at_once: Rows to copy while the lock is held.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._row_slots = storage, storage.row_slots
+        _, planes, D = storage.shape
+        self.row_bytes = 4 * (planes * D + self._row_slots.shape[1])
+        self.at_once = max(1, AT_ONCE_BYTES // self.row_bytes)
 
     def held(self, rows: AnyIds) -> Iterator[AnyIds]:
         """Yield parts of rows [N] that may be on disk; `aside` can copy each until the next one."""
+        for some, _ in self._storage.held(rows, read=True):
+            yield some
 
     def prepare(self, rows: AnyIds) -> None:
         """Do what is possible for rows [N] that are about to be read while no lock is held."""
 
     def aside(self, rows: AnyIds) -> Values:
         """Return copies of rows [N]."""
+        return self._storage.taken(rows), self._storage.taken_row_slots(rows)
 
     def select(self, copied: Values, places: AnyIds) -> Values:
         """Return copies of copies, those at some places [any]."""
+        return tuple(taken(values, places) for values in copied)
 
     def read(self, rows: AnyIds, start: int, out: Values, left: AnyIds | None, first: int | None) -> None:
         """Copy rows [n] to the outputs, from the place `start` on.
@@ -86,41 +102,6 @@ class Copies(Protocol):
             left: Which of the rows are not copied aside, bool [n], or None for all; the others need not be copied.
             first: If not None, `rows` are those from `first` on.
         """
-
-    def end(self) -> None:
-        """Note that nothing more will be copied; may be called again."""
-
-    def place(self, copied: Values, at: AnyIds, positions: AnyIds, start: int, out: Values) -> None:
-        """Write copies of the rows at some of the positions [n] to the outputs, which have them from `start` on."""
-
-
-class RowCopies:
-    """Copies of values: outputs are columns, float32 [1 + S, N, D], and per-row state, float32 [R, N]."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage, self._row_slots = storage, storage.row_slots
-        _, planes, D = storage.shape
-        self.row_bytes = 4 * (planes * D + self._row_slots.shape[1])
-        self.at_once = max(1, AT_ONCE_BYTES // self.row_bytes)
-
-    def held(self, rows: AnyIds) -> Iterator[AnyIds]:
-        """See `Copies`."""
-        for some, _ in self._storage.held(rows, read=True):
-            yield some
-
-    def prepare(self, rows: AnyIds) -> None:
-        """See `Copies`."""
-
-    def aside(self, rows: AnyIds) -> Values:
-        """See `Copies`."""
-        return self._storage.taken(rows), self._storage.taken_row_slots(rows)
-
-    def select(self, copied: Values, places: AnyIds) -> Values:
-        """See `Copies`."""
-        return tuple(taken(values, places) for values in copied)
-
-    def read(self, rows: AnyIds, start: int, out: Values, left: AnyIds | None, first: int | None) -> None:
-        """See `Copies`."""
         del left  # copying all of them is faster
         (columns, row_columns), stop = out, start + len(rows)
         ids = rows if first is None else None
@@ -128,13 +109,101 @@ class RowCopies:
         row_columns[:, start:stop] = self._row_slots[rows].T
 
     def end(self) -> None:
-        """See `Copies`."""
+        """Note that nothing more will be copied; may be called again."""
 
     def place(self, copied: Values, at: AnyIds, positions: AnyIds, start: int, out: Values) -> None:
-        """See `Copies`."""
+        """Write copies of the rows at some of the positions [n] to the outputs, which have them from `start` on."""
         (block, row_slots), (columns, row_columns), stop = copied, out, start + len(positions)
         place_in_columns(block, at, positions, columns[:, start:stop])
         place_in_columns(row_slots[:, :, None], at, positions, row_columns[:, start:stop, None])
+
+
+LOCATION_BITS = 32  # of the number of a record in its segment
+
+
+def make_locations(segments: AnyIds, records: AnyIds) -> npt.NDArray[np.int64]:
+    """Return the locations [N] of records by the numbers of their segments and their own ones."""
+    found: npt.NDArray[np.int64] = (segments << LOCATION_BITS | records) + 1
+    return found
+
+
+def split_locations(locations: AnyIds) -> tuple[AnyIds, AnyIds]:
+    """Return the numbers of segments and records at locations [N], none of which is 0."""
+    return (locations - 1) >> LOCATION_BITS, (locations - 1) & ((1 << LOCATION_BITS) - 1)
+
+
+class LocationCopies:
+    """What a snapshot copies of rows on disk: their locations, in one output, int64 [N].
+
+    Changed rows are written to segments when they are located. From construction to `end`, no segment is removed.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self.row_bytes = 16  # a row's number and its location
+        self.at_once = max(1, AT_ONCE_BYTES // tier.planes.row_bytes)
+        self._numbers = np.full(len(tier.store.live), -1, np.int64)  # of the segments of the table
+        self._segments: list[int] = []
+        self._read: int | None = tier.begin_read()
+
+    def held(self, rows: AnyIds) -> Iterator[AnyIds]:
+        """See `RowCopies`."""
+        yield rows
+
+    def prepare(self, rows: AnyIds) -> None:
+        """See `RowCopies`; writes rows, which may wait for the disk."""
+        self._tier.write_back(rows)
+
+    def aside(self, rows: AnyIds) -> Values:
+        """See `RowCopies`."""
+        return (self._locate(rows),)
+
+    def select(self, copied: Values, places: AnyIds) -> Values:
+        """See `RowCopies`."""
+        return tuple(values[places] for values in copied)
+
+    def read(self, rows: AnyIds, start: int, out: Values, left: AnyIds | None, first: int | None) -> None:
+        """See `RowCopies`."""
+        del first
+        to = out[0][start : start + len(rows)]
+        if left is None:
+            to[:] = self._locate(rows)
+        else:
+            to[left] = self._locate(rows[left])
+
+    def place(self, copied: Values, at: AnyIds, positions: AnyIds, start: int, out: Values) -> None:
+        """See `RowCopies`."""
+        places = np.minimum(np.searchsorted(positions, at), len(positions) - 1)
+        here = positions[places] == at
+        out[0][start + places[here]] = copied[0][here]
+
+    def _locate(self, rows: AnyIds) -> npt.NDArray[np.int64]:
+        found = self._tier.locate(rows)
+        there = np.flatnonzero(found)
+        segments, numbers = np.divmod(found[there] - 1, self._tier.store.format.per_segment)
+        for segment in np.unique(segments[self._numbers[segments] < 0]).tolist():
+            self._numbers[segment] = len(self._segments)
+            self._segments.append(segment)
+        found[there] = make_locations(self._numbers[segments], numbers)
+        return found
+
+    def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
+        """Make `hold` hold each segment that was named, in the order of their numbers; return what it returns.
+
+        Raises:
+            UserError: A write of the disk has failed.
+            OSError: As `hold` raises it.
+        """
+        return [(hold(file), file) for file in self._tier.store.finish(self._segments)]
+
+    def end(self) -> None:
+        """See `RowCopies`."""
+        if self._read is not None:
+            number, self._read = self._read, None
+            self._tier.end_read(number)
+
+
+Copies = RowCopies | LocationCopies
 
 
 class Snapshot:

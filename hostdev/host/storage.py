@@ -6,25 +6,23 @@ N ids, int32 or int64, which must be in [0, V); this is not checked.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.initializers import Initializer
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.rounding import initial_slots
-from hostdev.core.table_dtypes import FP32, TableStep
+from hostdev.core.table_dtypes import FP32, TableStep, initial_slots
+from hostdev.kernels import catch_up
+from hostdev.kernels.apply import apply_occurrences, apply_tasks
+from hostdev.kernels.arrays import AnyIds, Positions, Rows, aligned_empty, interleave, reserved
 from hostdev.kernels.bits import gather_rows
-from hostdev.kernels.buffers import aligned_empty, reserved
-from hostdev.kernels.clock import Clock
+from hostdev.kernels.catch_up import Clock
 from hostdev.kernels.init import fill_constant
-from hostdev.kernels.numa import interleave
+from hostdev.kernels.lookup import lookup_tasks, store_tasks
+from hostdev.kernels.norm import partial_squares
 from hostdev.kernels.pool import Task
-
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[Any]
-Positions = npt.NDArray[np.int32]
 
 
 class Shape:
@@ -79,88 +77,130 @@ class Shape:
             fill_constant(row_slots[:, :, None], values[0], values[1:])
 
 
-class Storage(Protocol):
-    """Storage of a table's rows. Arguments mean the same as in the corresponding `HostTable` methods."""
+class Storage:
+    """Storage of a table's rows, here in memory. Arguments mean the same as in the corresponding `HostTable` methods.
+
+    Methods that take ids need rows that are in memory: those that `sources` yields for reads, `held` holds for writes,
+    or the pipeline has pinned.
+    """
 
     row_slots: Rows  # per-row state, [V, R]
-    window: int  # number of batches that loops read ahead, to know which rows to keep in memory
+    window = 0  # number of batches that loops read ahead, to know which rows to keep in memory
+    _optimizer: SparseOptimizer
 
-    def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
-        """Write the initial values of rows to block [N, 1 + S, D]; ids [N] are the rows' ids in the whole table."""
+    @property
+    def _stored(self) -> tuple[Any, ...]:
+        """All arrays of rows, each [V, ...]."""
+        raise NotImplementedError
+
+    @property
+    def _weights(self) -> Any:
+        """The stored weights, in the first plane of [V, any, D]."""
+        raise NotImplementedError
+
+    def _rows_at(self, key: int) -> Any:
+        """Return the rows for the optimizers' kernels, which round with this key of random numbers."""
+        raise NotImplementedError
+
+    @property
+    def planes(self) -> list[Any]:
+        """All that is stored of the rows, each [V, any]."""
+        return [values for values in self._stored if values[:1].nbytes]
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """The shape of a block of all rows: V, 1 + S, D."""
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
         """The size of all rows in bytes."""
+        return sum(values.nbytes for values in self._stored)
 
     def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
         """Write the initial values of all rows."""
+        raise NotImplementedError
+
+    def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
+        """Write the initial values of rows to block [N, 1 + S, D]; ids [N] are the rows' ids in the whole table."""
+        raise NotImplementedError
 
     def column(self, number: int) -> Any:
         """Return the weights (number 0) or state column `number - 1`; indexing by slices or row ids yields float32."""
+        raise NotImplementedError
 
-    def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+    def lookup_tasks(self, ids: AnyIds, out: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that copy weights to out [N, D]."""
+        return lookup_tasks(self._weights, ids, out, positions)
 
-    def pack_tasks(self, ids: Ids, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
+    def pack_tasks(self, ids: AnyIds, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
         """Return tasks that copy rows to `out` in packed form, as `kernels.catch_up.pack_tasks` does."""
+        return catch_up.pack_tasks(self._rows_at(0), self.row_slots, ids, out, positions, planes)
 
-    def current_tasks(self, ids: Ids, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
+    def current_tasks(self, ids: AnyIds, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that write up-to-date weights to out, as `kernels.catch_up.look_up_tasks` does."""
+        return catch_up.look_up_tasks(self._rows_at(0), self.row_slots, ids, clock, out, positions)
 
-    def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+    def read_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
+        held = self.row_slots
+        return lookup_tasks(held[:, None], ids, row_slots, positions) if held.shape[1] else []
 
-    def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+    def write_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that overwrite rows; `require_exact` must accept all values."""
+        return store_tasks(self.row_slots, ids, row_slots, positions) if self.row_slots.shape[1] else []
 
     def require_exact(self, plane: int, values: Rows) -> None:
         """Raise ValueError unless values [N, D] of a plane (0 for the weights) can be stored without rounding."""
 
-    def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
+    def update_tasks(self, ids: AnyIds, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """Return tasks that take an optimizer step on unique rows."""
+        table = self._optimizer.primitive, self._rows_at(step.key), self.row_slots
+        return apply_tasks(*table, ids, grads, step.scalars, positions, step.clip, step.clock)
 
-    def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
+    def apply(self, ids: AnyIds, grads: Rows, step: TableStep) -> None:
         """Sum the gradients of each id, and take an optimizer step on its row."""
+        table = self._optimizer.primitive, self._rows_at(step.key), self.row_slots
+        apply_occurrences(*table, ids, grads, step.scalars, step.clip, step.clock)
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """Return the sums of squares of the weights, as `kernels.norm.partial_squares` does."""
+        return partial_squares(self._weights)
 
-    def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
+    def copy_to_columns(self, start: int, stop: int, first: int, ids: AnyIds | None, columns: Rows) -> None:
         """Copy rows to columns [1 + S, N, D], as `kernels.bits.copy_to_columns` does."""
+        raise NotImplementedError
 
-    def taken(self, ids: Ids) -> Rows:
+    def taken(self, ids: AnyIds) -> Rows:
         """Return copies of rows, [N, 1 + S, D], without holding the GIL."""
+        raise NotImplementedError
 
-    def taken_row_slots(self, ids: Ids) -> Rows:
+    def taken_row_slots(self, ids: AnyIds) -> Rows:
         """Return copies of the per-row state of rows, [N, R], without holding the GIL."""
+        return taken(self.row_slots, ids)
 
     def sources(
-        self, ids: Ids, positions: Positions | None = None
-    ) -> "Iterator[tuple[Storage, Ids, Positions | None]]":
-        """Yield, for some ids after the other: storage that has their rows in memory, their numbers there, `positions`.
-
-        The other methods that take ids need rows that are in memory: those that this yields for reads, `held` holds for
-        writes, or the pipeline has pinned.
-        """
+        self, ids: AnyIds, positions: Positions | None = None
+    ) -> "Iterator[tuple[Storage, AnyIds, Positions | None]]":
+        """Yield, for some ids after the other: storage with their rows in memory, their numbers there, `positions`."""
+        yield self, ids, positions
 
     def held(
-        self, ids: Ids, positions: Positions | None = None, *, read: bool = False
-    ) -> Iterator[tuple[Ids, Positions | None]]:
+        self, ids: AnyIds, positions: Positions | None = None, *, read: bool = False
+    ) -> Iterator[tuple[AnyIds, Positions | None]]:
         """Yield some distinct ids, with `positions`, after the other; their rows are in memory until the next ones.
 
         Unless `read`, the rows have no values, and all must be written.
         """
+        yield ids, positions
 
-    def holding(self, ids: Ids) -> AbstractContextManager[None]:
+    def holding(self, ids: AnyIds) -> AbstractContextManager[None]:
         """Return a context in which the rows of all ids, which may repeat, are in memory."""
+        return nullcontext()
 
-    # Any, below: the table's `host.changes.Changes`, if it tracks changes
+    # Any, below: the table's `host.writes.Changes`, if it tracks changes
 
-    def forget(self, ids: Ids, changes: Any) -> None:
+    def forget(self, ids: AnyIds, changes: Any) -> None:
         """Free the memory and the disk that rows take which nothing uses any more."""
 
     def taint(self, changes: Any = None) -> None:
@@ -170,43 +210,7 @@ class Storage(Protocol):
         """Remove files of rows, which are then lost; without effect on rows in memory."""
 
 
-class InMemory:
-    """Storage that has all rows in memory."""
-
-    row_slots: Rows
-    window = 0
-
-    def sources(self, ids: Ids, positions: Positions | None = None) -> Iterator[tuple[Any, Ids, Positions | None]]:
-        """See `Storage`."""
-        yield self, ids, positions
-
-    def held(
-        self, ids: Ids, positions: Positions | None = None, *, read: bool = False
-    ) -> Iterator[tuple[Ids, Positions | None]]:
-        """See `Storage`."""
-        del read
-        yield ids, positions
-
-    def holding(self, ids: Ids) -> AbstractContextManager[None]:
-        """See `Storage`."""
-        del ids
-        return nullcontext()
-
-    def forget(self, ids: Ids, changes: Any) -> None:
-        """See `Storage`; here without effect."""
-
-    def taint(self, changes: Any = None) -> None:
-        """See `Storage`; here without effect."""
-
-    def close(self, changes: Any = None) -> None:
-        """See `Storage`; here without effect."""
-
-    def taken_row_slots(self, ids: Ids) -> Rows:
-        """See `Storage`."""
-        return taken(self.row_slots, ids)
-
-
-def taken(values: Rows, ids: Ids) -> Rows:
+def taken(values: Rows, ids: AnyIds) -> Rows:
     """Return values[ids], where `values` is float32 [any, ...], without holding the GIL."""
     out = np.empty((len(ids), *values.shape[1:]), np.float32)
     if out.size:

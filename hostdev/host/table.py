@@ -1,28 +1,28 @@
-"""An embedding table and its optimizer state in host memory, by row or by key."""
+"""An embedding table and its optimizer state in host memory, by row or by key; and a parameter server that holds
+tables."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.admission import Admission
-from hostdev.core.checks import check_rows, require_gradients, require_size
+from hostdev.core.checks import check_rows, checked_positions, require_gradients, require_size
 from hostdev.core.disk_storage import Disk
-from hostdev.core.eviction import Eviction
+from hostdev.core.errors import UserError
 from hostdev.core.history import History
-from hostdev.core.ids import checked_positions
 from hostdev.core.initializers import Given, Initializer, Normal, initializer
+from hostdev.core.key_rules import Admission, Eviction
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import FP32, TableStep
 from hostdev.core.tables import initial_seed
-from hostdev.host.disk.rows import RowFormat
-from hostdev.host.disk.storage import make_filled
+from hostdev.host.disk.storage import RowFormat, make_filled
 from hostdev.host.key_table import KeyedTable
-from hostdev.host.reads import Positions, Rows, get_row_ids
+from hostdev.host.reads import get_row_ids
 from hostdev.host.storage import Shape
 from hostdev.host.writes import WritableTable
+from hostdev.kernels.arrays import Positions, Rows
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import range_of
 
@@ -288,3 +288,44 @@ class KeyTable(KeyedTable, HostTable):
         UserError: `capacity` exceeds the available memory.
         TypeError, ValueError: An argument is wrong, or two contradict each other.
     """
+
+
+class ParameterServer:
+    """Host tables by name: `pull` looks up rows of a table, and `push` applies gradients to them."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, HostTable] = {}
+
+    def add(self, table: HostTable) -> HostTable:
+        """Add a table under its name, and return the table; raise ValueError if there is already one of this name."""
+        if table.name in self._tables:
+            raise ValueError(f"there is already a table {table.name!r}; give one of the two tables another name")
+        self._tables[table.name] = table
+        return table
+
+    def __getitem__(self, name: str) -> HostTable:
+        """Return a table by name; raise UserError if there is none."""
+        try:
+            return self._tables[name]
+        except KeyError:
+            raise UserError(f"no table {name!r}; the tables are {sorted(self._tables)}") from None
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is a table of this name."""
+        return name in self._tables
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the tables' names, in alphabetical order."""
+        return iter(sorted(self._tables))
+
+    def __len__(self) -> int:
+        """Return the number of tables."""
+        return len(self._tables)
+
+    def pull(self, name: str, ids: npt.ArrayLike) -> Rows:
+        """Return rows, float32 [N, D], of the table `name`, as `HostTable.lookup` does."""
+        return self[name].lookup(ids)
+
+    def push(self, name: str, ids: npt.ArrayLike, grads: Rows) -> None:
+        """Apply gradients, float32 [N, D], to rows of the table `name`, as `HostTable.apply` does; ids may repeat."""
+        self[name].apply(ids, grads)

@@ -1,69 +1,34 @@
 """Warm-up: compile a training run's kernels, or load them from numba's cache, before the first step is timed."""
 
 import contextlib
-import itertools
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.admission import MinCount
 from hostdev.core.errors import UserError
-from hostdev.core.eviction import Unused
-from hostdev.core.optimizers import FTRL, SGD, LazyAdam, SparseOptimizer
-from hostdev.core.rounding import plane_formats
-from hostdev.core.table_dtypes import FP32
+from hostdev.core.key_rules import MinCount, Unused
+from hostdev.core.optimizers import SGD, SparseOptimizer
+from hostdev.core.table_dtypes import plane_formats
+from hostdev.host.disk.frame_pool import FRAME_BYTES
 from hostdev.host.disk.readers import Planes
-from hostdev.host.disk.sizes import FRAME_BYTES
 from hostdev.host.disk.tier import Tier
 from hostdev.host.table import HostTable, KeyTable
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.bags import Feature, Uses, pool
+from hostdev.kernels.bfloat16 import round_rows
 from hostdev.kernels.catch_up import unpack_tasks
-from hostdev.kernels.claims import Claims, claim, intersect, others
-from hostdev.kernels.clip import clipped
+from hostdev.kernels.claims import Claims, claim, intersect, join, others
 from hostdev.kernels.disk_records import Format
-from hostdev.kernels.finite import largest
-from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of, unique_groups
-from hostdev.kernels.join import join
 from hostdev.kernels.key_directory import parts_of
-from hostdev.kernels.key_rows import number_rows
+from hostdev.kernels.key_order import number_rows
+from hostdev.kernels.lookup import gather_scaled
+from hostdev.kernels.norm import clipped, largest
 from hostdev.kernels.pool import run_tasks
-from hostdev.kernels.stochastic_rounding import round_rows
 from hostdev.kernels.unique import unique
-
-Optimizers = Iterable[tuple[SparseOptimizer, int]]  # table optimizers, each with its table's dimension
-_USUAL = ((FTRL(), 1), (LazyAdam(), 32))
-
-
-def warm_up(
-    id_dtype: npt.DTypeLike,
-    table_dtypes: tuple[str, str] = (FP32, FP32),
-    optimizers: Optimizers = _USUAL,
-    *,
-    squares: bool = True,
-) -> None:
-    """Call every kernel once with ids of this dtype, on tables of a few bytes with these optimizers.
-
-    This compiles the kernels or loads them from the cache. If the table dtypes are not float32, the kernels for float32
-    tables are also called, since cached rows are float32.
-
-    Args:
-        id_dtype: The dtype of ids.
-        table_dtypes: The dtypes of weights and of slots.
-        optimizers: Table optimizers, each with its table's dimension.
-        squares: Whether to include the kernels that sum the squares of a table's weights.
-    """
-    for (optimizer, dim), stored in itertools.product(optimizers, sorted({(FP32, FP32), table_dtypes})):
-        warm_up_table(id_dtype, stored, optimizer, dim, squares=squares)
-    warm_up_ids(id_dtype)
-    warm_up_feature(1)
-    for bfloat16 in (False, True):
-        warm_up_feature(32, weighted=True, bfloat16=bfloat16)
 
 
 def warm_up_table(

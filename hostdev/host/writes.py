@@ -1,25 +1,173 @@
 """Writes of a host table: its rows are edited, overwritten, or set to those of a checkpoint.
 
 S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+
+`Changes` knows which rows were written since the last snapshot, for incremental checkpoints; see `host.snapshot`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.checks import check_rows, require_finite
-from hostdev.core.ids import checked_positions
+from hostdev.core.checks import check_rows, checked_positions, require_finite
+from hostdev.core.digest import RangeDigests, rows_per_range
 from hostdev.core.launched import require_alone
+from hostdev.core.memory import require_memory
 from hostdev.core.table_dtypes import TableStep
-from hostdev.host.changes import Changes
-from hostdev.host.reads import Positions, ReadableTable, Rows
-from hostdev.host.snapshot import Budget, Copies, Snapshot
-from hostdev.host.writing import Writing
-from hostdev.kernels.arrays import Ids
+from hostdev.core.tables import ColumnCopies
+from hostdev.host.reads import ReadableTable
+from hostdev.host.snapshot import Budget, Copies, RowCopies, Snapshot
+from hostdev.host.storage import Storage
+from hostdev.kernels.arrays import AnyIds, Ids, Positions, Rows
+from hostdev.kernels.bits import Bits, any_in_ranges, empty_bits, full_bits, mark
 from hostdev.kernels.pool import Task, run_tasks
+
+
+class Changes:
+    """The set of a table's rows that were written since the last snapshot, one bit per row."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._rows = storage, storage.shape[0]
+        self._touched = empty_bits(self._rows)  # since the last snapshot
+        self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
+        self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
+        self.digests: RangeDigests | None = None  # of row ranges; each is valid while it is marked `known`
+        self._snapshot: Snapshot | None = None
+
+    @property
+    def touched(self) -> Bits:
+        """The rows written since the last snapshot that was saved."""
+        for bits in self._unsaved:
+            self._touched |= bits
+        self._unsaved = []
+        return self._touched
+
+    def known_digests(self) -> RangeDigests | None:
+        """Return the digests of row ranges, with `known` only for unchanged ranges, or None if there are no digests."""
+        if self.digests is None:
+            return None
+        by_column, known = self.digests
+        length = rows_per_range(self._storage.shape[2])
+        return RangeDigests(by_column, known & ~any_in_ranges(self.touched, self._rows, length))
+
+    def before_write(self, ids: AnyIds) -> None:
+        """Record that the rows `ids` [N] are about to be written; only one thread at a time may call this."""
+        if self._snapshot is not None:
+            self._snapshot.save_before_write(ids)
+        mark(ids, self._touched)
+
+    def before_forget(self, ids: AnyIds) -> None:
+        """Let a snapshot copy the rows `ids` [N] before they are forgotten."""
+        if self._snapshot is not None:
+            self._snapshot.save_before_forget(ids)
+
+    def begin(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> Snapshot:
+        """Begin a snapshot: of all rows if `everything`, else of the rows written since the last saved snapshot.
+
+        No thread may write to the table during this call. `copies` copies the places of all rows on disk; None for a
+        snapshot that copies values.
+
+        Raises:
+            RuntimeError: The last snapshot has not ended.
+        """
+        wanted = full_bits(self._rows) if everything else self.touched
+        digests = self.known_digests() if copies is None else None  # those of rows are forgotten with the changes
+        snapshot = Snapshot(copies or RowCopies(self._storage), self._rows, wanted, budget)
+        self.begin_with(snapshot)
+        self.digests = digests
+        return snapshot
+
+    def begin_with(self, snapshot: Snapshot) -> None:
+        """Begin a snapshot that the caller has made, after which no row counts as touched; see `begin`."""
+        if self._snapshot is not None:
+            raise RuntimeError("the previous snapshot of this table is still being saved; wait until it ends")
+        self._unsaved = []
+        self._snapshot, self._touched = snapshot, empty_bits(self._rows)
+
+    def await_end(self) -> None:
+        """Wait until all rows of the current snapshot, if any, have been read, or it is abandoned."""
+        if self._snapshot is not None:
+            self._snapshot.ended.wait()
+
+    def end(self, snapshot: Snapshot, *, saved: bool) -> None:
+        """End a snapshot; if it was not saved, the snapshot's rows count as changed again."""
+        snapshot.end()
+        if not saved:
+            self._unsaved.append(snapshot.wanted)  # merged later: another thread may be marking rows
+        self._snapshot = None
+
+
+_PART_BYTES = 1 << 24  # bytes compared or written at a time
+
+
+class Writing(ColumnCopies):
+    """The copies that `HostTable.writing` yields.
+
+    Args:
+        table: The table's name, for errors.
+        columns: The table's weights and optimizer state by name, each indexed by slices or row ids.
+        ids: int32 or int64 [N], all different, or None for all rows.
+        rows: V, the number of rows of the table.
+    """
+
+    def __init__(self, table: str, columns: Mapping[str, Any], ids: npt.NDArray[Any] | None, rows: int) -> None:
+        super().__init__(table, columns)
+        self._columns, self._ids = columns, ids
+        self._rows = rows if ids is None else len(ids)
+
+    def _copied(self, name: str) -> Rows:
+        column = self._columns[name]
+        what = f"table {self.table!r}: a copy of {name} for writing"
+        require_memory(4 * self._rows * column.shape[1], what, "write fewer rows at a time, with writing(ids)")
+        return np.array(column[:] if self._ids is None else column[self._ids], np.float32)
+
+    def changed(self) -> npt.NDArray[np.int64]:
+        """Return which rows of the copies differ from the table, as row numbers in the copies, ascending.
+
+        Raises:
+            ValueError: A row that differs has a value that is not finite.
+        """
+        found = []
+        width = sum(values.shape[1] for values in self._held.values())
+        step = max(1, _PART_BYTES // (4 * max(1, width)))
+        for start in range(0, self._rows if self._held else 0, step):
+            stop = min(self._rows, start + step)
+            differs = np.zeros(stop - start, np.bool_)
+            for name, values in self._held.items():
+                there = self._columns[name][slice(start, stop) if self._ids is None else self._ids[start:stop]]
+                differs |= (np.ascontiguousarray(there).view(np.int32) != values[start:stop].view(np.int32)).any(1)
+            rows = np.flatnonzero(differs) + start
+            ids = rows if self._ids is None else self._ids[rows]
+            require_finite(self.table, ids, *(values[rows] for values in self._held.values()))
+            found.append(rows)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def require_exact(
+        self, changed: npt.NDArray[np.int64], planes: Sequence[str], check: Callable[[int, Rows], None]
+    ) -> None:
+        """Call `check`, which is `Storage.require_exact`, with the changed rows of each plane that has a copy."""
+        for plane, name in enumerate(planes):
+            held = self._held.get(name)
+            step = max(1, _PART_BYTES // held[:1].nbytes) if held is not None else 1
+            for start in range(0, len(changed) if held is not None else 0, step):
+                assert held is not None
+                check(plane, held[changed[start : start + step]])
+
+    def parts(self, changed: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
+        """Yield the changed rows in chunks, each as row numbers in the copies and ids in the table."""
+        width = sum(column.shape[1] for column in self._columns.values())
+        step = max(1, _PART_BYTES // (4 * width))
+        for start in range(0, len(changed), step):
+            rows = changed[start : start + step]
+            yield rows, rows if self._ids is None else self._ids[rows]
+
+    def put(self, name: str, rows: npt.NDArray[np.int64], out: Rows) -> None:
+        """If there is a copy of the column `name`, write its rows `rows` to `out`."""
+        if name in self._held:
+            out[...] = self._held[name][rows]
 
 
 class WritableTable(ReadableTable):

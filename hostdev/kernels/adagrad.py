@@ -3,20 +3,18 @@
 `core.optimizers` has the formulas; `apply` describes the kernels' arguments.
 """
 
-from typing import Any
-
 import numpy as np
 
 from hostdev.kernels.catch_up import decay, last_step
 from hostdev.kernels.jit import bare, inline, kernel, prefetch_update
-from hostdev.kernels.pool import Kernel
 from hostdev.kernels.rounding import bare_rows, load_slot, load_weights, make_scratch, prefetch_row, store_row
 
 LANES = 16  # partial sums per row in row-wise optimizers; fixed because it determines the order of additions
 
 
 @kernel
-def _sgd(start, stop, ids, source, grads, block, row_slots, lr, clock):
+def sgd(start, stop, ids, source, grads, block, row_slots, lr, clock):
+    """Update rows with SGD."""
     block, grads = bare_rows(block), bare(grads)
     scratch = make_scratch(block)
     if clock is not None:
@@ -34,7 +32,8 @@ def _sgd(start, stop, ids, source, grads, block, row_slots, lr, clock):
 
 
 @kernel
-def _momentum(start, stop, ids, source, grads, block, row_slots, lr, beta, nesterov, clock):
+def momentum(start, stop, ids, source, grads, block, row_slots, lr, beta, nesterov, clock):
+    """Update rows with momentum."""
     block, grads = bare_rows(block), bare(grads)
     scratch = make_scratch(block)
     if clock is not None:
@@ -55,7 +54,8 @@ def _momentum(start, stop, ids, source, grads, block, row_slots, lr, beta, neste
 
 
 @kernel
-def _adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, clock):
+def adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, clock):
+    """Update rows with Adagrad."""
     block, grads = bare_rows(block), bare(grads)
     scratch = make_scratch(block)
     if clock is not None:
@@ -97,7 +97,8 @@ def mean_square(grad, lanes, columns):
 
 
 @kernel
-def _row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, columns, clock):
+def row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, columns, clock):
+    """Update rows with row-wise Adagrad; `columns` is their number as float32."""
     block, grads = bare_rows(block), bare(grads)
     lanes, scratch = np.empty(LANES, np.float32), make_scratch(block)
     if clock is not None:
@@ -116,23 +117,3 @@ def _row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps
         for j in range(len(grad)):
             weights[j] -= lr * grad[j] / divisor
         store_row(block, row, scratch)
-
-
-def sgd(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the SGD kernel and its scalar argument, lr."""
-    return _sgd, scalars
-
-
-def momentum(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the momentum kernel and its scalar arguments: lr, momentum, nesterov."""
-    return _momentum, scalars
-
-
-def adagrad(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the Adagrad kernel and its scalar arguments: lr, eps."""
-    return _adagrad, scalars
-
-
-def row_wise_adagrad(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the row-wise Adagrad kernel and its scalar arguments: lr, eps, and the number of columns as float32."""
-    return _row_wise_adagrad, scalars

@@ -15,21 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.arrays import Positions, Rows, Strided
+from hostdev.kernels.arrays import Positions, Rows, Strided, scratch
 from hostdev.kernels.bfloat16 import as_stored, to_float32
-from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.pool import Task, get_grain, host_threads, parallel_for, run_tasks, tasks_over
-from hostdev.kernels.segment import (
-    prepare_sums,
-    row_ranges,
-    sort_uses,
-    streams,
-    sum_part,
-    sum_scalar_part,
-    sum_scaled_part,
-    sum_sorted,
-)
+from hostdev.kernels.segment import prepare_sums, row_ranges, sort_uses, streams, sum_part, sum_scalar_part, sum_sorted
 
 _ROWS_AHEAD, _SUMS_AHEAD = 16, 12  # prefetch distances in occurrences
 
@@ -295,10 +285,8 @@ def _stream(feature: Feature, grads: Strided, seen: Any, out: Rows) -> Any:
     if offsets is not None:
         add_bags = _add_scalar_bags if out.shape[1] == 1 else _add_bags
         return add_bags(0, len(offsets) - 1, seen, *grads, inverse, offsets, weights, mean, out)
-    if weights is not None or grads.values.dtype != np.float32:
-        return sum_scaled_part(0, len(inverse), seen, *grads, inverse, weights, out)
     part = sum_scalar_part if out.shape[1] == 1 else sum_part
-    return part(0, len(inverse), seen, *grads, inverse, out)
+    return part(0, len(inverse), seen, *grads, inverse, weights, out)
 
 
 def sum_uses(

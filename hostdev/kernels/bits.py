@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.arrays import LINE
 from hostdev.kernels.bfloat16 import to_float32
-from hostdev.kernels.buffers import LINE
 from hostdev.kernels.jit import fetch_or, kernel, prefetch_to_read
 from hostdev.kernels.pool import get_grain, parallel_for
 

@@ -12,7 +12,6 @@ import sys
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
 from hostdev.kernels.jit import inline, kernel
@@ -25,7 +24,6 @@ _MERGED = 1 << 16  # bytes of neighbouring blocks that are read at once
 
 GOOD, UNREADABLE, DAMAGED, MISPLACED = 0, 1, 2, 3  # results of reading a block
 
-Positions = npt.NDArray[np.int64]
 
 if sys.byteorder != "little":
     raise ImportError("hostdev's files of rows are little-endian, and so must be the processor")

@@ -11,8 +11,6 @@ disk, or `-1 - frame`. Each frame has:
 - `state` uint8 [M]: LEAVING, RECENT, ARRIVING and CHOSEN.
 """
 
-from typing import Any
-
 import numpy as np
 
 from hostdev.kernels.jit import kernel, prefetch_to_read
@@ -25,7 +23,7 @@ _AHEAD = 16
 
 
 @kernel
-def count_missing(rows: Any, where: Any, pins: Any) -> Any:
+def count_missing(rows, where, pins):
     """Return how many of the rows [N] are not in memory, and how many frames would be pinned that are not yet."""
     missing, fresh, n = np.int64(0), np.int64(0), np.uint64(len(rows))
     for i in range(n):
@@ -42,21 +40,8 @@ def count_missing(rows: Any, where: Any, pins: Any) -> Any:
 
 @kernel
 def pin(
-    rows: Any,
-    change: Any,
-    where: Any,
-    row_of: Any,
-    pins: Any,
-    saved: Any,
-    state: Any,
-    free: Any,
-    free_count: Any,
-    live: Any,
-    per_segment: Any,
-    frames: Any,
-    missing: Any,
-    positions: Any,
-) -> Any:
+    rows, change, where, row_of, pins, saved, state, free, free_count, live, per_segment, frames, missing, positions
+):
     """Pin rows; those that are not in memory get free frames, of which there must be enough.
 
     Args:
@@ -111,7 +96,7 @@ def pin(
 
 
 @kernel
-def unpin(frames: Any, pins: Any) -> Any:
+def unpin(frames, pins):
     """Undo a `pin` of these frames; return how many are not pinned any more."""
     found = np.int64(0)
     for i in range(np.uint64(len(frames))):
@@ -122,7 +107,7 @@ def unpin(frames: Any, pins: Any) -> Any:
 
 
 @kernel
-def mark_leaving(rows: Any, where: Any, state: Any, out: Any) -> Any:
+def mark_leaving(rows, where, state, out):
     """Mark the frames of rows [N] as LEAVING; write those that were not to `out`, int32 [N + 1]; return how many."""
     found = np.uint64(0)
     for i in range(np.uint64(len(rows))):
@@ -136,7 +121,7 @@ def mark_leaving(rows: Any, where: Any, state: Any, out: Any) -> Any:
 
 
 @kernel
-def mark_staying(rows: Any, where: Any, state: Any) -> None:
+def mark_staying(rows, where, state):
     """Undo `mark_leaving` for rows [N]."""
     for i in range(np.uint64(len(rows))):
         place = np.int64(where[np.uint64(rows[i])])
@@ -145,7 +130,7 @@ def mark_staying(rows: Any, where: Any, state: Any) -> None:
 
 
 @kernel
-def choose_leaving(frames: Any, pins: Any, state: Any, wanted: Any, chosen: Any, kept: Any) -> Any:
+def choose_leaving(frames, pins, state, wanted, chosen, kept):
     """Choose up to `wanted` frames [N] that are LEAVING and not pinned; keep those that are pinned.
 
     Args:
@@ -175,7 +160,7 @@ def choose_leaving(frames: Any, pins: Any, state: Any, wanted: Any, chosen: Any,
 
 
 @kernel
-def choose_by_clock(hand: Any, row_of: Any, pins: Any, state: Any, wanted: Any, chosen: Any) -> Any:
+def choose_by_clock(hand, row_of, pins, state, wanted, chosen):
     """Choose up to `wanted` frames that are not pinned: first those not used since the clock's hand last passed them.
 
     Args:
@@ -207,9 +192,7 @@ def choose_by_clock(hand: Any, row_of: Any, pins: Any, state: Any, wanted: Any, 
 
 
 @kernel
-def release(
-    frames: Any, where: Any, row_of: Any, saved: Any, state: Any, free: Any, free_count: Any, changed: Any
-) -> Any:
+def release(frames, where, row_of, saved, state, free, free_count, changed):
     """Free the frames [N] of unchanged rows, whose values are those on disk or the initial ones.
 
     Args:
@@ -239,7 +222,7 @@ def release(
 
 
 @kernel
-def release_to(frames: Any, first: Any, where: Any, row_of: Any, state: Any, free: Any, free_count: Any) -> Any:
+def release_to(frames, first, where, row_of, state, free, free_count):
     """Free frames [N] whose rows were written to the positions from `first` on; return the number of free frames."""
     left = np.uint64(free_count)
     for i in range(np.uint64(len(frames))):
@@ -251,18 +234,7 @@ def release_to(frames: Any, first: Any, where: Any, row_of: Any, state: Any, fre
 
 
 @kernel
-def forget(
-    rows: Any,
-    where: Any,
-    row_of: Any,
-    pins: Any,
-    saved: Any,
-    state: Any,
-    free: Any,
-    free_count: Any,
-    live: Any,
-    per_segment: Any,
-) -> Any:
+def forget(rows, where, row_of, pins, saved, state, free, free_count, live, per_segment):
     """Give rows [N] their initial values again, but for pinned ones; return the number of free frames."""
     left = np.uint64(free_count)
     for i in range(np.uint64(len(rows))):
@@ -282,7 +254,7 @@ def forget(
 
 
 @kernel
-def find(start: Any, stop: Any, rows: Any, where: Any, frames: Any) -> Any:
+def find(start, stop, rows, where, frames):
     """Write the frames of rows[start:stop], int32; a negative number for a row that is not in memory."""
     end = np.uint64(stop)
     for i in range(np.uint64(start), end):
@@ -293,14 +265,14 @@ def find(start: Any, stop: Any, rows: Any, where: Any, frames: Any) -> Any:
 
 
 @kernel
-def move_to(rows: Any, first: Any, where: Any) -> None:
+def move_to(rows, first, where):
     """Record that the records of rows [N] were copied to the positions from `first` on."""
     for i in range(np.uint64(len(rows))):
         where[np.uint64(rows[i])] = np.int64(first) + np.int64(i) + 1
 
 
 @kernel
-def locate(rows: Any, where: Any, saved: Any, positions: Any, changed: Any) -> Any:
+def locate(rows, where, saved, positions, changed):
     """Write what `where` would be if rows [N] left the memory to `positions`, int64 [N]; CHANGED for changed rows.
 
     Write the places of changed rows to `changed`, int32 [N + 1], and return how many there are.
@@ -316,7 +288,7 @@ def locate(rows: Any, where: Any, saved: Any, positions: Any, changed: Any) -> A
 
 
 @kernel
-def record_saved(frames: Any, first: Any, pins: Any, saved: Any, live: Any, per_segment: Any) -> None:
+def record_saved(frames, first, pins, saved, live, per_segment):
     """Record that the rows of frames [N] were also written to the positions from `first` on.
 
     Those that are not pinned count as unchanged from then on. The records of the others, which may change, are dead.
@@ -330,7 +302,7 @@ def record_saved(frames: Any, first: Any, pins: Any, saved: Any, live: Any, per_
 
 
 @kernel
-def find_records(start: Any, stop: Any, where: Any, saved: Any, first: Any, out: Any) -> None:
+def find_records(start, stop, where, saved, first, out):
     """Write each of the rows [start, stop) to out [N] at the number of its record, if it is one of N from `first` on.
 
     Args:

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
-from hostdev.kernels.arrays import AnyIds, Positions, Values
-from hostdev.kernels.buffers import scratch
+from hostdev.kernels.arrays import AnyIds, Positions, Values, scratch
 from hostdev.kernels.jit import address_of, array_at, kernel
 from hostdev.kernels.lookup import first_outside
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks

@@ -118,24 +118,18 @@ def _prefetch(to_write: int, locality: int) -> Any:
     return ask
 
 
-def _fetch_add(typing_context: Any, address: Any, by: Any) -> Any:
-    """Atomically add to the int64 at an address, and return its previous value."""
+def _fetch(operation: str, kind: Any) -> Any:
+    """Return an intrinsic that changes the 64-bit integer at an address atomically, and returns its previous value."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, arguments[1], "monotonic")
+    @intrinsic
+    def change(typing_context: Any, address: Any, by: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+            return builder.atomic_rmw(operation, pointer, arguments[1], "monotonic")
 
-    return types.int64(types.intp, types.int64), generate
+        return kind(types.intp, kind), generate
 
-
-def _fetch_or(typing_context: Any, address: Any, bits: Any) -> Any:
-    """Atomically set bits of the uint64 at an address, and return its previous value."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("or", pointer, arguments[1], "monotonic")
-
-    return types.uint64(types.intp, types.uint64), generate
+    return change
 
 
 def _load(typing_context: Any, address: Any) -> Any:
@@ -148,8 +142,8 @@ def _load(typing_context: Any, address: Any) -> Any:
     return types.int64(types.intp), generate
 
 
-fetch_add: Any = intrinsic(_fetch_add)
-fetch_or: Any = intrinsic(_fetch_or)
+fetch_add = _fetch("add", types.int64)
+fetch_or = _fetch("or", types.uint64)  # sets bits
 load: Any = intrinsic(_load)
 
 _ask_to_write = _prefetch(1, 3)

@@ -1,11 +1,12 @@
 """Sorts rows by the hashes of their keys, with little memory beside the result."""
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+from itertools import accumulate
 
-from hostdev.kernels.arrays import Keys, RowNumbers
+import numpy as np
+
+from hostdev.kernels.arrays import AnyIds, Keys, LongIds, RowNumbers, reserved
 from hostdev.kernels.bits import Bits, count_bits
-from hostdev.kernels.buffers import reserved
 from hostdev.kernels.counter import hashed, mix64
 from hostdev.kernels.jit import kernel
 
@@ -65,6 +66,63 @@ def sorted_rows(keys: Keys, bits: Bits, first: RowNumbers = _NO_ROWS) -> RowNumb
     return found
 
 
-def order_of(keys: Keys) -> npt.NDArray[np.int64]:
+def order_of(keys: Keys) -> LongIds:
     """Return the positions of keys [N] in the order of their hashes, int64 [N]."""
     return np.argsort(mix64(keys.view(np.uint64)))
+
+
+@kernel
+def _number(rows, inverse, ends, firsts, unknown, slots, numbers, found):
+    """Renumber `inverse` in order of first occurrence; write the rows in this order, and return how many they are.
+
+    Args:
+        rows: int32 [U], the row of each unique key, or a negative number.
+        inverse: int32 [N], the position of each key among the unique keys; overwritten.
+        ends: int64 [F + 1], where each feature's keys begin.
+        firsts: int64 [F + 1], where each feature's out-of-vocabulary rows begin; its keys use them in turn.
+        unknown: int32 [any], the out-of-vocabulary rows.
+        slots: int64 [any], the place of each out-of-vocabulary row in `numbers`, from U on.
+        numbers: int32, all -1, one for each unique key and each distinct out-of-vocabulary row.
+        found: int32, of the same length, written: the rows.
+    """
+    count = np.uint64(0)
+    one = np.uint64(1)
+    for f in range(np.uint64(0), np.uint64(len(ends) - 1)):
+        first, last = np.uint64(firsts[f]), np.uint64(firsts[f + one])
+        own = first
+        for i in range(np.uint64(ends[f]), np.uint64(ends[f + one])):
+            key = np.uint64(inverse[i])
+            row = rows[key]
+            place = key if row >= 0 else np.uint64(slots[own])
+            number = numbers[place]
+            if number < 0:
+                number = numbers[place] = count
+                found[count] = row if row >= 0 else unknown[own]
+                count += one
+            inverse[i] = number
+            own = own + one if own + one < last else first
+    return np.int64(count)
+
+
+def number_rows(
+    rows: RowNumbers, inverse: RowNumbers, features: Sequence[AnyIds], unknown: Sequence[Sequence[int]]
+) -> RowNumbers:
+    """Return the distinct rows of a batch in order of first occurrence; renumber `inverse` accordingly, in place.
+
+    Args:
+        rows: int32 [U], the row of each unique key; a negative number for a key without a row.
+        inverse: int32 [N], the position of each of the batch's keys among the unique keys; afterwards, that of its row.
+        features: The keys of each feature, together N; only their lengths are used.
+        unknown: The out-of-vocabulary rows of each feature, which its keys use in turn: one, or one for each column.
+    """
+    if not len(rows) or rows.min() >= 0:
+        return rows
+    ends = np.array(list(accumulate(map(len, features), initial=0)), np.int64)
+    firsts = np.array(list(accumulate(map(len, unknown), initial=0)), np.int64)
+    flat = [row for each in unknown for row in each]
+    places = {row: len(rows) + number for number, row in enumerate(dict.fromkeys(flat))}
+    numbers = np.full(len(rows) + len(places), -1, np.int32)
+    found = np.empty(len(numbers), np.int32)
+    slots = np.array([places[row] for row in flat], np.int64)
+    count = _number(rows, inverse, ends, firsts, np.array(flat, np.int32), slots, numbers, found)
+    return found[:count].copy()

@@ -1,14 +1,40 @@
-"""The last step and the uses of each row, in 8 bytes: the step in the low 32 bits, the uses in the high ones."""
+"""The last uses and the number of uses of rows, and of keys that do not have a row yet.
+
+Of each row, the last step and the uses take 8 bytes: the step the low 32 bits, the uses the high ones. Exact counts of
+keys without a row take 16 bytes an entry, in the memory of a `KeyDirectory`. An entry's value is the number of the last
+step that used the key, and the key's uses: step * 2^24 + count.
+
+The alternative is a count-min sketch: counts in fixed memory, which may be too large but never too small. Source:
+Cormode and Muthukrishnan, "An Improved Data Stream Summary: The Count-Min Sketch and its Applications", Journal of
+Algorithms 55, 2005. Additions commute, so the counts do not depend on the order of the keys in a batch.
+
+Each part of the keys' hashes has counters of its own (see `shards`), so that ranks with different parts share none.
+"""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.arrays import RowNumbers
+from hostdev.kernels.arrays import Ids, Keys, RowNumbers
+from hostdev.kernels.counter import hashed, key64
 from hostdev.kernels.jit import array_at, inline, kernel, prefetch_to_read
-from hostdev.kernels.key_directory import AHEAD, KeyDirectory, find_entry, look_ahead
+from hostdev.kernels.key_directory import (
+    AHEAD,
+    COUNT,
+    EMPTY,
+    MOST_ROWS,
+    PARTS,
+    SLOTS,
+    KeyDirectory,
+    find_begin,
+    find_entry,
+    first_entry,
+    last_entry,
+    look_ahead,
+)
 from hostdev.kernels.pool import parallel_for
 
 Packed = npt.NDArray[np.uint64]
@@ -111,3 +137,179 @@ def split(packed: Packed) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     halves = packed.view(np.uint32)
     little = sys.byteorder == "little"
     return halves[1 - little :: 2], halves[little::2]
+
+
+_COUNT_BITS = 24
+MOST_USES = (1 << _COUNT_BITS) - 1
+_MOST_STEPS = (1 << 32) - 1
+
+Values = npt.NDArray[np.int64]
+
+
+@kernel
+def _add(keys, uses, step, oldest, start, parts, totals, before):
+    """Count keys[start:], which are distinct; return the index of the first new key that does not fit, or N."""
+    ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
+    begin, end, ahead = np.uint64(start), np.uint64(len(keys)), np.uint64(AHEAD)
+    for i in range(begin, min(begin + ahead, end)):
+        look_ahead(keys, i, parts, ring, owners)
+    for i in range(begin, end):
+        address, part = ring[i & np.uint64(AHEAD - 1)], owners[i & np.uint64(AHEAD - 1)]
+        if i + ahead < end:
+            look_ahead(keys, i + ahead, parts, ring, owners)
+        address = find_entry(address, keys[i])
+        if address >= last_entry(parts, part):
+            return np.int64(i)
+        entry = array_at(address, 2, np.int64)
+        before[i], count = entry[1], np.int64(0)
+        if entry[1] < 0:
+            entry[0] = keys[i]
+            parts[part, np.uint64(COUNT)] += 1
+        elif entry[1] >> np.int64(_COUNT_BITS) >= np.int64(oldest):
+            count = entry[1] & np.int64(MOST_USES)
+        totals[i] = min(count + np.int64(uses[i]), np.int64(MOST_USES))
+        entry[1] = (np.int64(step) << np.int64(_COUNT_BITS)) | totals[i]
+    return len(keys)
+
+
+@kernel
+def _set(keys, values, parts):
+    """Replace the values of keys that are in the directory."""
+    for i in range(np.uint64(0), np.uint64(len(keys))):
+        entry = array_at(find_entry(find_begin(parts, keys[i])[1], keys[i]), 2, np.int64)
+        entry[1] = values[i]
+
+
+@kernel
+def _collect(parts, step, keys, values):
+    """Write the keys, and their values, that no step from `step` on has used; return their number.
+
+    If `keys` is shorter than this number, only the first ones are written.
+    """
+    found, limit = np.uint64(0), np.int64(step) << np.int64(_COUNT_BITS)
+    for part in range(np.uint64(0), np.uint64(PARTS)):
+        slots = np.uint64(parts[part, np.uint64(SLOTS)])
+        entries = array_at(first_entry(parts, part), 2 * MOST_ROWS, np.int64)
+        for slot in range(np.uint64(0), slots):
+            value = entries[np.uint64(2) * slot + np.uint64(1)]
+            if 0 <= value < limit:
+                if found < np.uint64(len(keys)):
+                    keys[found], values[found] = entries[np.uint64(2) * slot], value
+                found += np.uint64(1)
+    return np.int64(found)
+
+
+class KeyCounts(KeyDirectory):
+    """Counts the uses of keys, and remembers the last step that used each key."""
+
+    def add(self, keys: Keys, uses: npt.NDArray[np.int32], step: int, oldest: int = 0) -> tuple[Values, Values]:
+        """Add a step's uses of distinct keys [N]; return their total uses, at most MOST_USES, and their former values.
+
+        Both are int64 [N]. The former value of a new key is EMPTY. Uses are forgotten of a key that no step from
+        `oldest` on has used.
+        """
+        totals, before = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
+        self.reserve(keys)
+        done = 0
+        while (done := int(_add(keys, uses, step, oldest, done, self.parts, totals, before))) < len(keys):
+            self.add_spare(keys[done])
+        return totals, before
+
+    def restore(self, keys: Keys, values: Values) -> None:
+        """Give keys [N] their former values [N]; keys with the value EMPTY are erased."""
+        known = self.find_values(keys) != EMPTY
+        gone = values == EMPTY
+        self.erase(keys[known & gone])
+        _set(keys[known & ~gone], values[known & ~gone], self.parts)
+        self.insert(keys[~known & ~gone], values[~known & ~gone])
+
+    def entries(self) -> tuple[Keys, Values]:
+        """Return all keys with their values, int64 [K]."""
+        return self._collect(_MOST_STEPS + 1)
+
+    def expire(self, step: int) -> tuple[Keys, Values]:
+        """Erase the keys that no step from `step` on has used; return them with their values, int64 [N]."""
+        keys, values = self._collect(step)
+        self.erase(keys)
+        return keys, values
+
+    def _collect(self, step: int) -> tuple[Keys, Values]:
+        none = np.zeros(0, np.int64)
+        count = int(_collect(self.parts, step, none, none))
+        keys, values = np.empty(count, np.int64), np.empty(count, np.int64)
+        _collect(self.parts, step, keys, values)
+        return keys, values
+
+
+_DEPTH = 4  # counters of a key; the smallest of them is the key's count
+
+
+@kernel
+def _add_counts(keys, uses, sign, seeds, first, counts, totals):
+    """Add the keys' uses, times `sign`, to their counters; then write each key's count.
+
+    `counts` is uint32 [parts, depth, width], of the parts from `first` on.
+    """
+    width = np.uint64(counts.shape[2])
+    for i in range(np.uint64(0), np.uint64(len(keys))):
+        part = (hashed(0, keys[i]) >> np.uint64(56)) - np.uint64(first)
+        for row in range(np.uint64(0), np.uint64(_DEPTH)):
+            place = ((hashed(seeds[row], keys[i]) >> np.uint64(32)) * width) >> np.uint64(32)
+            counts[part, row, place] += np.uint32(np.int64(sign) * np.int64(uses[i]))
+    for i in range(np.uint64(0), np.uint64(len(keys))):
+        part = (hashed(0, keys[i]) >> np.uint64(56)) - np.uint64(first)
+        least = np.uint32(0xFFFFFFFF)
+        for row in range(np.uint64(0), np.uint64(_DEPTH)):
+            place = ((hashed(seeds[row], keys[i]) >> np.uint64(32)) * width) >> np.uint64(32)
+            least = min(least, counts[part, row, place])
+        totals[i] = least
+
+
+class CountMinSketch:
+    """Counts keys.
+
+    Args:
+        nbytes: Size of the counters of all parts, at least 64 KiB.
+        seed: Seed of the hash functions.
+        first: The first part whose keys are counted.
+        end: One more than the last one.
+    """
+
+    def __init__(self, nbytes: int, seed: int, first: int = 0, end: int = PARTS) -> None:
+        self._counts = np.zeros((end - first, _DEPTH, nbytes // (4 * _DEPTH * PARTS)), np.uint32)
+        self._first = first
+        self.reseed(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Set the seed of the hash functions; the counters do not change."""
+        self._seeds = np.array([key64(seed, "sketch", row) for row in range(_DEPTH)], np.uint64)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the counters in bytes."""
+        return self._counts.nbytes
+
+    def add(self, keys: Ids, uses: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Add uses [N] of keys [N]; return the keys' counts, int64 [N]."""
+        return self._change(keys, uses, 1)
+
+    def subtract(self, keys: Ids, uses: npt.NDArray[np.int32]) -> None:
+        """Undo an `add`."""
+        self._change(keys, uses, -1)
+
+    def without(self, added: Sequence[tuple[Ids, npt.NDArray[np.int32]]]) -> npt.NDArray[np.uint32]:
+        """Return a copy of the counters, uint32 [any], as if these pairs of keys and uses had not been added."""
+        counts = self._counts.copy()
+        for keys, uses in added:
+            _add_counts(keys, uses, -1, self._seeds, self._first, counts, np.empty(len(keys), np.int64))
+        return counts.reshape(-1)
+
+    def restore(self, counts: npt.NDArray[np.uint32]) -> None:
+        """Set the counters to those of all parts, uint32 [any], of a result of `without`."""
+        parts = counts.reshape(PARTS, *self._counts.shape[1:])
+        self._counts[:] = parts[self._first : self._first + len(self._counts)]
+
+    def _change(self, keys: Ids, uses: npt.NDArray[np.int32], sign: int) -> npt.NDArray[np.int64]:
+        totals = np.empty(len(keys), np.int64)
+        _add_counts(keys, uses, sign, self._seeds, self._first, self._counts, totals)
+        return totals

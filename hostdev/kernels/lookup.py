@@ -3,15 +3,12 @@
 Shapes: V table rows of dimension D, S optimizer slots, N ids.
 """
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
+from hostdev.kernels.arrays import AnyIds, Array, Positions, RowNumbers, Rows, Values, identity
 from hostdev.kernels.bfloat16 import as_stored, to_float32
-from hostdev.kernels.buffers import identity
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
-from hostdev.kernels.pool import Task, get_grain, run_tasks, tasks_over
+from hostdev.kernels.pool import Task, get_grain, parallel_for, run_tasks, tasks_over
 from hostdev.kernels.unique import id_range
 
 _AHEAD = 8  # prefetch distance in rows: memory latency / time per row
@@ -48,12 +45,7 @@ def _first_outside(ids, rows):
     return -1
 
 
-def lookup_tasks(
-    block: npt.NDArray[Any],
-    ids: npt.NDArray[Any],
-    out: npt.NDArray[np.float32],
-    positions: npt.NDArray[np.int32] | None = None,
-) -> list[Task]:
+def lookup_tasks(block: Array, ids: AnyIds, out: Rows, positions: Positions | None = None) -> list[Task]:
     """Return the work of `lookup` as tasks, so that one `run_tasks` can run it together with other tasks."""
     grain = get_grain(block.itemsize * block.shape[2])
     if positions is None:
@@ -61,12 +53,7 @@ def lookup_tasks(
     return tasks_over(_lookup_into, len(ids), ids, positions, block, out, grain=grain)
 
 
-def lookup(
-    block: npt.NDArray[Any],
-    ids: npt.NDArray[Any],
-    out: npt.NDArray[np.float32],
-    positions: npt.NDArray[np.int32] | None = None,
-) -> None:
+def lookup(block: Array, ids: AnyIds, out: Rows, positions: Positions | None = None) -> None:
     """Copy the weights of rows: out[i], or out[positions[i]], becomes block[ids[i], 0].
 
     Args:
@@ -78,12 +65,7 @@ def lookup(
     run_tasks(lookup_tasks(block, ids, out, positions))
 
 
-def store_tasks(
-    rows: npt.NDArray[np.float32],
-    ids: npt.NDArray[Any],
-    values: npt.NDArray[np.float32],
-    positions: npt.NDArray[np.int32] | None = None,
-) -> list[Task]:
+def store_tasks(rows: Rows, ids: AnyIds, values: Rows, positions: Positions | None = None) -> list[Task]:
     """Return the work of `store` as tasks, so that one `run_tasks` can run it together with other tasks."""
     if positions is None:
         positions = identity(len(ids))
@@ -91,12 +73,7 @@ def store_tasks(
     return tasks_over(_lookup_into, len(ids), *arguments, grain=get_grain(rows.strides[0]))
 
 
-def store(
-    rows: npt.NDArray[np.float32],
-    ids: npt.NDArray[Any],
-    values: npt.NDArray[np.float32],
-    positions: npt.NDArray[np.int32] | None = None,
-) -> None:
+def store(rows: Rows, ids: AnyIds, values: Rows, positions: Positions | None = None) -> None:
     """Overwrite rows: rows[ids[i]] becomes values[i], or values[positions[i]].
 
     Args:
@@ -108,7 +85,30 @@ def store(
     run_tasks(store_tasks(rows, ids, values, positions))
 
 
-def first_outside(ids: npt.NDArray[Any], rows: int) -> int:
+def first_outside(ids: AnyIds, rows: int) -> int:
     """Return the position of the first id outside [0, rows), or -1 if there is none."""
     low, high = id_range(ids)
     return -1 if low >= 0 and high < rows else int(_first_outside(ids, rows))
+
+
+_GRAIN = 512
+
+
+@kernel
+def _scale(start, stop, rows, inverse, weights, out):
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row, to, weight = rows[np.uint64(inverse[i])], out[i], weights[i]
+        for j in range(len(row)):
+            to[j] = as_stored(to, np.float32(row[j] * weight))
+
+
+def gather_scaled(rows: Rows, inverse: RowNumbers, weights: Values, out: Array) -> None:
+    """Write each occurrence's row times its weight: out[i] = rows[inverse[i]] * weights[i].
+
+    Args:
+        rows: float32 [U, D].
+        inverse: int32 [N], each in [0, U).
+        weights: float32 [N].
+        out: float32 [N, D], or bfloat16 as uint16 [N, D], written.
+    """
+    parallel_for(_scale, len(inverse), rows, inverse, weights, out, grain=_GRAIN)

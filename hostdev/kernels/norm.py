@@ -1,5 +1,6 @@
-"""The sum of squares of a table's weights, added in an order that both threads and an accelerator can reproduce.
+"""Norms of tables, of rows' gradients, and of arrays.
 
+The sum of squares of a table's weights is added in an order that both threads and an accelerator can reproduce.
 Everything is computed in float64, in which the square of a float32 is exact. The rows are split into P parts of 4096;
 the last part is padded with zeros. Within a part, each column is folded in halves, x[i] + x[i + half] for half = 2048,
 1024, ..., 1, which leaves one sum per part and column. The total is numpy's sum of this array [P, D] in C order.
@@ -7,14 +8,18 @@ the last part is padded with zeros. Within a part, each column is folded in halv
 S: number of optimizer state columns of D values per row.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba import uint32
 
+from hostdev.kernels.adagrad import LANES, mean_square
+from hostdev.kernels.arrays import Rows, identity
 from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.jit import inline, kernel
-from hostdev.kernels.pool import parallel_for
+from hostdev.kernels.pool import KernelTask, get_grain, parallel_for, ranges, run_tasks
 
 PART = 4096  # rows; a power of two, fixed because it determines the order of additions
 _EIGHTH = PART // 8
@@ -83,3 +88,64 @@ def total(sums: npt.NDArray[np.float64]) -> float:
 def sum_of_squares(block: npt.NDArray[np.float32]) -> float:
     """Return the sum of squares of a block's weights; `block` is float32 [V, 1 + S, D]."""
     return total(partial_squares(block))
+
+
+@kernel
+def clip_rows(start, stop, source, grads, limit, out):
+    """Write clipped gradients: a gradient with a mean square q above `limit` is multiplied by sqrt(limit / q).
+
+    Args:
+        source: int32 [U]: out[i] is the clipped grads[source[i]].
+        grads: float32 [any, D].
+        limit: float32, the largest mean square of a gradient that is not scaled.
+        out: float32 [U, D], written; may be `grads` itself if source[i] = i for each i.
+    """
+    lanes, columns = np.empty(LANES, np.float32), np.float32(grads.shape[1])
+    for i in range(np.uint64(start), np.uint64(stop)):
+        grad, to = grads[np.uint64(source[i])], out[i]
+        mean, factor = mean_square(grad, lanes, columns), np.float32(1)
+        if mean > limit:
+            factor = np.sqrt(limit / mean)
+        for j in range(len(grad)):
+            to[j] = grad[j] * factor
+
+
+def clipped(grads: Rows, limit: np.float32) -> Rows:
+    """Return gradients [U, D] with each row clipped to a mean square of at most `limit`, using all threads."""
+    out = np.empty_like(grads)
+    parallel_for(clip_rows, len(grads), identity(len(grads)), grads, limit, out, grain=get_grain(grads.strides[0]))
+    return out
+
+
+_GRAIN = 1 << 15  # values: 128 KiB
+_INFINITE = np.uint32(0x7F800000)
+
+
+@kernel
+def _largest(start, stop, bits, found, piece):
+    """Write the largest bit pattern of the absolute values: that of the largest absolute value, or of a NaN."""
+    largest = uint32(0)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        largest = max(largest, bits[i] & uint32(0x7FFFFFFF))
+    found[np.uint64(piece)] = largest
+
+
+def largest(values: npt.NDArray[np.float32]) -> float:
+    """Return the largest absolute value in a C-contiguous float32 array: inf if it has a NaN, 0 if it is empty."""
+    return largest_of_each([values])[0]
+
+
+def largest_of_each(arrays: Sequence[npt.NDArray[np.float32]]) -> list[float]:
+    """Return `largest` for each of several arrays; all host threads share the work."""
+    tasks, parts = [], []
+    for values in arrays:
+        n, pieces = values.size, max(1, len(ranges(values.size, _GRAIN)))
+        found, bits = np.zeros(pieces, np.uint32), values.reshape(-1).view(np.uint32)
+        parts.append(found)
+        if pieces == 1:  # waking threads would take longer
+            _largest(0, n, bits, found, 0)
+        else:
+            tasks.append(KernelTask(_largest, n, _GRAIN, pieces, (bits, found)))
+    if tasks:
+        run_tasks(tasks)
+    return [float(np.minimum(found.max(), _INFINITE).view(np.float32)) for found in parts]

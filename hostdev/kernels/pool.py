@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from hostdev.core.cpus import available_cpus
+from hostdev.core.machine import available_cpus
 from hostdev.core.signals import uninterruptible
 from hostdev.kernels.loops import Call, Calls, Flag, Loop, Times, edges, is_kernel
 

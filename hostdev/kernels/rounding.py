@@ -1,6 +1,6 @@
 """Loads and stores, in optimizers' kernels, of rows with bfloat16 weights, or bfloat16 or 8-bit slots.
 
-New values are rounded as `stochastic_rounding` does.
+New values are rounded as `bfloat16` does.
 
 Shapes: V table rows of dimension D, S optimizer slots of D values, P bytes per 8-bit slot. Plane 0 of a row has its
 weights, and plane 1 + s has its slot s.
@@ -13,14 +13,13 @@ import numpy.typing as npt
 from numba import types
 from numba.extending import overload
 
-from hostdev.kernels.arrays import AnyIds, Rows
-from hostdev.kernels.bfloat16 import as_exact, to_float32
+from hostdev.kernels.arrays import AnyIds, Keys, Positions, Rows
+from hostdev.kernels.bfloat16 import as_exact, draw, rounded_bits, steps_of, to_float32
 from hostdev.kernels.counter import hashed
 from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode_plane, store_plane
 from hostdev.kernels.jit import bare, inline_code, kernel, prefetch_to_read, prefetch_update
 from hostdev.kernels.pool import Task, get_grain, tasks_over
 from hostdev.kernels.shards import id_at
-from hostdev.kernels.stochastic_rounding import draw, rounded_bits, steps_of
 
 Bfloat16 = npt.NDArray[np.uint16]
 Stored = Rows | Bfloat16
@@ -52,17 +51,11 @@ class SplitRows(NamedTuple):
     first: np.uint64
     inverse: np.uint64
     total: np.uint64
-    keys: npt.NDArray[np.int64]
+    keys: Keys
 
     @classmethod
     def of(
-        cls,
-        weights: Stored,
-        slots: StoredSlots,
-        unsigned: Flags,
-        key: int,
-        where: tuple[int, int, int],
-        keys: npt.NDArray[np.int64],
+        cls, weights: Stored, slots: StoredSlots, unsigned: Flags, key: int, where: tuple[int, int, int], keys: Keys
     ) -> "SplitRows":
         """Return a table's rows for the step with this key; `where` is (first, inverse, total)."""
         first, inverse, total = map(np.uint64, where)
@@ -314,12 +307,7 @@ def _write(start, stop, ids, positions, weights, slots, unsigned, values):
 
 
 def read_tasks(
-    weights: Stored,
-    slots: StoredSlots,
-    unsigned: Flags,
-    ids: AnyIds,
-    out: Rows,
-    positions: npt.NDArray[np.int32] | None = None,
+    weights: Stored, slots: StoredSlots, unsigned: Flags, ids: AnyIds, out: Rows, positions: Positions | None = None
 ) -> list[Task]:
     """Return tasks that copy rows, with weights and slots, to `out`.
 
@@ -338,12 +326,7 @@ def read_here(weights: Stored, slots: StoredSlots, unsigned: Flags, ids: AnyIds,
 
 
 def write_tasks(
-    weights: Stored,
-    slots: StoredSlots,
-    unsigned: Flags,
-    ids: AnyIds,
-    values: Rows,
-    positions: npt.NDArray[np.int32] | None = None,
+    weights: Stored, slots: StoredSlots, unsigned: Flags, ids: AnyIds, values: Rows, positions: Positions | None = None
 ) -> list[Task]:
     """Return tasks that overwrite the rows `ids` with `values`; arguments have the shapes that `read_tasks` describes.
 

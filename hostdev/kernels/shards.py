@@ -3,6 +3,10 @@
 Position = id * multiplier mod V. The multiplier is coprime to V and near V times the golden ratio's fraction, so that
 neighbouring ids, such as the popular ones at a vocabulary's beginning, spread evenly over all ranges (three-distance
 theorem; Sos, 1958). Positions do not depend on W, the number of ranks. Rank r's range begins at V * r // W.
+
+Of a table by key, each rank owns whole parts of the keys' hashes, in order. There are 256 parts, by the highest bits of
+the hash. Their number is fixed, so that nothing depends on that of ranks: the keys of all ranks, one rank after the
+other, are in the order of the hashes.
 """
 
 import functools
@@ -11,8 +15,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.arrays import AnyIds
+from hostdev.kernels.arrays import AnyIds, Keys
 from hostdev.kernels.jit import inline, kernel
+from hostdev.kernels.key_directory import PARTS, parts_of
 
 Places = npt.NDArray[np.int32]
 
@@ -162,3 +167,14 @@ def _sorted(owners: Places, local: AnyIds, counts: npt.NDArray[np.int64]) -> tup
     places, out = np.empty(len(local), np.int32), np.empty_like(local)
     _sort(owners, local, np.cumsum(counts) - counts, places, out)
     return out, places
+
+
+def first_part(rank: int, ranks: int) -> int:
+    """Return the first part that a rank owns; `rank` may be `ranks`, for the end of the last rank's parts."""
+    return -(-PARTS * rank // ranks)
+
+
+def owners_of(keys: Keys, ranks: int) -> npt.NDArray[np.int32]:
+    """Return the ranks that own keys [N], int32 [N]."""
+    found: npt.NDArray[np.int32] = (parts_of(keys).astype(np.int32) * ranks) // PARTS
+    return found

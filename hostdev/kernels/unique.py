@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.arrays import Ids, Positions
-from hostdev.kernels.buffers import aligned_empty, scratch
+from hostdev.kernels.arrays import Ids, Positions, aligned_empty, scratch
 from hostdev.kernels.jit import inline, kernel, prefetch_to_write
 from hostdev.kernels.pool import Task, host_threads, run_tasks, tasks_over
 

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from hostdev.core.memory import row_bytes
 from hostdev.device.forwarding import ForwardedPlaces, RowState, StepGradients
-from hostdev.device.pinned import PinnedBuffer
-from hostdev.device.staging import Staging
+from hostdev.device.staging import PinnedBuffer, Staging
 from hostdev.kernels.arrays import AnyIds, Positions
-from hostdev.kernels.join import join
+from hostdev.kernels.claims import join
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.row_ids import ConcatenatedIds, RowOffsets, RowSubset

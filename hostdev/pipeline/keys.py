@@ -14,10 +14,9 @@ from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.keys import ZEROS
 from hostdev.distributed.exchange import OwnedRows
 from hostdev.distributed.key_exchange import Answer, KeyExchange
-from hostdev.host.free_rows import GuestRows
-from hostdev.host.key_eviction import Total
+from hostdev.host.key_plan import GuestRows, Total
 from hostdev.host.table import KeyTable
-from hostdev.kernels.key_rows import number_rows
+from hostdev.kernels.key_order import number_rows
 from hostdev.kernels.unique import count_occurrences
 
 Ids = npt.NDArray[Any]

@@ -7,8 +7,7 @@ from typing import Any
 import numpy.typing as npt
 from torch import Tensor
 
-from hostdev.device.pinned import PinnedBuffer
-from hostdev.device.staging import Staging
+from hostdev.device.staging import PinnedBuffer, Staging
 
 
 class Outcome:

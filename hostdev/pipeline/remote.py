@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hostdev.device.pinned import PinnedBuffer
+from hostdev.device.staging import PinnedBuffer
 from hostdev.distributed.exchange import Asked
 from hostdev.distributed.gradients import SelectedRows
 from hostdev.kernels.pool import urgent

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hostdev.core.timeline import Span
-from hostdev.device.pinned import PinnedBuffer
+from hostdev.device.staging import PinnedBuffer
 from hostdev.distributed.exchange import Incoming
 from hostdev.distributed.gradients import Parts, SelectedRows
 from hostdev.kernels.arrays import AnyIds, Positions, Rows

@@ -14,8 +14,7 @@ from hostdev.cache.plan import Plan
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.core.memory import copied_bytes, row_bytes
 from hostdev.core.table_dtypes import TableStep
-from hostdev.device.pinned import PinnedBuffer
-from hostdev.device.staging import Staging
+from hostdev.device.staging import PinnedBuffer, Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.pipeline.forwarding import ForwardedRows

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hostdev.cache.planner import Planner
 from hostdev.core.signals import deferred, uninterruptible
-from hostdev.host.disk.sizes import count_kept
+from hostdev.host.disk.frame_pool import count_kept
 from hostdev.host.disk.tier import Pinned, Tier
 from hostdev.pipeline.batch_ids import PlannedGroup, UniqueBatch
 from hostdev.pipeline.groups import Group

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.core.capabilities import Capabilities
 from hostdev.core.digest import (
     DigestColumn,
     Fetch,
@@ -20,6 +19,7 @@ from hostdev.core.digest import (
     ranges_of,
     rows_per_range,
 )
+from hostdev.core.tables import Capabilities
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.dense_state import DenseState
 from hostdev.distributed.world import ALONE_WORLD, World

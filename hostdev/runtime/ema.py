@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.core.ids import checked_ids
+from hostdev.core.checks import checked_ids
 from hostdev.core.memory import require_memory
 from hostdev.core.table_dtypes import BF16
 from hostdev.device.table import DeviceTable

@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hostdev.core.checks import BeyondInt64Error, to_int64, to_keys, wrap_padding
 from hostdev.core.errors import UserError
-from hostdev.core.ids import BeyondInt64Error, to_int64, to_keys, wrap_padding
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.world import World
 from hostdev.host.table import HostTable

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hostdev.core.errors import NonFiniteError as NonFiniteError
-from hostdev.kernels.finite import largest_of_each
+from hostdev.kernels.norm import largest_of_each
 
 
 class Flags:

@@ -99,9 +99,9 @@ class _Group:
         at = torch.from_numpy(inverse).to(self._device)
         offsets, weights = (None if one is None else one.to(self._device) for one in (ids.offsets, ids.weights))
         ops = get_ops(self._device)
-        if offsets is None:
-            return ops.gather(rows, at, weights, dtype)
-        return ops.pool(rows, at, offsets, weights, mean, dtype)
+        bags = (offsets, weights, mean, dtype)
+        found: Tensor = ops.gather(rows, at, weights, dtype) if offsets is None else ops.pool(rows, at, *bags)
+        return found
 
 
 def some_features(names: Iterable[str], bindings: Sequence[FeatureBinding], stacks: Sequence[Stack]) -> list[str]:

@@ -13,7 +13,7 @@ from hostdev.cache.planner import MOST_ROWS, planner_bytes
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape, available_bytes, format_bytes, row_bytes
-from hostdev.host.disk.sizes import get_location_bytes
+from hostdev.host.disk.frame_pool import get_location_bytes
 from hostdev.host.key_options import KEY_BYTES
 from hostdev.runtime.spec import CacheSpec
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hostdev.device.pinned import PinnedBuffer
-from hostdev.device.staging import Staging
+from hostdev.device.staging import PinnedBuffer, Staging
 from hostdev.runtime.features import Table
 
 

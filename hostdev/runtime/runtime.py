@@ -9,13 +9,13 @@ from weakref import WeakSet
 import torch
 
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.core.allocator import keep_freed_memory
 from hostdev.core.launched import require_alone
+from hostdev.core.machine import keep_freed_memory
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device import backend
-from hostdev.device.openmp import limit_spinning
+from hostdev.device.backend import limit_spinning
 from hostdev.device.staging import Staging
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.pipeline.hooks import PipelineHooks
@@ -117,7 +117,7 @@ class Runtime(Logged, FrameworkLoaders):
         self.device = backend.require(device)
         if self.device.type == "cpu":  # torch's operations and the host's kernels share cores and memory
             limit_spinning()
-            keep_freed_memory(one_arena=True)
+            keep_freed_memory()
         placement.require_place(self.group_specs, self.device)
         specs = placement.cache_specs(cache, self.group_specs)
         placement.require_room(self.group_specs, specs, depth, self.device)

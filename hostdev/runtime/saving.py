@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hostdev.checkpoint.fitting import fit_tables
 from hostdev.checkpoint.folder import Chain, Found
 from hostdev.checkpoint.loading import (
     find_newest_valid,
+    fit_tables,
     load_tables,
     require_tables,
     values_of,
@@ -19,7 +19,7 @@ from hostdev.checkpoint.loading import (
     verify_segments,
 )
 from hostdev.checkpoint.manager import CheckpointManager
-from hostdev.checkpoint.tree import to_tree
+from hostdev.checkpoint.state import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError, in_words

@@ -8,15 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache.options import WINDOW
-from hostdev.core.admission import Admission
-from hostdev.core.capabilities import Capabilities
 from hostdev.core.disk_storage import Disk
-from hostdev.core.eviction import Eviction
 from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.key_rules import Admission, Eviction
 from hostdev.core.keys import SHARED
 from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import FP32, require_slots_dtype, require_table_dtype
+from hostdev.core.tables import Capabilities
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError
+from hostdev.core.machine import available_cpus
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.data.schema import Schema
 from hostdev.device import backend

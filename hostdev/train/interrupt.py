@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from hostdev.core.errors import write_stderr
+from hostdev.core.printable import silence, terminals
 from hostdev.core.progress import ERASE_LINE
-from hostdev.core.streams import silence, terminals
 
 DEADLINE_SECONDS = 1.2
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -27,7 +27,7 @@ from hostdev.core.run_files import (
 )
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.manifest import warn_of_unknown
-from hostdev.kernels.numa import in_words
+from hostdev.kernels.arrays import in_words
 from hostdev.train.evaluation import Evaluation
 from hostdev.train.key_log import describe
 from hostdev.train.quality import Point, Quality

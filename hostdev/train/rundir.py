@@ -14,7 +14,6 @@ from hostdev.checkpoint.folder import FOLDER, names_in
 from hostdev.core import locks
 from hostdev.core.errors import UserError, naming
 from hostdev.core.outputs import write_json
-from hostdev.core.rotation import RotatedFile
 from hostdev.core.run_files import (
     ASIDE_LOG,
     CONFIG,
@@ -31,6 +30,7 @@ from hostdev.core.run_files import (
     SCORES_LOG,
     SUMMARY,
     TENSORBOARD,
+    RotatedFile,
     eval_line,
     loss_line,
     read_json_lines,

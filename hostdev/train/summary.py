@@ -7,7 +7,7 @@ from hostdev.cache.cache import EmbeddingCache
 from hostdev.cache.prices import Costs
 from hostdev.core.memory import TableShape, row_bytes
 from hostdev.core.micro_batches import EXCHANGES
-from hostdev.core.rotation import RotatedFile
+from hostdev.core.run_files import RotatedFile
 from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup
 from hostdev.data.manifest import Manifest
 from hostdev.distributed.two_levels import TwoLevelChannel

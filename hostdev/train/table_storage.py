@@ -4,18 +4,17 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from hostdev.checkpoint.manager import SAVING_BYTES
-from hostdev.core.admission import Admission, MinCount
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
-from hostdev.core.eviction import Eviction, Unused
+from hostdev.core.key_rules import Admission, Eviction, MinCount, Unused
 from hostdev.core.keys import SHARED, is_raw
 from hostdev.core.memory import available_bytes, format_bytes, parse_bytes
-from hostdev.core.named_classes import load_object
+from hostdev.core.registry import load_object
 from hostdev.data.schema import Schema
 from hostdev.distributed.agreement import take_least
 from hostdev.distributed.process_group import ranks
 from hostdev.distributed.world import World
-from hostdev.host.disk.sizes import get_location_bytes
+from hostdev.host.disk.frame_pool import get_location_bytes
 from hostdev.host.key_options import KEY_BYTES
 from hostdev.models.model import Model
 from hostdev.runtime import room

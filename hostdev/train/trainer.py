@@ -12,7 +12,7 @@ from torch import Tensor
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.loading import load_tables, require_tables, values_of
 from hostdev.checkpoint.manager import CheckpointManager
-from hostdev.checkpoint.tree import to_tree
+from hostdev.checkpoint.state import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
 from hostdev.core.primitive import OpLog
@@ -24,8 +24,7 @@ from hostdev.device.table import DeviceTable
 from hostdev.distributed.averages import require_own_averages
 from hostdev.distributed.dense_state import DenseState
 from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.host.server import ParameterServer
-from hostdev.host.table import HostTable
+from hostdev.host.table import HostTable, ParameterServer
 from hostdev.models.losses import TargetLoss
 from hostdev.models.model import Model
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hostdev.cache import planner
-from hostdev.cache.optimum import optimal
+from hostdev.cache.bound import optimal
 from hostdev.cache.planner import Planner
 
 

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hostdev.cache.bound import least_cost, uses_of
-from hostdev.cache.optimum import optimal
+from hostdev.cache.bound import least_cost, optimal, uses_of
 from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.planner import BUDGET, Planner
 from hostdev.cache.prices import Costs, get_price_index, prices

@@ -5,7 +5,7 @@ import os
 import numpy as np
 
 import hostdev
-from hostdev.checkpoint import finding
+from hostdev.checkpoint import remote
 from hostdev.core.addresses import checkpoint_path
 from hostdev.ext.checkpoints import deliver
 
@@ -27,5 +27,5 @@ def run(place, target, environment, told):
                 found["items"].sum().backward()
             step = runtime.save(place, extra=number, keep=2).checkpoint.manifest.step
             if target is not None:
-                deliver.deliver(finding.newest(checkpoint_path(place)).chain, checkpoint_path(target), 2)
+                deliver.deliver(remote.newest(checkpoint_path(place)).chain, checkpoint_path(target), 2)
             told.send(step)

@@ -7,7 +7,7 @@ import pytest
 
 import hostdev
 from hostdev import Adam, Disk, HostTable, Runtime, UserError
-from hostdev.checkpoint import finding, folder, manifest
+from hostdev.checkpoint import folder, manifest, remote
 from hostdev.core import optimizers
 from hostdev.core.checksums import json_checksum
 from hostdev.ext.checkpoints import diff
@@ -28,7 +28,7 @@ def strip_form(path):
 
 
 def newest(path):
-    return finding.newest(path).chain[-1].path
+    return remote.newest(path).chain[-1].path
 
 
 def make(optimizer, name="t", **given):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hostdev.checkpoint import finding, folder
+from hostdev.checkpoint import folder, remote
 from hostdev.core import cli, outputs, pictures
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.build import Options
@@ -104,7 +104,7 @@ def test_an_out_has_one_command(run_dir, small_data, tmp_path, capsys, command):
 
 def test_checkpoints_are_compacted_once(run_dir, tmp_path):
     shutil.copytree(run_dir / "checkpoints", tmp_path / "c")
-    chain = finding.newest(tmp_path / "c").chain
+    chain = remote.newest(tmp_path / "c").chain
     assert len(chain) > 1
     compact.compact(chain)
     with pytest.raises(UserError, match="was merged or removed by another process; run the command again"):

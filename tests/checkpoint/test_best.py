@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import finding, folder
+from hostdev.checkpoint import folder, remote
 from hostdev.core import cli
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.checkpoints import best
@@ -50,7 +50,7 @@ def test_it_is_kept_and_taken(overfitted, tmp_path, capsys):
     assert number == len(found) - 3  # two epochs without a better one
     checkpoints = overfitted / "run/checkpoints"
     names = folder.names_in(checkpoints)
-    newest = finding.newest(checkpoints).chain[-1]
+    newest = remote.newest(checkpoints).chain[-1]
     known = best.of_run(newest)
     assert known == best.Best(6 * (number + 1), number + 1, "AUC", pytest.approx(found[number][0], abs=1e-6), True)
     chains = [folder.read_chain(checkpoints / name) for name in names]
@@ -81,11 +81,11 @@ def test_it_survives_copies_merges_and_a_resumed_run(overfitted, tmp_path, capsy
     path = hostdev.Predictor(checkpoints).path
     assert run(checkpoint, "compact", checkpoints, "--keep", 1) == 0
     assert hostdev.Predictor(checkpoints).path == path
-    newest = finding.newest(checkpoints).chain[-1]
+    newest = remote.newest(checkpoints).chain[-1]
     more = ["--early-stop", 4, "--checkpoint-every", 4, "--resume"]
     assert run(train, *options(overfitted, tmp_path / "run", *more)) == 0
     assert f"{newest.path}, after step {newest.manifest.step}" in capsys.readouterr().out
-    again = finding.newest(checkpoints).chain[-1]
+    again = remote.newest(checkpoints).chain[-1]
     assert again.manifest.step > newest.manifest.step
     known = best.of_run(again)
     assert hostdev.Predictor(checkpoints).path == best.find_best_chain(checkpoints, known)[-1].path
@@ -93,7 +93,7 @@ def test_it_survives_copies_merges_and_a_resumed_run(overfitted, tmp_path, capsy
 
 def test_without_early_stop_the_newest_is_taken(overfitted, tmp_path):
     assert run(train, *options(overfitted, tmp_path / "run", "--checkpoint-every", 5, "--epochs", 6)) == 0
-    newest = finding.newest(tmp_path / "run/checkpoints").chain[-1]
+    newest = remote.newest(tmp_path / "run/checkpoints").chain[-1]
     assert hostdev.Predictor(tmp_path / "run").path == newest.path
     known = best.of_run(newest)
     assert known.step < newest.manifest.step

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hostdev.checkpoint import finding, folder, manifest
+from hostdev.checkpoint import folder, manifest, remote
 from hostdev.checkpoint.layers import Layers
 from hostdev.core import cli
 from hostdev.data.preprocess import cli as preprocess
@@ -106,7 +106,7 @@ def test_a_damaged_manifest_is_told_of(saved, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["tables/0/000000.arrow", "data/vocabulary.arrow", "dense.safetensors"])
 def test_damaged_data_is_not_exported(saved, tmp_path, capsys, name):
     path, _ = saved
-    chain = finding.newest(path).chain
+    chain = remote.newest(path).chain
     file = next(each.path / name for each in chain if (each.path / name).exists())
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

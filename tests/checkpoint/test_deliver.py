@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import finding, folder
+from hostdev.checkpoint import folder, remote
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import Content
@@ -73,7 +73,7 @@ def names(place):
 
 
 def send(source, place, keep=2):
-    chain = finding.newest(source).chain
+    chain = remote.newest(source).chain
     return deliver.deliver(chain, checkpoint_path(place), keep)
 
 
@@ -148,7 +148,7 @@ def test_readers_find_whole_checkpoints_only(tmp_path, target, monkeypatch):
         break
     assert number > 1
     np.testing.assert_array_equal(rows_of(target), after)
-    verify(finding.newest(checkpoint_path(target)).chain)
+    verify(remote.newest(checkpoint_path(target)).chain)
     if "://" not in target:
         assert not list(checkpoint_path(target).glob(".partial*"))
 
@@ -214,7 +214,7 @@ def test_damage_in_the_target_does_not_spread(tmp_path, target, capfd):
     manager.close()
     error = capfd.readouterr().err
     assert error.count("is damaged; it is replaced from") == 1 and "vocabulary.arrow" in error
-    found = finding.candidates(checkpoint_path(target), everything=True)
+    found = remote.candidates(checkpoint_path(target), everything=True)
     assert len(found) == 3
     for each in found:
         verify(folder.read_chain(each), segments=True)

@@ -13,15 +13,15 @@ import safetensors.torch
 import torch
 
 from hostdev import LazyAdam, RowWiseAdagrad, UserError
-from hostdev.checkpoint import files, folder, loading, manifest, ranges
+from hostdev.checkpoint import folder, loading, manifest, ranges
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import HashedFile
-from hostdev.checkpoint.tree import from_tree, tensors_as_bytes, to_tree
+from hostdev.checkpoint.state import from_tree, tensors_as_bytes, to_tree
 from hostdev.core.checksums import json_checksum
-from hostdev.host.changes import Changes
 from hostdev.host.snapshot import Snapshot
 from hostdev.host.table import HostTable
+from hostdev.host.writes import Changes
 from hostdev.runtime.runtime import Runtime
 
 
@@ -200,13 +200,13 @@ def test_a_damaged_parent_is_read_and_told_of_once(saved, monkeypatch):
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    looked, check_file = [], files.check_file
+    looked, check_file = [], folder.check_file
 
     def look(file, *more):
         looked.append(file)
         check_file(file, *more)
 
-    for module in (loading, files):
+    for module in (loading, folder):
         monkeypatch.setattr(module, "check_file", look)
     for again in (runtime_of(), runtime):  # whose tables are new, or not
         looked.clear()

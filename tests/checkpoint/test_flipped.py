@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import finding, folder, loading
+from hostdev.checkpoint import folder, loading, remote
 from hostdev.checkpoint.loading import find_newest_valid, verify
-from hostdev.core import patience, stores
+from hostdev.core import stores
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import HostdevError
 from hostdev.ext.checkpoints import cli as checkpoint
@@ -31,7 +31,7 @@ def place(monkeypatch, tmp_path):
     """Small segments, short pauses, and a store that is empty at the end."""
     monkeypatch.setattr(disk_records, "_CHUNK", 1 << 14)
     monkeypatch.setattr("hostdev.host.disk.tier.SEGMENT_BYTES", 1 << 16)
-    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(stores, "_PAUSES", (0.001, 0.01))
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
     yield
     with contextlib.suppress(FileNotFoundError):
@@ -84,7 +84,7 @@ def verify_all(place, tmp_path, monkeypatch):
     """Read every checkpoint that a folder or a store has, on another machine; raise for a damaged one."""
     with monkeypatch.context() as patch:
         patch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / f"machine-{time.time_ns()}"))
-        found = finding.candidates(checkpoint_path(place), everything=True)
+        found = remote.candidates(checkpoint_path(place), everything=True)
         if "://" in str(place):
             stored = {name.partition("/")[0] for name in stores.Store(place).list() if name.startswith("step")}
             assert {each.name for each in found} == stored
@@ -108,7 +108,7 @@ def try_deliver(target, disk, random, tmp_path, monkeypatch):
     run = Run(tmp_path, tmp_path / "run", disk)
 
     def send():
-        deliver.deliver(finding.newest(tmp_path / "run").chain, checkpoint_path(target), 2)
+        deliver.deliver(remote.newest(tmp_path / "run").chain, checkpoint_path(target), 2)
 
     with run.runtime:
         run.save()
@@ -125,7 +125,7 @@ def try_deliver(target, disk, random, tmp_path, monkeypatch):
             verify_all(target, tmp_path, monkeypatch)
             return "refused"
         names = verify_all(target, tmp_path, monkeypatch)
-        newest = finding.newest(tmp_path / "run").chain[-1].name
+        newest = remote.newest(tmp_path / "run").chain[-1].name
         assert names[0] == newest, where
         if side == "target":
             run.save()  # and the next one is as good
@@ -181,7 +181,7 @@ def try_merge(how, disk, random, tmp_path, monkeypatch):
     if how == "compact":
         assert newest_step(tmp_path / "run", tmp_path, monkeypatch) == step, where
     else:  # an older one, or the newest whose damaged file is not part of it
-        verify(finding.newest(tmp_path / "run").chain, segments=True)
+        verify(remote.newest(tmp_path / "run").chain, segments=True)
     return "made"
 
 
@@ -195,12 +195,12 @@ def try_fetch(place, disk, random, tmp_path, monkeypatch):
     hostdev.open(ADDRESS)
     where = flip(checkpoint_path(ADDRESS), random)
     hostdev.open(ADDRESS)
-    verify(finding.newest(checkpoint_path(ADDRESS)).chain, segments=True)
-    assert finding.newest(checkpoint_path(ADDRESS)).chain[-1].manifest.step == 2, where
+    verify(remote.newest(checkpoint_path(ADDRESS)).chain, segments=True)
+    assert remote.newest(checkpoint_path(ADDRESS)).chain[-1].manifest.step == 2, where
     flip(ADDRESS, random)
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "another"))
     try:
-        chain = finding.newest(checkpoint_path(ADDRESS)).chain
+        chain = remote.newest(checkpoint_path(ADDRESS)).chain
     except HostdevError:
         return "refused"
     verify(chain, segments=True)

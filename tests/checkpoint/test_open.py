@@ -11,7 +11,7 @@ import torch
 
 import hostdev
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.lookup import MappedTable
+from hostdev.checkpoint.columns import MappedTable
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.core import cli
 from hostdev.core.checksums import json_checksum

@@ -13,7 +13,7 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.lookup import MappedTable
+from hostdev.checkpoint.columns import MappedTable
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hostdev import HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
-from hostdev.checkpoint import finding, folder, manager, ranges
+from hostdev.checkpoint import folder, manager, ranges, remote
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.core.checksums import HashedFile
 from hostdev.ext.checkpoints import compact
@@ -330,8 +330,8 @@ def test_what_begins_with_the_parts_of_ranks_is_merged(tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "FILE_BYTES", 64 * 48)
     table = HostTable(1001, 4, LazyAdam(), name="t")
     Runtime({"t": table}, device="cpu").save(tmp_path / "a")
-    compact.rewrite(finding.newest(tmp_path / "a").chain, tmp_path / "b", 2)
-    chain = finding.newest(tmp_path / "b").chain
+    compact.rewrite(remote.newest(tmp_path / "a").chain, tmp_path / "b", 2)
+    chain = remote.newest(tmp_path / "b").chain
     assert 500 in [file.start for file in chain[0].manifest.tables[0].files]
     merged = folder.read_chain(compact.merge(chain, tmp_path / "b"))
     assert [file.start for file in merged[0].manifest.tables[0].files] == list(range(0, 1001, 64))

@@ -10,7 +10,7 @@ import pytest
 
 import hostdev
 from hostdev import FTRL, Adam, Disk, HostTable, LazyAdam, RowWiseAdam, Unused, UserError
-from hostdev.checkpoint import finding, folder
+from hostdev.checkpoint import folder, remote
 from hostdev.checkpoint import writer as writer_module
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import load_tables, verify
@@ -132,7 +132,7 @@ def test_every_reader_sees_what_a_copied_checkpoint_has(kind, tmp_path, capsys):
     merged = folder.read_chain(merge(chains[1], out))
     assert segments_of(merged[-1])[0].stat().st_nlink > 1 and differences(chains[0], merged) == []
     rewrite(chains[1], tmp_path / "for two", 2)
-    assert differences(chains[0], folder.read_chain(finding.candidates(tmp_path / "for two")[0])) == []
+    assert differences(chains[0], folder.read_chain(remote.candidates(tmp_path / "for two")[0])) == []
     for manager in managers:
         manager.close()
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import hostdev
-from hostdev.checkpoint import finding
+from hostdev.checkpoint import remote
 from hostdev.core import cli
 from hostdev.core.checksums import checksum, json_checksum
 from hostdev.data.preprocess import cli as preprocess
@@ -177,7 +177,7 @@ def changed(path, change):
 @pytest.fixture
 def copied(runs, tmp_path):
     """A copy of a checkpoint, to change it."""
-    source = finding.newest(runs["csv"] / "run").chain[-1].path
+    source = remote.newest(runs["csv"] / "run").chain[-1].path
     shutil.copytree(source, tmp_path / source.name)
     return tmp_path / source.name
 

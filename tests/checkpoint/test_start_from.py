@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.checkpoint.fitting import fit_tables, load_shared
 from hostdev.checkpoint.folder import names_in, read_chain
 from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.loading import fit_tables, load_shared
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess

@@ -13,7 +13,7 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import uploads
-from hostdev.core import patience, stores
+from hostdev.core import stores
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import StoreError, UserError
 from tests.checkpoint.runs import small
@@ -24,7 +24,7 @@ ADDRESS = "memory://saved/run"
 @pytest.fixture(autouse=True)
 def place(monkeypatch, tmp_path):
     """Short pauses, a folder of the test's own, and a store that is empty at the end."""
-    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(stores, "_PAUSES", (0.001, 0.01))
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
     yield
     with contextlib.suppress(FileNotFoundError):

@@ -9,8 +9,8 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import folder, manifest
+from hostdev.checkpoint.columns import MappedTable
 from hostdev.checkpoint.loading import load_tables
-from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError
 from hostdev.checkpoint.ranges import RowChunk, parse_range, write_range
 from hostdev.core import cli

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hostdev.core import durations
-from hostdev.core.durations import Durations, statistics
+from hostdev.core import primitive
+from hostdev.core.primitive import Durations, statistics
 
 
 def durations_of(values):
@@ -26,7 +26,7 @@ def drawn(n, seed=0):
 
 
 def test_few_are_exact(monkeypatch):
-    monkeypatch.setattr(durations, "EXACT", 100)
+    monkeypatch.setattr(primitive, "EXACT", 100)
     for values in ([drawn(100)], [drawn(3), drawn(100, 1)], [np.array([7])]):
         found = [durations_of(each) for each in values]
         assert statistics(found) == plain(values)
@@ -35,7 +35,7 @@ def test_few_are_exact(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["drawn", "small", "equal", "two", "huge"])
 def test_many_are_close(monkeypatch, kind):
-    monkeypatch.setattr(durations, "EXACT", 100)
+    monkeypatch.setattr(primitive, "EXACT", 100)
     values = {
         "drawn": drawn(1234),
         "small": np.arange(500),
@@ -56,7 +56,7 @@ def test_many_are_close(monkeypatch, kind):
 
 
 def test_a_copy_stays_as_it_is(monkeypatch):
-    monkeypatch.setattr(durations, "EXACT", 10)
+    monkeypatch.setattr(primitive, "EXACT", 10)
     found = durations_of(range(25))
     copy = found.copy()
     for value in range(30):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from hostdev.core.rotation import RotatedFile
+from hostdev.core.run_files import RotatedFile
 
 
 def files(path):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hostdev.checkpoint.files import mapped
+from hostdev.checkpoint.folder import mapped
 from hostdev.core import cli
 from hostdev.core.errors import TransientError, UserError
 from hostdev.data import manifest, shard_files

@@ -84,13 +84,13 @@ def operations(kernel):
 
 def update(optimizer, dim, H=5, A=2, scalars=None, ids=torch.int32):
     """Launch a step on dummy tensors."""
-    launch = ops.launching("update")
+    rows = ops.launching("update")
     slots, per_row = 1 + len(optimizer.slots), len(optimizer.row_slots)
     numbers = [float(x) for x in optimizer.scalars(1, dim)] if scalars is None else scalars
     table = torch.empty(9, slots, dim), torch.empty(9, per_row)
     admitted = torch.empty(A, slots, dim), torch.empty(A, per_row)
     grads = torch.empty(H + A, dim)
-    launch(optimizer.primitive, *table, torch.empty(H, dtype=ids), grads, numbers, torch.empty(()), *admitted)
+    rows(optimizer.primitive, *table, torch.empty(H, dtype=ids), grads, numbers, torch.empty(()), *admitted)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -140,9 +140,9 @@ def test_the_other_kernels_round_every_operation_once(compiled, dim):
 
 def test_with_fusion_the_check_fails(compiled, monkeypatch):
     """The option is necessary, and the check detects what it forbids."""
-    from hostdev.device.triton import launch
+    from hostdev.device.triton import rows
 
-    monkeypatch.setitem(launch.OPTIONS, "enable_fp_fusion", True)
+    monkeypatch.setitem(rows.OPTIONS, "enable_fp_fusion", True)
     update(LazyAdam(), 80)
     [(_, kernel)] = compiled
     assert "fma.rn.f32" in kernel.asm["ptx"]
@@ -231,9 +231,9 @@ def test_nothing_imports_triton_until_a_kernel_is_launched(tmp_path):
 @pytest.mark.parametrize("fusion", [False, True])
 def test_the_machine_code_has_no_fma_either(compiled, monkeypatch, fusion):
     """`ptxas` fuses too. Asked of a kernel without division and root: their machine code has FMAs inside."""
-    from hostdev.device.triton import launch
+    from hostdev.device.triton import rows
 
-    monkeypatch.setitem(launch.OPTIONS, "enable_fp_fusion", fusion)
+    monkeypatch.setitem(rows.OPTIONS, "enable_fp_fusion", fusion)
     update(SGD(), 80)
     [(_, kernel)] = compiled
     assert ("FFMA" in kernel.asm["sass"]) == fusion

@@ -11,8 +11,7 @@ import torch
 from hostdev.device.triton import ops
 from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.bags import Feature, pool, sum_uses
-from hostdev.kernels.gather import gather_scaled
-from hostdev.kernels.lookup import lookup, store
+from hostdev.kernels.lookup import gather_scaled, lookup, store
 
 
 def _assemble(block, hit_slots, admitted, passed):

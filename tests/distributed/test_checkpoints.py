@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from hostdev.checkpoint.finding import newest
+from hostdev.checkpoint.remote import newest
 from hostdev.core import cli
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.predict import cli as predict

@@ -9,9 +9,9 @@ from random import Random
 
 import numpy as np
 
-from hostdev.checkpoint import finding, folder, manifest
+from hostdev.checkpoint import folder, manifest, remote
+from hostdev.checkpoint.columns import MappedTable
 from hostdev.checkpoint.loading import load_tables, require_tables, values_of, verify
-from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import FILE_NAME
 from hostdev.core import cli
 from hostdev.core.checksums import json_checksum
@@ -44,7 +44,7 @@ def make(base: Path) -> None:
     options += ["--model", "tests.own_models:ThreeTables", "--host-device-mix", "--run-dir", base / "run"]
     options += ["--checkpoint-every", 1, "--max-steps", 3]
     assert cli.run("train", train.main, list(map(str, options))) == 0
-    assert len(finding.newest(base / "run").chain) > 1
+    assert len(remote.newest(base / "run").chain) > 1
 
 
 def load(base: Path) -> None:
@@ -127,7 +127,7 @@ def _read(case: Path, number: int) -> None:
     if number < len(COMMANDS):
         run_command(case, COMMANDS[number])
         return
-    chain = finding.newest(path).chain
+    chain = remote.newest(path).chain
     verify(chain)
     values_of(chain)
     if number == len(COMMANDS):

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 
 import hostdev
-from hostdev.checkpoint import finding, folder
+from hostdev.checkpoint import folder, remote
 from hostdev.checkpoint.loading import load_tables, require_tables
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.manifest import FILE_NAME
@@ -96,7 +96,7 @@ def _read(case: Path, number: int) -> None:
         return
     tables = _tables(case / "disk")
     try:
-        chain = finding.newest(path).chain
+        chain = remote.newest(path).chain
         require_tables(chain, tables)
         load_tables(chain, tables, check=True)
         for table in tables.values():

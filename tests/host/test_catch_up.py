@@ -6,8 +6,8 @@ import torch
 
 from hostdev import SGD, Adagrad, Adam, DeviceTable, HostTable, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
 from hostdev.core import history as history_module
-from hostdev.core.catch_up import CatchUp, adam_rate
 from hostdev.core.history import History
+from hostdev.core.optimizer_base import CatchUp, adam_rate
 from hostdev.device.ops import catch_up as on_device
 from hostdev.device.ops import torch_operations
 from tests import naive

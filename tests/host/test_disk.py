@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hostdev import FTRL, SGD, Adam, Disk, HostTable, LazyAdam, RowWiseAdam, Unused, UserError
-from hostdev.host.disk.folder import TableFolder
+from hostdev.host.disk.frame_pool import MemorySize, count_most
 from hostdev.host.disk.readers import Read
-from hostdev.host.disk.sizes import MemorySize, count_most
+from hostdev.host.disk.segments import TableFolder
 from hostdev.kernels import disk_records
 from hostdev.kernels.disk_records import Format
 from tests.conftest import ROOT
@@ -271,7 +271,7 @@ def test_a_table_on_disk_is_not_copied(tmp_path):
 
 
 def test_a_file_system_without_locks_works_and_nothing_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("hostdev.host.disk.folder.lock_state", lambda number: "none")
+    monkeypatch.setattr("hostdev.host.disk.segments.lock_state", lambda number: "none")
     one, other = TableFolder(tmp_path, "t"), TableFolder(tmp_path, "t")
     assert one.path != other.path and set(tmp_path.iterdir()) == {one.path, other.path}
     for folder in (one, other):

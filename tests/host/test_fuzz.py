@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hostdev.host.table import HostTable
-from hostdev.kernels import stream
+from hostdev.kernels import segment
 from hostdev.kernels.bags import Feature, sum_uses
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
@@ -35,7 +35,7 @@ def test_apply(name, monkeypatch):
     for _ in range(CASES):
         rows, dim, n = rng.integers(1, 60), rng.integers(1, 40), rng.integers(0, 80)
         set_host_threads(int(rng.integers(1, 9)))
-        monkeypatch.setattr(stream, "_PART", int(rng.integers(1, 100)))
+        monkeypatch.setattr(segment, "_PART", int(rng.integers(1, 100)))
         table = HostTable(int(rows), int(dim), OPTIMIZERS[name], name="t", seed=int(rng.integers(1000)))
         twin = naive.Table(table.weights, OPTIMIZERS[name])
         for _ in range(2):

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.core.admission import MinCount, Probability
 from hostdev.core.errors import UserError
-from hostdev.core.eviction import LeastFrequent, LeastRecent, SmallestNorm, Unused
+from hostdev.core.key_rules import LeastFrequent, LeastRecent, MinCount, Probability, SmallestNorm, Unused
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_plan import PlannedAheadError
 from hostdev.kernels.key_directory import EMPTY

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
-from hostdev.core.rounding import rounding_key
+from hostdev.core.table_dtypes import rounding_key
 from hostdev.host.table import HostTable
-from hostdev.kernels import stream
+from hostdev.kernels import segment
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from tests import naive
@@ -77,7 +77,7 @@ def assert_equal(table, twin):
 
 @pairs_first("name, dtypes, dim, threads, id_dtype", *PARAMETERS, cost=cost, ids=name_of)
 def test_matches_the_naive_twin_to_the_bit(name, dtypes, dim, threads, id_dtype, monkeypatch):
-    monkeypatch.setattr(stream, "_PART", 190)
+    monkeypatch.setattr(segment, "_PART", 190)
     rng = np.random.default_rng(dim)
     batches = []
     for n, ids in [(2000, 600), (0, 1), (1, 1), (700, 3), (1500, 600)]:
@@ -120,8 +120,8 @@ def test_a_failure_inside_ends_the_call_and_the_pool_lives_on(at, monkeypatch):
     table = HostTable(100, 32, LazyAdam(), name="t")
     ids, grads = np.arange(1000) % 100, np.ones((1000, 32), np.float32)
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "_PART", 100)
-        patch.setattr(stream, at, fail)
+        patch.setattr(segment, "_PART", 100)
+        patch.setattr(segment, at, fail)
         with pytest.raises(FaultError):
             table.apply(ids, grads)
     table.apply(ids, grads)

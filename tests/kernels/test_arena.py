@@ -6,7 +6,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hostdev.kernels.arena import Arena
+from hostdev.kernels.key_directory import Arena
 
 
 @pytest.mark.parametrize("seed", range(3))

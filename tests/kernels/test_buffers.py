@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hostdev.kernels.buffers import reserved
+from hostdev.kernels.arrays import reserved
 
 
 def test_reserved_memory_is_zero_and_may_be_larger_than_the_machines():

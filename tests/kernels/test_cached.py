@@ -12,7 +12,7 @@ import pytest
 from llvmlite.binding.ffi import _LLVMLock
 from numba.core.compiler_lock import _CompilerLock
 
-from hostdev.kernels import cached, sources
+from hostdev.kernels import cached
 from tests.conftest import ROOT
 
 MODULE = """
@@ -132,11 +132,11 @@ def twice(x):
 def test_a_changed_helper_is_compiled_again(tmp_path, monkeypatch, was, now, result):
     """numba itself looks at the kernel's file only, so that an upgrade ran the old helpers."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "numba"))
-    monkeypatch.setattr(sources, "_PACKAGE", "hostdev_helpers")
+    monkeypatch.setattr(cached, "_PACKAGE", "hostdev_helpers")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it would be that of the first source, for a second
 
     def call():
-        sources._hash_file.cache_clear()
+        cached._hash_file.cache_clear()
         found = {}
         for name in ("hostdev_helpers", "mine"):
             spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.core.rounding import rounding_key
-from hostdev.kernels import eight_bits, rounding, stochastic_rounding
-from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, SIGNED_8, UNSIGNED_8, plane_bytes
+from hostdev.core.table_dtypes import rounding_key
+from hostdev.kernels import bfloat16, eight_bits, rounding
+from hostdev.kernels.bfloat16 import BFLOAT16, FLOAT32, SIGNED_8, UNSIGNED_8, plane_bytes
 from hostdev.kernels.pool import run_tasks, set_host_threads
 from tests import naive
 from tests.combinations import pairs_first
@@ -134,7 +134,7 @@ def test_each_format_in_one_call():
     expected[:, 1] = naive.round_to_bfloat16(block[:, 1], ids, 5, 1)
     expected[:, 2] = naive.round_to_eight_bits(block[:, 2], ids, 5, 2, False)
     expected[:, 3] = naive.round_to_eight_bits(block[:, 3], ids, 5, 3, True)
-    stochastic_rounding.round_rows(block, np.arange(50), ids, 5, (FLOAT32, BFLOAT16, SIGNED_8, UNSIGNED_8))
+    bfloat16.round_rows(block, np.arange(50), ids, 5, (FLOAT32, BFLOAT16, SIGNED_8, UNSIGNED_8))
     assert block.tobytes() == expected.tobytes()
 
 
@@ -145,11 +145,11 @@ def test_what_8_bits_cannot_represent_is_refused(unsigned):
     with pytest.raises(
         ValueError, match=rf"table 't' stores slots in 8 bits.*to_nearest\(values, unsigned={unsigned}\)"
     ):
-        stochastic_rounding.require_exact(values, "t", 1, kind)
+        bfloat16.require_exact(values, "t", 1, kind)
     for part in (eight_bits.to_nearest(values, unsigned=unsigned), values[:0], values[:, ::2]):
-        stochastic_rounding.require_exact(part, "t", 1, kind)
+        bfloat16.require_exact(part, "t", 1, kind)
     with pytest.raises(ValueError, match="8 bits"):
-        stochastic_rounding.require_exact(np.array([[1.0, -0.0]], np.float32), "t", 1, kind)
+        bfloat16.require_exact(np.array([[1.0, -0.0]], np.float32), "t", 1, kind)
 
 
 @pytest.mark.parametrize("dim", [2, 3, 80])

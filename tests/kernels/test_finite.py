@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hostdev.kernels.finite import largest
+from hostdev.kernels.norm import largest
 from hostdev.kernels.pool import set_host_threads
 from tests import naive
 

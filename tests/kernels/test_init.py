@@ -7,9 +7,8 @@ from hostdev.core.initializers import Constant, Normal, initial_array
 from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.host.table import HostTable
 from hostdev.kernels.counter import key64, mix64, permutation, uniform
-from hostdev.kernels.init import fill_normal
+from hostdev.kernels.init import fill_normal, fill_uniform
 from hostdev.kernels.pool import set_host_threads
-from hostdev.kernels.uniform import fill_uniform
 from tests import naive
 
 NO_SLOTS = np.empty(0, np.float32)

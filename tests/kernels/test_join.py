@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.kernels.join import join
+from hostdev.kernels.claims import join
 
 
 @settings(deadline=None, max_examples=200)

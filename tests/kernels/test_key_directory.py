@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.kernels.arena import Arena, as_entries
 from hostdev.kernels.counter import mix64
-from hostdev.kernels.key_directory import _SIZE, EMPTY, FULL, GROWTH, PARTS, KeyDirectory, parts_of
+from hostdev.kernels.key_directory import _SIZE, EMPTY, FULL, GROWTH, PARTS, Arena, KeyDirectory, as_entries, parts_of
 from hostdev.kernels.pool import host_threads, set_host_threads
 from tests.naive import unmix64
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hostdev import HostTable, LazyAdam
-from hostdev.kernels import numa
-from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels import arrays
+from hostdev.kernels.arrays import aligned_empty
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's calls")
 LARGE = (1 << 23,)  # float32: 32 MiB
@@ -24,9 +24,9 @@ def lists(numbers):
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Make a machine: the CPUs of each node by its number, and which nodes have memory."""
-    monkeypatch.setattr(numa, "_NODES", tmp_path)
-    monkeypatch.setattr(numa, "_layout", "")
-    monkeypatch.setattr(numa.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(arrays, "_NODES", tmp_path)
+    monkeypatch.setattr(arrays, "_layout", "")
+    monkeypatch.setattr(arrays.platform, "machine", lambda: "x86_64")
 
     def make(cpus, memory):
         (tmp_path / "has_memory").write_text(lists(memory))
@@ -58,7 +58,7 @@ def calls(monkeypatch):
             noted.append((begin, size, held))
         return noted.errors.get(number, 0)
 
-    monkeypatch.setattr(numa, "_call", call)
+    monkeypatch.setattr(arrays, "_call", call)
     return noted
 
 
@@ -69,13 +69,13 @@ def mine():
 def test_the_pages_of_a_large_array_go_over_all_nodes(machine, calls):
     machine({0: mine(), 1: "7000-7003," + lists(mine()), 70: mine()}, [0, 1, 70])
     array = aligned_empty(LARGE)[100:-100]
-    assert numa.interleave(array) is array
+    assert arrays.interleave(array) is array
     ((begin, size, held),) = calls
     assert held == {0, 1, 70}
     assert begin % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
     assert 0 <= begin - array.ctypes.data < mmap.PAGESIZE  # no other memory's pages
     assert 0 <= array.ctypes.data + array.nbytes - begin - size < mmap.PAGESIZE
-    assert numa.in_words() == "interleaved over 3 nodes"
+    assert arrays.in_words() == "interleaved over 3 nodes"
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_the_pages_of_a_large_array_go_over_all_nodes(machine, calls):
 )
 def test_nothing_is_done_where_there_is_no_choice(machine, calls, cpus, memory):
     machine({node: mine() if some == "all" else some for node, some in cpus.items()}, memory)
-    numa.interleave(np.empty(LARGE, np.float32))
+    arrays.interleave(np.empty(LARGE, np.float32))
     assert not calls
-    assert numa.in_words() == ""
+    assert arrays.in_words() == ""
 
 
 def test_small_arrays_lie_where_they_are_written(machine, calls):
     machine({0: mine(), 1: mine()}, [0, 1])
-    numa.interleave(np.empty(1000))
+    arrays.interleave(np.empty(1000))
     assert not calls
 
 
@@ -113,22 +113,22 @@ def test_small_arrays_lie_where_they_are_written(machine, calls):
 def test_a_refusal_is_said_and_the_array_is_as_good(machine, calls, errors, policy, why):
     machine({0: mine(), 1: mine()}, [0, 1])
     calls.errors, calls.policy = errors, policy
-    numa.interleave(np.empty(LARGE, np.float32))
+    arrays.interleave(np.empty(LARGE, np.float32))
     assert len(calls) == (237 in errors)
-    assert numa.in_words() == f"not interleaved over 2 nodes: {why}"
+    assert arrays.in_words() == f"not interleaved over 2 nodes: {why}"
 
 
 def test_the_kernel_takes_the_call():
     """Bind to this machine's first node; a wrong argument is EINVAL or EFAULT."""
     array = aligned_empty((1 << 16,))
-    why = numa.bind(array, numa.nodes()[:1] or [0])
+    why = arrays.bind(array, arrays.nodes()[:1] or [0])
     refusals = [os.strerror(errno.EPERM), os.strerror(errno.ENOSYS), "this process already has a memory policy"]
     assert why in ["", *refusals]
     array[:] = 1
     if not why:
         mode = ctypes.c_int()
         middle = array.ctypes.data + array.nbytes // 2
-        assert numa._call(numa._NUMBERS[numa.platform.machine()][1], ctypes.byref(mode), None, 0, middle, 2) == 0
+        assert arrays._call(arrays._NUMBERS[arrays.platform.machine()][1], ctypes.byref(mode), None, 0, middle, 2) == 0
         assert mode.value == 3
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hostdev.kernels.pieces import get_addresses, length_tasks, list_tasks, places_of, take_tasks
+from hostdev.kernels.columns import get_addresses, length_tasks, list_tasks, places_of, take_tasks
 from hostdev.kernels.pool import run_tasks, set_host_threads
 from tests import naive
 

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.core.rounding import rounding_key
+from hostdev.core.table_dtypes import rounding_key
 from hostdev.device.ops import torch_operations
-from hostdev.kernels import stochastic_rounding
-from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32
+from hostdev.kernels import bfloat16
+from hostdev.kernels.bfloat16 import BFLOAT16, FLOAT32
 from hostdev.kernels.pool import set_host_threads
 from tests import naive
 from tests.combinations import pairs_first
@@ -28,7 +28,7 @@ def rounded(values, row_ids, key, at=None, plane=0, kind=BFLOAT16):
     block = np.full((max(at, default=0) + 2, 3, values.shape[1]), np.float32(1.2345678))
     block[at, plane] = values
     before = block.copy()
-    stochastic_rounding.round_rows(block, at, row_ids, key, (FLOAT32,) * plane + (kind,))
+    bfloat16.round_rows(block, at, row_ids, key, (FLOAT32,) * plane + (kind,))
     found = block[at, plane].copy()
     block[at, plane] = values
     assert block.tobytes() == before.tobytes()
@@ -63,7 +63,7 @@ def test_the_twins_bits(dim, dtype, threads):
         ):
             assert found.tobytes() == expected.tobytes()
         out = np.empty((n, dim), np.uint16)
-        stochastic_rounding.round_into(values[:, None], out, key, ids=row_ids.astype(np.int64))
+        bfloat16.round_into(values[:, None], out, key, ids=row_ids.astype(np.int64))
         np.testing.assert_array_equal(out.astype(np.uint32) << 16, expected.view(np.uint32))
 
 
@@ -78,11 +78,11 @@ def test_each_plane_has_draws_of_its_own(dim):
             expected[:, plane] = naive.round_to_bfloat16(block[:, plane], ids, 77, plane)
         by_host, on_device = block.copy(), torch.from_numpy(block.copy())
         formats = (FLOAT32,) * first + (BFLOAT16,) * (stop - first)
-        stochastic_rounding.round_rows(by_host, np.arange(300), ids, 77, formats)
+        bfloat16.round_rows(by_host, np.arange(300), ids, 77, formats)
         torch_operations.round_rows(on_device, None, torch.from_numpy(ids), 77, formats)
         assert by_host.tobytes() == on_device.numpy().tobytes() == expected.tobytes()
     halves = np.full((300, 3, dim), np.float32(1 + 2**-8))  # half of the way to the next bfloat16 number
-    stochastic_rounding.round_rows(halves, np.arange(300), ids, 77, (BFLOAT16,) * 3)
+    bfloat16.round_rows(halves, np.arange(300), ids, 77, (BFLOAT16,) * 3)
     ups = (halves > 1) * 2.0 - 1
     for a, b in [(0, 1), (0, 2), (1, 2)]:
         assert abs(np.mean(ups[:, a] * ups[:, b])) < 5 / np.sqrt(300 * dim)
@@ -141,9 +141,9 @@ def test_neighbouring_numbers_are_not_alike():
 def test_what_bfloat16_cannot_represent_is_refused():
     values = np.ones((3, 4), np.float32)
     for part in (values, values[:0], values[:, ::2]):
-        stochastic_rounding.require_exact(part, "t", 0, BFLOAT16)
+        bfloat16.require_exact(part, "t", 0, BFLOAT16)
     values[2, 3] = np.float32(1.2345678)
     for plane, what in [(0, "weights"), (2, "slots")]:
         with pytest.raises(ValueError, match=rf"table 't' stores {what}.* bfloat16.*bfloat16\(\)\.float\(\)"):
-            stochastic_rounding.require_exact(values, "t", plane, BFLOAT16)
-        stochastic_rounding.require_exact(values, "t", plane, FLOAT32)
+            bfloat16.require_exact(values, "t", plane, BFLOAT16)
+        bfloat16.require_exact(values, "t", plane, FLOAT32)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import finding
+from hostdev.checkpoint import remote
 from hostdev.checkpoint.layers import Layers
 from hostdev.core.errors import UserError
 from hostdev.ext.neighbours import METRICS, rows
@@ -18,7 +18,7 @@ def saved(path, weights):
     table = hostdev.HostTable(*weights.shape, hostdev.SGD(lr=0.0), name="t")
     table.write_rows(np.arange(len(weights)), weights[:, None], np.empty((len(weights), 0), np.float32))
     hostdev.Runtime({"x": table}, depth=0).save(path)
-    return rows.NamedRows(Layers(finding.newest(path).chain), "t", None, None)
+    return rows.NamedRows(Layers(remote.newest(path).chain), "t", None, None)
 
 
 def naive(weights, query, metric):

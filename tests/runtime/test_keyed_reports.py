@@ -10,13 +10,12 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import manager
-from hostdev.core.admission import Probability
+from hostdev.core.key_rules import Probability
 from hostdev.errors import UserError
-from hostdev.host import key_checkpoints, key_table
-from hostdev.host.key_eviction import EvictionReports
+from hostdev.host import key_steps, key_table
+from hostdev.host.committed_keys import KeySnapshot
 from hostdev.host.key_index import KeyIndex
-from hostdev.host.key_plan import PlannedKeys
-from hostdev.host.key_snapshot import KeySnapshot
+from hostdev.host.key_plan import EvictionReports, PlannedKeys
 from hostdev.host.snapshot import Snapshot
 from hostdev.host.table import KeyTable
 from hostdev.kernels.pool import run_tasks
@@ -114,7 +113,7 @@ def check_deletions_reach_readers(folder):
 
 
 def lose_the_deletions(patch):
-    patch.setattr(key_checkpoints, "gone_since", lambda keys: np.zeros(0, np.int64))
+    patch.setattr(key_steps, "gone_since", lambda keys: np.zeros(0, np.int64))
 
 
 def check_capacity_may_grow(folder):
@@ -129,13 +128,13 @@ def check_capacity_may_grow(folder):
 
 
 def keep_the_first_capacity(patch):
-    restore = key_checkpoints.CheckpointedKeys.restore_keys
+    restore = key_steps.CheckpointedKeys.restore_keys
 
     def wrong(self, *given):
         restore(self, *given)
         self.index.capacity = 300
 
-    patch.setattr(key_checkpoints.CheckpointedKeys, "restore_keys", wrong)
+    patch.setattr(key_steps.CheckpointedKeys, "restore_keys", wrong)
 
 
 def check_eviction_waits_for_updates(folder):

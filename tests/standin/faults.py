@@ -36,7 +36,6 @@ SCHEDULES = ("lazy", "ranks", "delayed")
 RANKS = "tests/distributed/test_devices.py"  # "ranks": several processes, each with a device and a schedule of its own
 # They wait in order to measure, and no value depends on it.
 MEASURING = (
-    "hostdev/device/bus.py",
     "hostdev/device/clock.py",
     "hostdev/ext/parallel/costs.py",
     "hostdev/train/room.py",

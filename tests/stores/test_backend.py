@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from hostdev.core import patience, registry
+from hostdev.core import registry, stores
 from hostdev.core.addresses import result_path
 from hostdev.core.errors import StoreError, UserError
-from hostdev.core.kept_files import KeptFiles
 from hostdev.core.stores import About, Store
-from hostdev.core.sync import sending
+from hostdev.core.sync import KeptFiles, sending
 from hostdev.ext.testing import check_store
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +65,7 @@ def shelf(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text("[hostdev.store]\nshelf = shelf_store:Shelf\n")
-    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(stores, "_PAUSES", (0.001, 0.01))
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
     registry.clear()
     import shelf_store

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hostdev.core import patience, stores
+from hostdev.core import stores
 from hostdev.core.addresses import source_path
 from hostdev.core.errors import StoreError, UserError
 from hostdev.data.preprocess import places
@@ -22,7 +22,7 @@ SIZE = 20_000
 def small(monkeypatch, tmp_path):
     monkeypatch.setattr(places, "_FIRST", 16)
     monkeypatch.setattr(places, "_MOST", 1024)
-    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(stores, "_PAUSES", (0.001, 0.01))
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
 
 

@@ -7,7 +7,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from hostdev.core import patience, stores
+from hostdev.core import stores
 from hostdev.core.addresses import source_path
 from hostdev.core.errors import StoreError
 from hostdev.ext.streams.folder import open_folder
@@ -22,7 +22,7 @@ NAMES += [".tmp/_SUCCESS", ".tmp/t.csv", "day1/deep/_SUCCESS"]
 @pytest.fixture
 def here(monkeypatch, tmp_path):
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
-    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(stores, "_PAUSES", (0.001, 0.01))
 
 
 @pytest.mark.parametrize("mark", [None, "_SUCCESS"])

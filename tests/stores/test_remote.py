@@ -7,7 +7,7 @@ import threading
 import fsspec
 import pytest
 
-from hostdev.core import patience
+from hostdev.core import stores
 from hostdev.core.addresses import data_path
 from hostdev.core.errors import StoreError, UserError
 from hostdev.data import manifest
@@ -24,7 +24,7 @@ ADDRESS = "memory://sets/one"
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
-    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(stores, "_PAUSES", (0.001, 0.01))
     publish(tmp_path, 2)
     yield data_path(ADDRESS)
     fsspec.filesystem("memory").rm("/sets", recursive=True)

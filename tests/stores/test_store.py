@@ -10,11 +10,11 @@ from hashlib import md5, sha256
 import fsspec
 import pytest
 
-from hostdev.core import kept_files, patience, stores
+from hostdev.core import stores, sync
 from hostdev.core.addresses import address_of, data_path, is_remote, without_secrets
 from hostdev.core.errors import ChangedError, StoppedError, StoreError, UserError
-from hostdev.core.kept_files import KeptFiles
 from hostdev.core.stores import Store
+from hostdev.core.sync import KeptFiles
 
 SIZES = [0, 1, 7, 8, 9, 100]
 
@@ -23,7 +23,7 @@ SIZES = [0, 1, 7, 8, 9, 100]
 def quick(monkeypatch, tmp_path):
     """Small pieces, short pauses, and a folder of the test's own."""
     monkeypatch.setattr(stores, "_PIECE", 8)
-    monkeypatch.setattr(patience, "_PAUSES", (0.001, 0.01))
+    monkeypatch.setattr(stores, "_PAUSES", (0.001, 0.01))
     monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / "copies"))
 
 
@@ -187,7 +187,7 @@ def test_patience_ends(files, tmp_path, monkeypatch):
 
 
 def test_waiting_ends_when_nobody_needs_the_file(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(patience, "_PAUSES", (60.0, 60.0))
+    monkeypatch.setattr(stores, "_PAUSES", (60.0, 60.0))
     opened, stop, expected = Store("memory://set"), threading.Event(), sums(files)["9"]
     threading.Timer(0.1, stop.set).start()
     with failing(opened, itertools.repeat(ConnectionError("away"))), pytest.raises(StoppedError):
@@ -272,7 +272,7 @@ def test_the_copy_of_another_user_is_used(files, monkeypatch):
 
     kept, expected = KeptFiles(), sums(files)["9"]
     kept.get(Store("memory://set"), "9", expected)
-    monkeypatch.setattr(kept_files.os, "utime", refuse)
+    monkeypatch.setattr(sync.os, "utime", refuse)
     monkeypatch.delattr(Store, "fetch")
     assert kept.get(Store("memory://set"), "9", expected).is_file()
 
@@ -335,5 +335,5 @@ def test_kinds_of_stores_that_are_not_there():
 
 
 def test_the_limit_is_a_share_of_the_disk(monkeypatch):
-    monkeypatch.setattr(kept_files.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1_000})())
+    monkeypatch.setattr(sync.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1_000})())
     assert KeptFiles().limit == 250

@@ -20,8 +20,7 @@ from hostdev.data.preprocess.pieces import PieceFile
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.vocabulary import MOST_OF_A_BAG, HashBuckets
 from hostdev.data.schema import Schema, Space
-from hostdev.kernels.dictionary import BYTES_A_VALUE
-from hostdev.kernels.strings import BYTES_A_TEXT
+from hostdev.kernels.strings import BYTES_A_TEXT, BYTES_A_VALUE
 
 RANGE_SHARE = 0.25  # of a worker's memory for a thread, for the values of a range
 _PLACE_BYTES = 48  # of a value's first occurrence and uses, while a range's file is written

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError
+from hostdev.core.machine import available_cpus
 from hostdev.core.memory import available_bytes
 from hostdev.data.preprocess.encoding import WrongRowError
 from hostdev.data.preprocess.files import Chunk, TableFile, UnparsedRows

@@ -113,7 +113,7 @@ class QueryRows(RecordBatches):
         files = [] if stamp is None else [{"file": name, "bytes": size} for name, size, _ in stamp[2]]
         return {"query": self._given, "engine": f"DuckDB {duckdb.__version__}", "files": files, **self._raw}
 
-    def fingerprint(self) -> list[Any] | None:
+    def fingerprint(self) -> list[Any] | None:  # Any: JSON
         """Return the query, DuckDB's version, and each file's path, size and time; None if the files are unknown."""
         found: list[list[Any]] = []
         for pattern in self._patterns or ():

@@ -16,20 +16,19 @@ from hostdev.device.ops.catch_up import Clocks, bring, square_root
 from hostdev.device.ops.uses import Expansion, FeatureUses, concatenate, expand, get_bag_sizes, get_bags
 from hostdev.kernels import eight_bits
 from hostdev.kernels.adagrad import LANES
-from hostdev.kernels.clock import Clock
-from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, UNSIGNED_8
-from hostdev.kernels.stochastic_rounding import WEYL
+from hostdev.kernels.bfloat16 import BFLOAT16, FLOAT32, UNSIGNED_8, WEYL
+from hostdev.kernels.catch_up import Clock
 
 _LOW32 = 0xFFFFFFFF
 
 
 def lookup(block: Tensor, ids: Tensor) -> Tensor:
-    """See `Ops`."""
+    """See `host_kernels`."""
     return block[:, 0].index_select(0, ids)
 
 
 def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
-    """See `Ops`."""
+    """See `host_kernels`."""
     if len(hit_slots) and not len(admitted) + len(passed):
         return lookup(block, hit_slots)
     parts = [lookup(block, hit_slots)] if len(hit_slots) else []
@@ -37,7 +36,7 @@ def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor)
 
 
 def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """See `Ops`."""
+    """See `host_kernels`."""
     uses = rows.index_select(0, inverse)
     return (uses if weights is None else uses * weights.unsqueeze(1)).to(dtype)
 
@@ -45,7 +44,7 @@ def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.d
 def pool(
     rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool, dtype: torch.dtype
 ) -> Tensor:
-    """See `Ops`; `sum_uses` describes the order of additions on CUDA."""
+    """See `host_kernels`; `sum_uses` describes the order of additions on CUDA."""
     terms = gather(rows, inverse, weights, torch.float32)
     sums = _sum(terms, get_bags(offsets, len(inverse)).long(), len(offsets) - 1)
     if mean:
@@ -54,12 +53,12 @@ def pool(
 
 
 def expand_many(features: Sequence[Expansion]) -> list[Tensor]:
-    """See `Ops`."""
+    """See `host_kernels`."""
     return [expand(one, gather, pool) for one in features]
 
 
 def stack(features: Sequence[Expansion]) -> Tensor:
-    """See `Ops`."""
+    """See `host_kernels`."""
     return torch.stack(expand_many(features), 1)
 
 
@@ -72,7 +71,7 @@ class Uses(NamedTuple):
 
 
 def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Uses:
-    """See `Ops`."""
+    """See `host_kernels`."""
     parts = []
     for inverse, offsets, weights, mean, _ in features:
         sizes = get_bag_sizes(offsets) if mean and offsets is not None else None
@@ -82,7 +81,7 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
 
 
 def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
-    """See `Ops`.
+    """See `host_kernels`.
 
     On CUDA the order of the additions is fixed, without atomics. It is the order of occurrence, except that torch
     chooses another order for rows with 32 or more occurrences if D = 1. Host and device tables get the same sums,
@@ -100,7 +99,7 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
 
 
 def sum_many(calls: Sequence[tuple[Sequence[Tensor], Uses]]) -> list[Tensor]:
-    """See `Ops`."""
+    """See `host_kernels`."""
     return [sum_uses(*call) for call in calls]
 
 
@@ -125,7 +124,7 @@ def update(
     clock: Clock | None = None,
     clocks: Clocks | None = None,
 ) -> None:
-    """See `Ops`."""
+    """See `host_kernels`."""
     H, A = len(ids), 0 if admitted is None else len(admitted)
     if not H + A:
         return
@@ -134,7 +133,7 @@ def update(
     if clock is not None:
         bring(new[0], new[1], clock, clocks or Clocks())
         new[1][:, -1] = float(clock.now + 1)
-    _TWINS[primitive](new[0], new[1], grads[: H + A], *scalars)
+    _TWINS[primitive](new[0], new[1], grads[: H + A], *map(float, scalars))
     if skip is not None:
         new = [torch.where(skip.bool(), before, after) for before, after in zip(old, new, strict=True)]
     for held, values, at in ((block, new[0], admitted), (row_slots, new[1], admitted_row_slots)):
@@ -155,59 +154,49 @@ def _join_rows(held: Tensor, ids: Tensor, admitted: Tensor | None) -> Tensor:
     return torch.cat([held.index_select(0, ids), admitted]) if len(ids) else admitted.clone()
 
 
-def _lazy_adam(
-    rows: Tensor,
-    per_row: Tensor,
-    g: Tensor,
-    lr_t: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    eps: Any,
-    nesterov: bool,
-) -> None:
+def _lazy_adam(rows: Tensor, per_row: Tensor, g: Tensor, *scalars: float) -> None:
+    lr_t, beta1, rest1, beta2, rest2, eps, nesterov = scalars
     w, m, v = rows.unbind(1)
-    g1 = g * float(rest1)
-    m.mul_(float(beta1)).add_(g1)
-    v.mul_(float(beta2)).add_((g * g).mul_(float(rest2)))
-    numerator = (m * float(beta1)).add_(g1) if nesterov else m
-    w.sub_((numerator * float(lr_t)).div_(square_root(v).add_(float(eps))))
+    g1 = g * rest1
+    m.mul_(beta1).add_(g1)
+    v.mul_(beta2).add_((g * g).mul_(rest2))
+    numerator = (m * beta1).add_(g1) if nesterov else m
+    w.sub_((numerator * lr_t).div_(square_root(v).add_(eps)))
 
 
-def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: Any, exponent: float) -> None:
+def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: float, l1: float, two_l2: float, exponent: float) -> None:
     w, n, z = rows.unbind(1)
-    lr_tensor = torch.full((), float(lr), dtype=torch.float32, device=rows.device)
+    lr_tensor = torch.full((), lr, dtype=torch.float32, device=rows.device)
     n1 = (g * g).add_(n)
     root, old_root = _power(n1, exponent), _power(n, exponent)
     sigma = (root - old_root).div_(lr_tensor)
     z.add_(g - sigma.mul_(w))
     n.copy_(n1)
-    l1_tensor = torch.full((), float(l1), dtype=torch.float32, device=rows.device)
+    l1_tensor = torch.full((), l1, dtype=torch.float32, device=rows.device)
     sign_l1 = torch.where(z > 0, l1_tensor, -l1_tensor)
-    new_w = (sign_l1 - z).div_((root / lr_tensor).add_(float(two_l2)))
-    w.copy_(new_w.masked_fill_(z.abs() <= float(l1), 0.0))  # NaN stays NaN
+    new_w = (sign_l1 - z).div_((root / lr_tensor).add_(two_l2))
+    w.copy_(new_w.masked_fill_(z.abs() <= l1, 0.0))  # NaN stays NaN
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
     return square_root(x) if exponent == 0.5 else x.double().pow(exponent).float()
 
 
-def _sgd(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any) -> None:
-    rows[:, 0].sub_(g * float(lr))
+def _sgd(rows: Tensor, per_row: Tensor, g: Tensor, lr: float) -> None:
+    rows[:, 0].sub_(g * lr)
 
 
-def _momentum(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, decay: Any, nesterov: bool) -> None:
+def _momentum(rows: Tensor, per_row: Tensor, g: Tensor, lr: float, decay: float, nesterov: float) -> None:
     w, b = rows.unbind(1)
-    b.mul_(float(decay)).add_(g)
-    step = (b * float(decay)).add_(g) if nesterov else b
-    w.sub_(step * float(lr))
+    b.mul_(decay).add_(g)
+    step = (b * decay).add_(g) if nesterov else b
+    w.sub_(step * lr)
 
 
-def _adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any) -> None:
+def _adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: float, eps: float) -> None:
     w, accum = rows.unbind(1)
     accum.add_(g * g)
-    w.sub_((g * float(lr)).div_(square_root(accum).add_(float(eps))))
+    w.sub_((g * lr).div_(square_root(accum).add_(eps)))
 
 
 def _mean_square(g: Tensor, columns: Any) -> Tensor:
@@ -224,35 +213,25 @@ def _mean_square(g: Tensor, columns: Any) -> Tensor:
 
 
 def clip_rows(grads: Tensor, limit: Any) -> Tensor:
-    """See `Ops`."""
+    """See `host_kernels`."""
     mean, most = _mean_square(grads, grads.shape[1]), torch.full((), float(limit), device=grads.device)
     factor = torch.where(mean > most, square_root(most / mean), torch.ones_like(most))
     return grads * factor.unsqueeze(1)
 
 
-def _row_wise_adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any, columns: Any) -> None:
+def _row_wise_adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: float, eps: float, columns: float) -> None:
     accum = per_row[:, 0]
     accum.add_(_mean_square(g, columns))
-    rows[:, 0].sub_((g * float(lr)) / (square_root(accum) + float(eps)).unsqueeze(1))
+    rows[:, 0].sub_((g * lr) / (square_root(accum) + eps).unsqueeze(1))
 
 
-def _row_wise_adam(
-    rows: Tensor,
-    per_row: Tensor,
-    g: Tensor,
-    lr_t: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    eps: Any,
-    columns: Any,
-) -> None:
+def _row_wise_adam(rows: Tensor, per_row: Tensor, g: Tensor, *scalars: float) -> None:
+    lr_t, beta1, rest1, beta2, rest2, eps, columns = scalars
     w, m = rows.unbind(1)
     v = per_row[:, 0]
-    v.mul_(float(beta2)).add_(_mean_square(g, columns).mul_(float(rest2)))
-    m.mul_(float(beta1)).add_(g * float(rest1))
-    w.sub_((m * float(lr_t)) / (square_root(v) + float(eps)).unsqueeze(1))
+    v.mul_(beta2).add_(_mean_square(g, columns).mul_(rest2))
+    m.mul_(beta1).add_(g * rest1)
+    w.sub_((m * lr_t) / (square_root(v) + eps).unsqueeze(1))
 
 
 _TWINS: dict[str, Callable[..., None]] = {
@@ -268,7 +247,7 @@ _TWINS: dict[str, Callable[..., None]] = {
 
 
 def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, formats: tuple[int, ...]) -> None:
-    """See `Ops`."""
+    """See `host_kernels`."""
     if not len(row_ids):
         return
     held = block[: len(row_ids)] if ids is None else block.index_select(0, ids)
@@ -315,7 +294,7 @@ def _round_to_eight_bits(values: Tensor, random: Tensor, unsigned: int) -> Tenso
 
 
 def _random_bits(row_ids: Tensor, dim: int, key: int, plane: int) -> Tensor:
-    """Return 16 random bits for each row and column of a plane, int64 [U, D], as `kernels.stochastic_rounding` does.
+    """Return 16 random bits for each row and column of a plane, int64 [U, D], as `kernels.bfloat16` does.
 
     int64 represents unsigned 64-bit numbers: sums and products wrap, and right shifts are masked.
     """
@@ -344,7 +323,7 @@ def _shifted(x: Tensor, by: int) -> Tensor:
 def exchange(
     block: Tensor, row_slots: Tensor, slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops`."""
+    """See `host_kernels`."""
     out = []
     for held, values in ((block, admitted), (row_slots, admitted_row_slots)):
         if leaving and held.shape[1]:
@@ -357,5 +336,5 @@ def exchange(
 
 
 def place(rows: Tensor, positions: Tensor, values: Tensor) -> None:
-    """See `Ops`."""
+    """See `host_kernels`."""
     rows.index_copy_(0, positions.long(), values)

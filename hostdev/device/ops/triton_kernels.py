@@ -10,7 +10,7 @@ from hostdev.device.ops import torch_operations
 from hostdev.device.ops.catch_up import Clocks
 from hostdev.device.ops.uses import Expansion, FeatureUses, concatenate, expand, get_bag_sizes, get_bags
 from hostdev.device.triton import ops as fused
-from hostdev.kernels.clock import Clock
+from hostdev.kernels.catch_up import Clock
 
 lookup = fused.lookup
 assemble = fused.assemble
@@ -21,12 +21,12 @@ round_rows = torch_operations.round_rows
 
 
 def expand_many(features: Sequence[Expansion]) -> list[Tensor]:
-    """See `Ops`."""
+    """See `host_kernels`."""
     return [expand(one, gather, pool) for one in features]
 
 
 def stack(features: Sequence[Expansion]) -> Tensor:
-    """See `Ops`."""
+    """See `host_kernels`."""
     return torch.stack(expand_many(features), 1)
 
 
@@ -40,7 +40,7 @@ class Uses(NamedTuple):
 
 
 def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Uses:
-    """See `Ops`."""
+    """See `host_kernels`."""
     pooled = any(feature.offsets is not None for feature in features)
     weighted = any(feature.weights is not None for feature in features)
     sources, weights, begin = [], [], 0
@@ -64,7 +64,7 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
 
 
 def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
-    """See `Ops`; rows with more than 64 occurrences are summed in segments (`hostdev.device.triton.ops.sum_uses`)."""
+    """See `host_kernels`; rows with more than 64 occurrences are summed in segments (see `triton.ops.sum_uses`)."""
     grads = [grad if n is None else grad.float() / n for grad, n in zip(grads, uses.sizes, strict=True)]
     if len({grad.dtype for grad in grads}) > 1:
         grads = [grad.float() for grad in grads]
@@ -72,7 +72,7 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
 
 
 def sum_many(calls: Sequence[tuple[Sequence[Tensor], Uses]]) -> list[Tensor]:
-    """See `Ops`."""
+    """See `host_kernels`."""
     return [sum_uses(*call) for call in calls]
 
 
@@ -89,7 +89,7 @@ def update(
     clock: Clock | None = None,
     clocks: Clocks | None = None,
 ) -> None:
-    """See `Ops`."""
+    """See `host_kernels`."""
     given = primitive, block, row_slots, ids, grads, scalars, skip, admitted, admitted_row_slots
     if clock is None and fused.supports(primitive, scalars):
         fused.update(*given)
@@ -100,14 +100,14 @@ def update(
 def exchange(
     block: Tensor, row_slots: Tensor, slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops`; evicted rows overwrite admitted rows."""
+    """See `host_kernels`; evicted rows overwrite admitted rows."""
     fused.exchange(block, row_slots, slots, leaving, admitted, admitted_row_slots)
     stay = len(slots) - leaving
     return admitted[stay:], admitted_row_slots[stay:]
 
 
 def place(rows: Tensor, positions: Tensor, values: Tensor) -> None:
-    """See `Ops`."""
+    """See `host_kernels`."""
     none = torch.empty((len(rows), 0), dtype=torch.float32, device=rows.device)
     block, new = (part.view(len(part), 1, -1) for part in (rows, values))
     fused.exchange(block, none, positions, 0, new, none[: len(values)])

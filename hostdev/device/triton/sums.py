@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hostdev.device.triton.launch import launch, shape, tile, tiles
 from hostdev.device.triton.ops import SEGMENT
-from hostdev.device.triton.rows import to_bfloat16
+from hostdev.device.triton.rows import launch, shape, tile, tiles, to_bfloat16
 
 _ELEMENTS = 256  # per tile: fewer than for copies, since a tile waits for its row with the most occurrences
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hostdev.device.triton.launch import launch, shape, tile, tiles
+from hostdev.device.triton.rows import launch, shape, tile, tiles
 from hostdev.kernels.adagrad import LANES as ROW_WISE_LANES
 
 _SCALARS = 6  # maximum number of scalars over the optimizers, apart from a flag

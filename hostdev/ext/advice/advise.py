@@ -30,7 +30,7 @@ from hostdev.data.preprocess.stored import add_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.device.bus import Bus, measure
+from hostdev.device.clock import Bus, measure
 from hostdev.distributed.rank_environment import find_rank_environment
 from hostdev.distributed.session import join
 from hostdev.distributed.start import start_processes, wait_for

@@ -19,7 +19,7 @@ from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.backend import describe, is_accelerator
-from hostdev.device.bus import measure
+from hostdev.device.clock import measure
 from hostdev.distributed.world import World
 from hostdev.ext.advice.curves import (
     CachePoint,

@@ -25,7 +25,7 @@ from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
-from hostdev.device.bus import Bus
+from hostdev.device.clock import Bus
 from hostdev.host.table import HostTable
 from hostdev.kernels.arrays import Array
 from hostdev.kernels.pool import Task, run_tasks

@@ -16,10 +16,9 @@ from hostdev.core.memory import format_bytes
 from hostdev.core.progress import bar
 from hostdev.data.shards import ShardReader
 from hostdev.ext.advice.curves import TableGroup, measure_groups
-from hostdev.host.disk.folder import TableFolder
+from hostdev.host.disk.frame_pool import FRAME_BYTES, MemorySize, count_kept, count_most
 from hostdev.host.disk.readers import Planes
-from hostdev.host.disk.segments import SEGMENT_BYTES
-from hostdev.host.disk.sizes import FRAME_BYTES, MemorySize, count_kept, count_most
+from hostdev.host.disk.segments import SEGMENT_BYTES, TableFolder
 from hostdev.host.disk.store import SegmentStore
 from hostdev.kernels.disk_records import Format
 from hostdev.kernels.unique import count_occurrences, unique
@@ -102,7 +101,7 @@ def measure_disk(folder: Path) -> DiskRates:
             read.wait()
             store.require_read(read)
             done += len(some)
-        return DiskRates(done / (time.perf_counter() - begin), written, store.direct)
+        return DiskRates(done / (time.perf_counter() - begin), written, store.segments.direct)
     finally:
         store.close()
         own.remove()

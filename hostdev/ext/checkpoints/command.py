@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from hostdev.checkpoint import finding, folder
+from hostdev.checkpoint import folder, remote
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import damaged, find_newest_valid, verify
 from hostdev.checkpoint.manifest import FILE_NAME, VERSION, BrokenCheckpointError
@@ -21,7 +21,7 @@ from hostdev.ext.checkpoints import compact, deliver, diff
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    found = list(reversed(finding.candidates(arguments.path, everything=True)))
+    found = list(reversed(remote.candidates(arguments.path, everything=True)))
     print(f"{'checkpoint':<24}{'step':>10}  {'holds':<36}{'bytes':>10}  created")
     code = 0
     chain: folder.Chain | None = None
@@ -65,7 +65,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    found = list(reversed(finding.candidates(arguments.path, everything=True)))
+    found = list(reversed(remote.candidates(arguments.path, everything=True)))
     chains: dict[Path, folder.Chain] = {}
     wrong: dict[Path, str] = {}
     for path in found:
@@ -128,7 +128,7 @@ def _digests(chain: folder.Chain) -> list[str]:
 
 def _newest(path: Path, prog: str) -> folder.Chain:
     """Return the newest valid checkpoint, with its parents; report newer, damaged checkpoints on standard error."""
-    found = finding.newest(path)
+    found = remote.newest(path)
     for line in found.notes():
         note(f"{prog}: {line}")
     return found.chain

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hostdev.checkpoint import folder, manifest
-from hostdev.checkpoint.files import check_entry, check_segment
-from hostdev.checkpoint.folder import Chain, Checkpoint
+from hostdev.checkpoint.folder import Chain, Checkpoint, check_entry, check_segment
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest, SegmentEntry, SegmentState
 from hostdev.checkpoint.remote import WRITER, fetch_file, remove_stored
 from hostdev.checkpoint.uploads import Key, send_checkpoint
 from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.checksums import hash_stream
-from hostdev.core.disk import sync_folder
 from hostdev.core.errors import HostdevError, StoreError, UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.names import inside
+from hostdev.core.outputs import sync_folder
 from hostdev.core.progress import bar, note
 from hostdev.core.stores import About, Store
 from hostdev.core.workers import call_all

@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from hostdev.checkpoint.current import CurrentLayers
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.layers import CurrentLayers, Layers
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import read_values

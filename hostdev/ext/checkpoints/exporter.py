@@ -52,8 +52,8 @@ def export(exporter: Exporter, arguments: argparse.Namespace) -> int:
         BrokenCheckpointError: A file is damaged; this is raised before anything is written.
         OSError: A file cannot be written.
     """
-    from hostdev.checkpoint.finding import newest
     from hostdev.checkpoint.loading import verify
+    from hostdev.checkpoint.remote import newest
     from hostdev.core import outputs
     from hostdev.core.errors import naming
     from hostdev.core.memory import format_bytes

@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hostdev.checkpoint.current import open_table
-from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.layers import Layers, open_table
 from hostdev.core.errors import UserError
 from hostdev.data.schema import Space
 from hostdev.kernels.arrays import LongIds, Values

@@ -7,10 +7,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from hostdev.checkpoint.finding import newest
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
+from hostdev.checkpoint.remote import newest
 from hostdev.core.errors import UserError
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.encoding import Encoding

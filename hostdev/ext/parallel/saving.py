@@ -20,9 +20,9 @@ from torch import Tensor
 
 from hostdev.core import json_files
 from hostdev.core.checksums import checksum
-from hostdev.core.disk import is_text
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.names import inside
+from hostdev.core.outputs import is_text
 from hostdev.distributed.world import World
 
 MANIFEST, VERSION = "manifest.json", 1

@@ -5,13 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hostdev.checkpoint.files import check_file
-from hostdev.checkpoint.finding import newest
-from hostdev.checkpoint.folder import Chain, Found, is_checkpoint
+from hostdev.checkpoint.folder import Chain, Found, check_file, is_checkpoint
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import values_of
 from hostdev.checkpoint.manifest import BrokenCheckpointError
-from hostdev.checkpoint.remote import fetch
+from hostdev.checkpoint.remote import fetch, newest
 from hostdev.checkpoint.state import DENSE, find_file
 from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.data import manifest

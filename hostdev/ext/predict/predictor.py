@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.checkpoint.current import open_table
+from hostdev.checkpoint.layers import open_table
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch

@@ -19,8 +19,8 @@ import torch
 import uvicorn
 from starlette.types import ASGIApp
 
-from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError, in_words
+from hostdev.core.machine import available_cpus
 from hostdev.core.progress import note
 from hostdev.device import backend
 from hostdev.ext.predict.following import SECONDS, FollowingPredictor, list_checkpoints

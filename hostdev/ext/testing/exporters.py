@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hostdev.checkpoint.finding import newest
+from hostdev.checkpoint.remote import newest
 from hostdev.core.optimizers import LazyAdam
 from hostdev.ext.checkpoints.exporter import Exporter
 from hostdev.host.table import HostTable

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.admission import Admission
-from hostdev.core.eviction import Eviction, KeyUse
+from hostdev.core.key_rules import Admission, Eviction, KeyUse
 from hostdev.core.optimizers import SGD
 from hostdev.host.table import HostTable
 

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from hostdev.core import registry
 from hostdev.core.errors import UserError
-from hostdev.core.named_classes import load_class
 from hostdev.core.options import OptionError, OptionGroup, option
+from hostdev.core.registry import load_class
 from hostdev.ext.tracking.callback import METHODS
 from hostdev.ext.tracking.tracker import Tracker
 

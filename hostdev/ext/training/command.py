@@ -38,7 +38,7 @@ from hostdev.ext.training.config import CommandConfig
 from hostdev.ext.training.initial_vectors import make_model
 from hostdev.ext.training.layouts import choose_layout, get_layout, require_layout, require_shares, resolve_mesh
 from hostdev.ext.training.run_callbacks import make_run_callbacks
-from hostdev.kernels.numa import in_words
+from hostdev.kernels.arrays import in_words
 from hostdev.train import checkpointing, report
 from hostdev.train.assembly import RunParts, build
 from hostdev.train.ending import Ending

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hostdev.checkpoint.fitting import fit_tables, load_shared
 from hostdev.checkpoint.folder import Chain, read_chain
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.loading import find_newest_valid, values_of
+from hostdev.checkpoint.loading import find_newest_valid, fit_tables, load_shared, values_of
 from hostdev.checkpoint.remote import fetch
 from hostdev.checkpoint.state import find_file
 from hostdev.core.addresses import shown_place

@@ -22,9 +22,9 @@ from hostdev.distributed.dense_state import DenseState
 from hostdev.distributed.mesh import Layout
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.training.initial_vectors import make_model
-from hostdev.kernels.buffers import identity
-from hostdev.kernels.fingerprint import hash_rows
+from hostdev.kernels.arrays import identity
 from hostdev.kernels.pool import set_host_threads
+from hostdev.kernels.xxhash import hash_rows
 from hostdev.models.model import Model
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import dense_arrays

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from hostdev.core import cli
-from hostdev.core.cpus import available_cpus
 from hostdev.core.errors import UserError
+from hostdev.core.machine import available_cpus
 
 PROG = "hostdev.warm_up"
 HELP = "compile all kernels now, for example for a container image"

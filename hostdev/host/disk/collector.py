@@ -1,51 +1,28 @@
 """The thread that collects segments: it appends their live records again, and removes their files."""
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import DiskFullError, UserError, in_words
-from hostdev.host.disk.segments import Segments, get_pages, read_all
+from hostdev.host.disk.segments import get_pages, read_all
 from hostdev.kernels import disk_records, frames
-from hostdev.kernels.disk_records import GOOD, Format
+from hostdev.kernels.disk_records import GOOD
 
 _RETRIED_AFTER = 0.5  # seconds between checks for space on a full disk, which may last; not `core.patience`
 _ROWS = 1 << 20  # rows that are looked at while the lock is held
 
 
-class CollectedStore(Protocol):
-    """The members of a `SegmentStore` that the collector uses."""
-
-    format: Format
-    segments: Segments
-    where: Any
-    saved: Any
-    changed: Any
-    waiting: dict[int, int]
-    closed: bool
-
-    def room(self) -> int:
-        """See `SegmentStore`."""
-
-    def await_room(self) -> None:
-        """See `SegmentStore`."""
-
-    def append_moved(self, segment: int, numbers: Any, rows: Any, source: Any) -> None:
-        """See `SegmentStore`."""
-
-    def release(self, segment: int) -> None:
-        """See `SegmentStore`."""
-
-    def fail(self, error: UserError) -> None:
-        """See `SegmentStore`."""
-
-
 class Collector:
-    """Collects segments of which at least half is dead, and those that checkpoints must not have."""
+    """Collects segments of which at least half is dead, and those that checkpoints must not have.
 
-    def __init__(self, store: CollectedStore) -> None:
+    Args:
+        store: The `SegmentStore` of the segments.
+    """
+
+    def __init__(self, store: Any) -> None:
         self._store, self._segments = store, store.segments
 
     def run(self) -> None:

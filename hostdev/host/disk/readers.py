@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels import disk_records
-from hostdev.kernels.buffers import reserve
+from hostdev.kernels.arrays import reserve
 from hostdev.kernels.disk_records import GOOD, Format
 
 THREADS = 32  # reads in progress at once; disks reach their rate of random reads at 16 to 64

@@ -2,24 +2,29 @@
 
 A segment is written from its begin to its end, in chunks, and does not change afterwards. Checkpoints can then hold it
 by a hard link. Segments of a checkpoint that was loaded are held in the same way.
+
+The folder of a table is made for one run, is locked while it lasts, and is removed at its end.
 """
 
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
+import re
 import shutil
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import DiskFullError, UserError, in_words
+from hostdev.core.locks import is_same_file, lock_state
 from hostdev.core.memory import format_bytes
 from hostdev.host.disk.readers import Read, RecordSource
-from hostdev.kernels.buffers import reserve
+from hostdev.kernels.arrays import reserve
 from hostdev.kernels.disk_records import DAMAGED, GOOD, UNREADABLE, Format
 
 SEGMENT_BYTES = 64 << 20
@@ -106,7 +111,7 @@ class Segments:
         self._made += 1
         path, size = self.folder / f"segment-{self._made:08d}", self.format.segment_bytes
         try:
-            file = self._create(path)
+            file = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 os.posix_fallocate(file, 0, size)
             except OSError:
@@ -139,18 +144,6 @@ class Segments:
         self.ends[segment] = self.chunks
         self.source.files[segment], self.source.tags[segment] = file, self._made << 32
 
-    def _create(self, path: Path) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        if self.direct:
-            try:
-                return os.open(path, flags | _DIRECT, 0o666)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.direct = False
-                path.unlink(missing_ok=True)
-        return os.open(path, flags, 0o666)
-
     def adopt(self, file: SegmentFile) -> int:
         """Hold a segment of a checkpoint, and return its index; it counts as closed from `use_adopted` on.
 
@@ -163,7 +156,7 @@ class Segments:
         path = self.folder / f"adopted-{self._made:08d}"
         try:
             link_or_copy(file.path, path)
-            opened = self._open(path)
+            opened = self._open(path, os.O_RDONLY)
         except OSError as error:
             self._free.append(segment)
             path.unlink(missing_ok=True)
@@ -185,15 +178,18 @@ class Segments:
         at = np.flatnonzero(self.written == _ADOPTED)
         self.written[at] = self.ends[at]
 
-    def _open(self, path: Path) -> int:
+    def _open(self, path: Path, flags: int) -> int:
+        """Open a file, past the system's page cache where the file system can."""
         if self.direct:
             try:
-                return os.open(path, os.O_RDONLY | _DIRECT)
+                return os.open(path, flags | _DIRECT, 0o666)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = False
-        return os.open(path, os.O_RDONLY)
+                if flags & os.O_CREAT:
+                    path.unlink(missing_ok=True)
+        return os.open(path, flags, 0o666)
 
     def note_written(self, segment: int, words: Any) -> None:
         """Note a chunk that was written; a segment's chunks are written in order."""
@@ -318,3 +314,65 @@ def read_all(file: int, data: memoryview, offset: int) -> None:
         if not count:
             raise OSError(errno.EIO, "the file is shorter than it was")
         data, offset = data[count:], offset + count
+
+
+_LOCK = "in-use.lock"
+_PREFIX = "hostdev-table-"
+
+
+class TableFolder:
+    """A new folder in `parent` for a table's segments.
+
+    Folders that runs have left behind, which were killed, are removed; those of runs that are alive are not.
+
+    Raises:
+        UserError: The folder cannot be made or written.
+    """
+
+    def __init__(self, parent: Path, name: str) -> None:
+        self._owner = os.getpid()
+        short = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:40]
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(parent)
+            self.path, self._lock = self._make(parent, f"{_PREFIX}{short}-{self._owner}")
+        except OSError as error:
+            raise UserError(
+                f"table {name!r}: its folder in {parent} cannot be made ({in_words(error)}); give Disk another folder"
+            ) from None
+
+    @staticmethod
+    def _make(parent: Path, name: str) -> tuple[Path, IO[bytes]]:
+        for number in itertools.count():
+            path = parent / f"{name}-{number}"
+            try:
+                path.mkdir()
+                lock = (path / _LOCK).open("wb")
+            except (FileExistsError, FileNotFoundError):
+                continue
+            if lock_state(lock.fileno()) != "held" and is_same_file(path / _LOCK, lock):
+                return path, lock
+            lock.close()  # another process has taken the folder for abandoned before it was locked
+        raise AssertionError
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has made the folder; a fork of it has not."""
+        return os.getpid() == self._owner
+
+    def remove(self) -> None:
+        """Remove the folder with its files."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+        shutil.rmtree(self.path, ignore_errors=True)  # network file systems keep files that are open, under other names
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove the folders of tables whose processes have ended without removing them, if the file system has locks."""
+    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+        try:
+            with lock.open("rb+") as file:
+                if lock_state(file.fileno()) == "locked":
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:
+            continue  # it belongs to somebody else, or has just gone

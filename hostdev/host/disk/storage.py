@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,25 +13,64 @@ from hostdev.core.errors import UserError
 from hostdev.core.initializers import Initializer
 from hostdev.core.memory import available_bytes, format_bytes, require_table
 from hostdev.core.table_dtypes import TableStep
+from hostdev.host.disk.frame_pool import get_location_bytes
 from hostdev.host.disk.readers import Planes
-from hostdev.host.disk.rows import COPIED_BYTES, RowFormat
-from hostdev.host.disk.sizes import get_location_bytes
 from hostdev.host.disk.tier import Tier
 from hostdev.host.layouts import Float32, Split, make_layout
 from hostdev.host.storage import Shape, Storage
-from hostdev.kernels.buffers import identity
-from hostdev.kernels.clock import Clock
+from hostdev.kernels.arrays import AnyIds, Positions, Rows, identity
+from hostdev.kernels.catch_up import Clock
 from hostdev.kernels.norm import PART
-from hostdev.kernels.pool import Task
+from hostdev.kernels.pool import Task, run_tasks
 
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[Any]
-Positions = npt.NDArray[np.int32]
+COPIED_BYTES = 1 << 26  # bytes of rows that are copied at a time
+
+
+class RowFormat:
+    """The format of a table's rows.
+
+    Args:
+        name: The table's name.
+        shape: The dimensions of the whole table.
+        dtype: How weights are stored.
+        slots_dtype: How state columns are stored.
+        seed: Of the initial values.
+        init: The initializer of the weights.
+    """
+
+    def __init__(self, name: str, shape: Shape, dtype: str, slots_dtype: str, seed: int, init: Initializer) -> None:
+        self.shape, self.seed, self.init = shape, seed, init
+        self.name, self.dtypes = name, (dtype, slots_dtype)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row in memory."""
+        return Planes.of(self.allocate(np.zeros(1, np.int64)).planes).row_bytes
+
+    def allocate(self, keys: npt.NDArray[np.int64]) -> Float32 | Split:
+        """Return storage for rows in memory, one for each of the keys."""
+        of, count = self.shape, len(keys)
+        shape = Shape(count, of.dim, of.optimizer, 0, count, False, of.ids, self.dtypes[1], keys)
+        return make_layout(self.name, shape, *self.dtypes)
+
+    def fill(self, storage: Float32 | Split, rows: Positions, keys: npt.NDArray[np.int64]) -> None:
+        """Write the initial values of the rows of some keys to these rows of storage in memory."""
+        _, planes, D = storage.shape
+        step = max(1, COPIED_BYTES // (4 * planes * D))
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            n = len(rows[part])
+            block: Any = np.empty((n, planes, D), np.float32)
+            row_slots = np.empty((n, storage.row_slots.shape[1]), np.float32)
+            storage.initial(self.shape, self.seed, self.init, keys[part], block)
+            self.shape.fill_row_slots(row_slots)
+            run_tasks(storage.write_tasks(rows[part], block, row_slots, None))
+
 
 _HELD_OF = 16  # a call outside of the pipeline holds at most one frame in 16 at a time
 
 
-class DiskStorage:
+class DiskStorage(Storage):
     """Storage of all rows of a table on disk, and of some in memory. See `Storage`, whose methods need pinned rows.
 
     `sources` reads any rows, and `held` holds them in memory.
@@ -41,7 +81,7 @@ class DiskStorage:
         get_keys: Returns what takes the place of the rows' ids, integers [N], for row numbers [N].
     """
 
-    def __init__(self, format_: RowFormat, disk: Disk, get_keys: Callable[[Ids], Ids]) -> None:
+    def __init__(self, format_: RowFormat, disk: Disk, get_keys: Callable[[AnyIds], AnyIds]) -> None:
         self._whole, self.format, self.window, self._given = format_.shape, format_, disk.window, disk.nbytes
 
         def allocate(count: int, keys: npt.NDArray[np.int64]) -> Planes:
@@ -56,7 +96,7 @@ class DiskStorage:
         self.tier = Tier(format_.name, disk.path, shape.rows, disk.nbytes, *shared, keys_change=keys_change)
         self.row_slots: Any = RowSlots(self)
 
-    def forget(self, ids: Ids, changes: Any) -> None:
+    def forget(self, ids: AnyIds, changes: Any) -> None:
         """See `Storage`; a checkpoint that is being written first copies the rows."""
         if changes is not None:
             changes.before_forget(ids)
@@ -91,7 +131,7 @@ class DiskStorage:
             "read_bytes": store.read_records * store.format.block_bytes,
             "written_bytes": dict(store.written_bytes),
             "waited_us": round(tier.waited * 1e6),
-            "direct": store.direct,
+            "direct": store.segments.direct,
         }
 
     def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
@@ -113,7 +153,9 @@ class DiskStorage:
         """The memory that the table takes."""
         return self.tier.nbytes + int(self.tier.where.nbytes)
 
-    def sources(self, ids: Ids, positions: Positions | None = None) -> Iterator[tuple[Storage, Ids, Positions | None]]:
+    def sources(
+        self, ids: AnyIds, positions: Positions | None = None
+    ) -> Iterator[tuple[Storage, AnyIds, Positions | None]]:
         """See `Storage`."""
         step = max(1, COPIED_BYTES // self.format.row_bytes)
         if positions is None and len(ids) > step:
@@ -129,8 +171,8 @@ class DiskStorage:
             yield to, identity(len(part)), None if positions is None else positions[start : start + step]
 
     def held(
-        self, ids: Ids, positions: Positions | None = None, *, read: bool = False
-    ) -> Iterator[tuple[Ids, Positions | None]]:
+        self, ids: AnyIds, positions: Positions | None = None, *, read: bool = False
+    ) -> Iterator[tuple[AnyIds, Positions | None]]:
         """See `Storage`."""
         step = max(1, self.tier.count // _HELD_OF)
         if positions is None and len(ids) > step:
@@ -140,7 +182,7 @@ class DiskStorage:
             with self.tier.held(part, change=True, read=read):
                 yield part, None if positions is None else positions[start : start + step]
 
-    def holding(self, ids: Ids) -> AbstractContextManager[None]:
+    def holding(self, ids: AnyIds) -> AbstractContextManager[None]:
         """See `Storage`."""
         return self.tier.held(np.unique(ids), change=True)
 
@@ -148,23 +190,23 @@ class DiskStorage:
         """See `Storage`."""
         return DiskColumn(self, self.shape[2], lambda source: source.column(number)[:])
 
-    def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+    def lookup_tasks(self, ids: AnyIds, out: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         return self.frames.lookup_tasks(self.tier.find(ids), out, positions)
 
-    def pack_tasks(self, ids: Ids, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
+    def pack_tasks(self, ids: AnyIds, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
         """See `Storage`."""
         return self.frames.pack_tasks(self.tier.find(ids), out, positions, planes)
 
-    def current_tasks(self, ids: Ids, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
+    def current_tasks(self, ids: AnyIds, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         return self.frames.current_tasks(self.tier.find(ids), clock, out, positions)
 
-    def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+    def read_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         return self.frames.read_tasks(self.tier.find(ids), block, row_slots, positions)
 
-    def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+    def write_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         return self.frames.write_tasks(self.tier.find(ids), block, row_slots, positions)
 
@@ -172,11 +214,11 @@ class DiskStorage:
         """See `Storage`."""
         self.frames.require_exact(plane, values)
 
-    def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
+    def update_tasks(self, ids: AnyIds, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
         return self.frames.update_tasks(self.tier.find(ids), grads, step, positions)
 
-    def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
+    def apply(self, ids: AnyIds, grads: Rows, step: TableStep) -> None:
         """See `Storage`."""
         self.frames.apply(self.tier.find(ids), grads, step)
 
@@ -189,18 +231,18 @@ class DiskStorage:
                 found.append(source.partial_squares())
         return np.concatenate(found)
 
-    def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
+    def copy_to_columns(self, start: int, stop: int, first: int, ids: AnyIds | None, columns: Rows) -> None:
         """See `Storage`."""
         rows = np.arange(first + start, first + stop) if ids is None else ids[start:stop]
         for source, numbers, positions in self.sources(rows):
             begin = start if positions is None else start + int(positions[0])
             source.copy_to_columns(0, len(numbers), 0, numbers, columns[:, begin : begin + len(numbers)])
 
-    def taken(self, ids: Ids) -> Rows:
+    def taken(self, ids: AnyIds) -> Rows:
         """See `Storage`."""
         return self.frames.taken(self.tier.find(ids))
 
-    def taken_row_slots(self, ids: Ids) -> Rows:
+    def taken_row_slots(self, ids: AnyIds) -> Rows:
         """See `Storage`."""
         return self.frames.taken_row_slots(self.tier.find(ids))
 
@@ -251,7 +293,7 @@ class RowSlots:
         return found if isinstance(index, tuple) and rows == slice(None) else found[rows]
 
 
-def make_storage(format_: RowFormat, disk: Disk | None, get_keys: Callable[[Ids], Ids]) -> Storage:
+def make_storage(format_: RowFormat, disk: Disk | None, get_keys: Callable[[AnyIds], AnyIds]) -> Storage:
     """Return storage for the rows of a table, in memory if `disk` is None; rows in memory are not filled.
 
     `get_keys` is as for `DiskStorage`.
@@ -261,7 +303,7 @@ def make_storage(format_: RowFormat, disk: Disk | None, get_keys: Callable[[Ids]
     return DiskStorage(format_, disk, get_keys)
 
 
-def make_filled(format_: RowFormat, disk: Disk | None, get_keys: Callable[[Ids], Ids]) -> Storage:
+def make_filled(format_: RowFormat, disk: Disk | None, get_keys: Callable[[AnyIds], AnyIds]) -> Storage:
     """Return what `make_storage` does, with initial values in all rows; raise UserError if memory is lacking."""
     shape, (dtype, slots_dtype) = format_.shape, format_.dtypes
     if disk is None:

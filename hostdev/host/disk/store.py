@@ -12,18 +12,14 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.host.disk.collector import Collector
-from hostdev.host.disk.folder import TableFolder
 from hostdev.host.disk.readers import Planes, Read
-from hostdev.host.disk.segments import SegmentFile, Segments, write_all
+from hostdev.host.disk.segments import SegmentFile, Segments, TableFolder, write_all
 from hostdev.kernels import disk_records, frames
-from hostdev.kernels.buffers import reserve
+from hostdev.kernels.arrays import LongIds, Mask, reserve
 from hostdev.kernels.disk_records import Format
-
-Positions = npt.NDArray[np.int64]
 
 
 class _Chunk(NamedTuple):
@@ -95,11 +91,6 @@ class SegmentStore:
     def nbytes(self) -> int:
         """Memory of the buffers in bytes."""
         return int(self._words.nbytes)
-
-    @property
-    def direct(self) -> bool:
-        """Whether files bypass the system's page cache."""
-        return self.segments.direct
 
     @property
     def is_own_thread(self) -> bool:
@@ -193,12 +184,12 @@ class SegmentStore:
             self._segment, self._next = -1, 0
         return position
 
-    def are_written(self, positions: Positions) -> npt.NDArray[np.bool_]:
+    def are_written(self, positions: LongIds) -> Mask:
         """Return which records [N] are on disk, and not in a buffer; needs the lock."""
-        found: npt.NDArray[np.bool_] = self._buffer_of[positions // self.format.per_chunk] < 0
+        found: Mask = self._buffer_of[positions // self.format.per_chunk] < 0
         return found
 
-    def copy_buffered(self, positions: Positions, targets: Any, planes: Planes) -> Any:
+    def copy_buffered(self, positions: LongIds, targets: Any, planes: Planes) -> Any:
         """Copy those records [N] that are in buffers to rows of `planes`; return the places of the others, int64 [any].
 
         Needs the lock.
@@ -224,7 +215,7 @@ class SegmentStore:
             if not self.waiting[segment]:
                 self._free(segment)
 
-    def read(self, positions: Positions, keys: Any, targets: Any, planes: Planes, done: Callable[[Read], None]) -> Read:
+    def read(self, positions: LongIds, keys: Any, targets: Any, planes: Planes, done: Callable[[Read], None]) -> Read:
         """Begin to read records into rows of `planes`, after `begin_read`; see `Read`."""
         self.read_records += len(positions)
         return Read(self.segments.source, positions, keys, targets, planes, done)
@@ -289,7 +280,7 @@ class SegmentStore:
             self._require_open()
         return [self.segments.finish(segment) for segment in segments]
 
-    def adopt(self, files: Sequence[SegmentFile]) -> npt.NDArray[np.int64]:
+    def adopt(self, files: Sequence[SegmentFile]) -> LongIds:
         """Hold the segments of a checkpoint, and return their indexes; errors are those of `Segments.adopt`."""
         with self._preparing:
             adopted: list[int] = []

@@ -14,10 +14,9 @@ import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
-from hostdev.host.disk.frame_pool import FramePool
+from hostdev.host.disk.frame_pool import FramePool, MemorySize, count_most
 from hostdev.host.disk.readers import Planes, Read
 from hostdev.host.disk.segments import SEGMENT_BYTES
-from hostdev.host.disk.sizes import MemorySize, count_most
 from hostdev.kernels import disk_records, frames
 from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.disk_records import Format

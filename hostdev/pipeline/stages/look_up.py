@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.device.pinned import PinnedBuffer
+from hostdev.device.staging import PinnedBuffer
 from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.claims import others
 from hostdev.kernels.pool import run_tasks

@@ -1,28 +1,34 @@
-"""glibc allocator settings for training on the CPU."""
+"""The machine: processors that this process may use, and glibc's allocator settings for training on the CPU."""
 
 import ctypes
 import os
 import platform
 
+
+def available_cpus() -> int:
+    """Return the number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _SETTINGS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"}  # in os.environ
 
 
-def keep_freed_memory(*, one_arena: bool = False) -> None:
+def keep_freed_memory() -> None:
     """Have glibc keep freed memory for the next step instead of returning large blocks to the kernel.
 
     Each step on the CPU allocates its activations anew, and page faults on fresh memory would take a fifth of the step.
     Nothing is changed if the user has set an allocator variable in the environment.
 
-    Args:
-        one_arena: Whether threads that start after this call share one heap, which is possible only while no thread has
-            its own heap. A thread's own heap holds 64 MiB; it serves larger requests with fresh pages, and returns
-            freed memory to the kernel.
+    Threads that start after this call share one heap, which is possible only while no thread has its own heap. A
+    thread's own heap holds 64 MiB; it serves larger requests with fresh pages, and returns freed memory to the kernel.
     """
     if platform.libc_ver()[0] != "glibc" or _SETTINGS & os.environ.keys():
         return
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(_M_MMAP_THRESHOLD, 1 << 30)
     mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-    if one_arena and "MALLOC_ARENA_MAX" not in os.environ:
+    if "MALLOC_ARENA_MAX" not in os.environ:
         mallopt(_M_ARENA_MAX, 1)
