@@ -27,7 +27,7 @@ from numba.extending import overload
 from hostdev.kernels.arrays import AnyIds, Rows
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.eight_bits import round_plane, to_nearest
-from hostdev.kernels.jit import bare, kernel
+from hostdev.kernels.jit import bare, inline_code, kernel
 from hostdev.kernels.pool import get_grain, parallel_for
 
 
