@@ -28,7 +28,7 @@ from hostdev.ext.advice.cache import curves as cache_advice
 from hostdev.ext.advice.cache import rates
 from hostdev.ext.advice.cache.curves import CachePoint, TableGroup, recommend
 from hostdev.models.wide_deep.network import WideDeep
-from hostdev.train.summary import get_host_costs
+from hostdev.train.ending import get_host_costs
 from tests import forks
 from tests.conftest import ROOT
 

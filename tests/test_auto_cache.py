@@ -17,7 +17,7 @@ from hostdev.ext.advice.cache.curves import TableGroup
 from hostdev.ext.training import cli as train
 from hostdev.runtime import room as runtime_room
 from hostdev.train import room, trainer
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 
 LINE = re.compile(
     r"^cache    auto: ([\d,]+) rows, (\w+), [\d.]+ \w+ of the [\d.]+ \w+ (.*); over (\d+) batches, "

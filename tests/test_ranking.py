@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hostdev.train import metrics
+from hostdev.train import scores as metrics
 from hostdev.train.ranking import rank
 
 

@@ -7,14 +7,14 @@ from typing import Any
 from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
 from hostdev.core.run_events import EpochInfo
-from hostdev.train import curve, report
-from hostdev.train.config import TrainConfig
+from hostdev.train import quality as curve
+from hostdev.train import report
 from hostdev.train.evaluation import Evaluation
 from hostdev.train.interrupt import GracefulStop
+from hostdev.train.options import TrainConfig
 from hostdev.train.quality import Point
-from hostdev.train.schedule import Schedule
-from hostdev.train.score_counts import ScoreCounts
-from hostdev.train.session import BatchSource, TrainingData
+from hostdev.train.scores import ScoreCounts
+from hostdev.train.session import BatchSource, Schedule, TrainingData
 
 
 class Epochs(BatchSource):

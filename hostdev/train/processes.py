@@ -28,8 +28,8 @@ from hostdev.distributed.process_group import RENDEZVOUS_SECONDS, TIMEOUT, Ranks
 from hostdev.distributed.rank_environment import RankEnvironment, find_rank_environment
 from hostdev.distributed.session import leave_together, take_host_share
 from hostdev.models import registry
-from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import Interrupted
+from hostdev.train.options import TrainConfig
 from hostdev.train.rundir import RunDir
 
 OUTPUT = "output.log"

@@ -18,8 +18,7 @@ from hostdev.models.wide_deep.loss import wide_loss
 from hostdev.runtime import room
 from hostdev.runtime.spec import CacheSpec, TableSpec
 from hostdev.train.build import groups_of
-from hostdev.train.lean import Adam
-from hostdev.train.network import inputs_like
+from hostdev.train.network import Adam, inputs_like
 
 
 class HostBudget(NamedTuple):

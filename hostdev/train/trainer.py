@@ -31,15 +31,14 @@ from hostdev.models.model import Model
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature, TableSpec
-from hostdev.train.config import TrainConfig
+from hostdev.train.build import agree_on_capacity
 from hostdev.train.evaluation import Evaluation, evaluation_of
 from hostdev.train.frozen import NOTHING_FROZEN, freeze_columns
 from hostdev.train.micro_batches import MicroBatches
 from hostdev.train.network import DEEP, Network, Result, Setup, Table, WholeNetwork
+from hostdev.train.options import TrainConfig
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
-from hostdev.train.table_storage import agree_on_capacity
-from hostdev.train.target_scores import TargetScores
-from hostdev.train.together import collect_scores
+from hostdev.train.target_scores import TargetScores, collect_scores
 
 
 class StepSettings(NamedTuple):

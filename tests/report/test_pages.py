@@ -15,7 +15,7 @@ from hostdev.ext.report import cli as report
 from hostdev.ext.report.command import make
 from hostdev.ext.report.scores import calibrate, distribution, newest
 from hostdev.ext.report.series import shorten
-from hostdev.train.score_counts import ScoreCounts
+from hostdev.train.scores import ScoreCounts
 from tests.report.runs import CONFIG, SUMMARY, scores, write_files, write_run
 
 

@@ -18,7 +18,7 @@ from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.host.key_options import KEY_BYTES
 from hostdev.train.build import model_of
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 
 Keys = npt.NDArray[np.int64]
 

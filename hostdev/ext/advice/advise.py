@@ -37,8 +37,7 @@ from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import TableSpec
 from hostdev.train.build import groups_of, ids_of, model_of
-from hostdev.train.config import TrainConfig
-from hostdev.train.options import REFERENCE_BATCH_SIZE
+from hostdev.train.options import REFERENCE_BATCH_SIZE, TrainConfig
 from hostdev.train.report import kind
 
 

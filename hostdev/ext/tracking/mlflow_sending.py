@@ -16,7 +16,7 @@ from hostdev.core.workers import Worker
 MOST_WAITING = 100_000  # values that wait to be sent; more are dropped
 _BATCH = 1000  # values in a request: MLflow's limit
 _LONGEST = 250  # characters of a name: MLflow's limit
-_SECONDS = 2.0  # between two requests with fewer values
+_PAUSE_SECONDS = 2.0  # between two requests with fewer values
 _USER = re.compile(r"//[^/@\s]*@")
 _OTHERS = re.compile(r"[^\w\-. /:]")  # characters that MLflow allows in no name
 
@@ -45,7 +45,7 @@ class Sender:
         self._send: Callable[[list[Value]], object] | None = None
         self._names, self._waiting = Names(), deque[Value]()
         self.dropped = 0
-        self._worker = Worker("hostdev-mlflow", self._work, seconds=_SECONDS, drains=True)
+        self._worker = Worker("hostdev-mlflow", self._work, seconds=_PAUSE_SECONDS, drains=True)
         self._worker.ask()
 
     def add(self, name: str, value: float, step: int) -> None:

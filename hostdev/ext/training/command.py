@@ -41,13 +41,12 @@ from hostdev.ext.training.run_callbacks import make_run_callbacks
 from hostdev.kernels.numa import in_words
 from hostdev.train import checkpointing, report
 from hostdev.train.assembly import RunParts, build
-from hostdev.train.ending import Ending
+from hostdev.train.ending import Ending, get_data_set
 from hostdev.train.epochs import Epochs
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
-from hostdev.train.lean import without_compiler
+from hostdev.train.network import without_compiler
 from hostdev.train.processes import ProcessSession, join_processes, resolve_batch
 from hostdev.train.session import BatchSource, Session, TrainingData
-from hostdev.train.summary import get_data_set
 
 _RANKS_DEADLINE_SECONDS = 10.0
 Processes = ProcessSession[CommandConfig]

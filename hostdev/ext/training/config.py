@@ -8,8 +8,7 @@ from hostdev.distributed.mesh import SCHEDULES, parse_mesh, parse_plan
 from hostdev.ext.report.extra import ReportOptions
 from hostdev.ext.streams.options import FollowOptions
 from hostdev.ext.tracking.options import TrackingOptions
-from hostdev.train.config import TrainConfig
-from hostdev.train.options import ProcessOptions
+from hostdev.train.options import ProcessOptions, TrainConfig
 
 _STAGES = When("may_have_stages", shown="--mesh pipe=N")
 

@@ -24,7 +24,7 @@ from hostdev.data.schema import Schema
 from hostdev.kernels.arrays import LongIds, Rows
 from hostdev.models.model import Model
 from hostdev.train.build import model_of
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 
 _LARGEST = float(np.finfo(np.float32).max)
 

@@ -17,7 +17,7 @@ from hostdev.data.manifest import FILE_NAME, Manifest
 from hostdev.data.preprocess.meaning import difference, different_columns
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.training.raw_start import begins_with_vocabulary, map_ids
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 from hostdev.train.report import form_lines
 from hostdev.train.trainer import Trainer
 

@@ -26,8 +26,8 @@ from hostdev.ext.verify.processes import compare_meshes
 from hostdev.kernels.pool import host_threads
 from hostdev.models.model import Model
 from hostdev.train.build import device_of, groups_of, ids_of, vector_tables
-from hostdev.train.config import TrainConfig
 from hostdev.train.network import inputs_like
+from hostdev.train.options import TrainConfig
 
 
 def verify(

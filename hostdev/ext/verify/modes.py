@@ -30,8 +30,7 @@ from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import dense_arrays
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.build import groups_of, ids_of, seed_torch
-from hostdev.train.config import TrainConfig
-from hostdev.train.options import REFERENCE_BATCH_SIZE
+from hostdev.train.options import REFERENCE_BATCH_SIZE, TrainConfig
 from hostdev.train.trainer import StepSettings, Trainer
 
 DEPTHS = (1, 2, 4)

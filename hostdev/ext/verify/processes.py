@@ -29,7 +29,7 @@ from hostdev.distributed.start import start_processes, wait_for
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.verify.modes import Mode, Record, compare, get_batch_size, read_batches, train
 from hostdev.train.build import device_of
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 
 _MODULE = "hostdev.ext.verify.processes"  # run by the processes
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache

@@ -27,10 +27,9 @@ from hostdev.ext.streams.following.progressive import OutputSums, ScoreWindow
 from hostdev.ext.streams.following.state import FollowState
 from hostdev.ext.streams.options import POLL_SECONDS, QUIET_SECONDS, WINDOW, FollowOptions, Until, parse_until
 from hostdev.train.checkpointing import Progress
-from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop
-from hostdev.train.schedule import ENDLESS, Schedule
-from hostdev.train.session import BatchSource, TrainingData
+from hostdev.train.options import TrainConfig
+from hostdev.train.session import ENDLESS, BatchSource, Schedule, TrainingData
 
 
 class FollowedFiles(BatchSource):
