@@ -40,7 +40,12 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
     *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "numba", "numpy", "pyarrow.compute"),
     *("pyarrow.csv", "pyarrow.dataset", "tqdm", "psutil", "hostdev", "hostdev.ops", "hostdev.ext.training.command"),
-    *("hostdev.distributed.start", "hostdev.train.processes", "hostdev.train.quality", "hostdev.data.preprocess.build"),
+    *(
+        "hostdev.distributed.rank_environment",
+        "hostdev.train.processes",
+        "hostdev.train.quality",
+        "hostdev.data.preprocess.build",
+    ),
 )
 # Variables that libraries read when they are imported, by how their names begin.
 READ_ONCE = (
@@ -133,7 +138,7 @@ def _request(how):
 
 
 def _start():
-    return sys.modules["hostdev.distributed.start"]
+    return sys.modules["hostdev.distributed.rank_environment"]
 
 
 def _standard_files(how):

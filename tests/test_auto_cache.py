@@ -15,7 +15,7 @@ from hostdev.ext.advice.cache import auto as auto_cache
 from hostdev.ext.advice.cache import curves as cache_advice
 from hostdev.ext.advice.cache.curves import TableGroup
 from hostdev.ext.training import cli as train
-from hostdev.runtime import room as runtime_room
+from hostdev.runtime import placement as runtime_room
 from hostdev.train import room, trainer
 from hostdev.train.options import TrainConfig
 

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.distributed.buffers import count_values, find_positions, make_views
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.gradients import Parts, SelectedRows, give_gradients
+from hostdev.distributed.gradients import Parts, SelectedRows, count_values, find_positions, give_gradients, make_views
 from hostdev.distributed.key_exchange import END, KeyExchange, require_all
 from hostdev.distributed.world import World
 from hostdev.kernels.arrays import Mask

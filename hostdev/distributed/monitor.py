@@ -12,8 +12,16 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hostdev.core.printable import printable
 from hostdev.core.workers import run_in_thread
-from hostdev.distributed.agreement import format_ranks
-from hostdev.distributed.calls import LEFT, Call, Calls, describe_mismatch, find_mismatch, format_calls, parse_calls
+from hostdev.distributed.agreement import (
+    LEFT,
+    Call,
+    Calls,
+    describe_mismatch,
+    find_mismatch,
+    format_calls,
+    format_ranks,
+    parse_calls,
+)
 from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.distributed.rendezvous import connect
 

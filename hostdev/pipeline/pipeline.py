@@ -12,10 +12,8 @@ from hostdev.device.staging import Staging
 from hostdev.distributed.exchange import Exchange, make_exchanges
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims
-from hostdev.pipeline.batch_ids import Request
-from hostdev.pipeline.context import Context
-from hostdev.pipeline.groups import Group, Ids
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.batch_ids import Group, Ids, Request
+from hostdev.pipeline.context import Context, PipelineHooks
 from hostdev.pipeline.keys import KeyedRows
 from hostdev.pipeline.results import StepBatch
 from hostdev.pipeline.row_ids import RowOffsets

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hostdev.kernels.arrays import AnyIds, Positions
-from hostdev.pipeline.groups import Group
+from hostdev.pipeline.batch_ids import Group
 
 
 class RowSubset(NamedTuple):

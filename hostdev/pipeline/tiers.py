@@ -16,8 +16,7 @@ from hostdev.cache.planner import Planner
 from hostdev.core.signals import deferred, uninterruptible
 from hostdev.host.disk.sizes import count_kept
 from hostdev.host.disk.tier import Pinned, Tier
-from hostdev.pipeline.batch_ids import PlannedGroup, UniqueBatch
-from hostdev.pipeline.groups import Group
+from hostdev.pipeline.batch_ids import Group, PlannedGroup, UniqueBatch
 
 Ids = npt.NDArray[Any]
 

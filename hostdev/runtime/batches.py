@@ -16,14 +16,13 @@ from hostdev.distributed.channel import PeerLostError
 from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.pipeline.results import StepBatch
-from hostdev.runtime.body_batch import BodyBatch
+from hostdev.runtime.body_batch import BodyBatch, Step
 from hostdev.runtime.features import Table
-from hostdev.runtime.finite import Flags
-from hostdev.runtime.own_generators import find_unknown
+from hostdev.runtime.generators import find_unknown
 from hostdev.runtime.random_streams import Place, make_streams
 from hostdev.runtime.reading import Reading
+from hostdev.runtime.reduction import Flags
 from hostdev.runtime.requests import Reader
-from hostdev.runtime.step import Step
 
 Item = TypeVar("Item")  # (batch, rows), or a `Step`
 AnyItem = TypeVar("AnyItem")

@@ -18,24 +18,21 @@ from hostdev.device import backend
 from hostdev.device.openmp import limit_spinning
 from hostdev.device.staging import Staging
 from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline, require_depth
-from hostdev.runtime import alike, placement
-from hostdev.runtime.access import Access
-from hostdev.runtime.features import FeatureTables, Table, require_seeds, resolve
+from hostdev.runtime import placement
+from hostdev.runtime.body_batch import Step
+from hostdev.runtime.features import FeatureTables, Table, require_seeds, resolve, resolve_stacks
 from hostdev.runtime.loaders import FrameworkLoaders
 from hostdev.runtime.logged import Logged, RuntimeLog
 from hostdev.runtime.lookup import get_ids_of_some, lookup_rows, some_features
 from hostdev.runtime.loop import PredictLoop, StepOptions, TrainLoop, make_train_loop
-from hostdev.runtime.open_loops import Loops
-from hostdev.runtime.read_ahead import require_read_ahead
+from hostdev.runtime.open_loops import Access, Loops
+from hostdev.runtime.reading import require_read_ahead
 from hostdev.runtime.requests import B, GetCursor, GetIds, PredictKwargs, Reader, S, Send, TrainKwargs
 from hostdev.runtime.rows import Rows, Value
 from hostdev.runtime.spec import FeatureInput
-from hostdev.runtime.stacks import resolve_stacks
-from hostdev.runtime.step import Step
-from hostdev.runtime.table_optimizer import TableOptimizer
-from hostdev.runtime.table_settings import TableSettings
+from hostdev.runtime.table_optimizer import TableOptimizer, TableSettings
 
 if TYPE_CHECKING:
     from hostdev.checkpoint.writer import AsyncWriter
@@ -125,7 +122,7 @@ class Runtime(Logged, FrameworkLoaders):
         self.staging = Staging(self.device, log, batches=depth + 2)
         groups = placement.make_groups(self.group_specs, specs, self.device, self.world, log)
         caches = [group.cache.describe() for group in groups]
-        settings = alike.get_settings(
+        settings = placement.get_settings(
             self.bindings, self.stacks, self.group_specs, self.device.type, depth, dense_exchange, caches
         )
         self.world.agree("runtime", "hostdev.Runtime(...)", settings)
@@ -417,7 +414,7 @@ class Runtime(Logged, FrameworkLoaders):
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be a number of checkpoints, 1 or more, not {keep!r}")
-        self.world.agree("save", "runtime.save()", alike.get_erasures(list(self.tables.values())))
+        self.world.agree("save", "runtime.save()", placement.get_erasures(list(self.tables.values())))
         self.write_back()
         self.loops.dense.require_same()
         return self._checkpoints.save(path, extra, keep, wait=wait)

@@ -14,7 +14,7 @@ from hostdev.device import backend
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.model import Model
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.train import checkpointing
 from hostdev.train.build import estimate_uses, make_cache_specs, seed_torch, warm_up_kernels
 from hostdev.train.logs import RunLogs, get_trace_path

@@ -43,9 +43,9 @@ from hostdev.kernels.compiling import run_calls
 from hostdev.kernels.counter import key64
 from hostdev.models import registry
 from hostdev.models.model import Model
-from hostdev.runtime import room
+from hostdev.runtime import placement
 from hostdev.runtime.features import read_ids
-from hostdev.runtime.room import require
+from hostdev.runtime.placement import require
 from hostdev.runtime.spec import Bag, CacheSpec, KeySpec, TableSpec
 from hostdev.train.options import TrainConfig
 from hostdev.train.storage_options import parse_capacity
@@ -108,8 +108,8 @@ def _find_capacity(model: Model, settings: TrainConfig) -> int:
     most, copies = available_bytes() * _SHARE, SAVING_BYTES if settings.saves else 0
 
     def fits(rows: int) -> bool:
-        sizes = [room.GroupSize(rows, [spec.shape], True, cache, True) for spec in model.tables.values()]
-        parts = room.kept(sizes, depth=settings.pipeline_depth, slots_on_host=True, copies=copies)
+        sizes = [placement.GroupSize(rows, [spec.shape], True, cache, True) for spec in model.tables.values()]
+        parts = placement.kept(sizes, depth=settings.pipeline_depth, slots_on_host=True, copies=copies)
         return sum(parts.values()) <= most
 
     return bisect_left(range(1, _MOST_ROWS), True, key=lambda rows: not fits(rows))

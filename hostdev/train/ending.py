@@ -19,7 +19,7 @@ from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, Embed
 from hostdev.data.manifest import Manifest
 from hostdev.device import backend
 from hostdev.device.clock import EventClock
-from hostdev.distributed.two_levels import TwoLevelChannel
+from hostdev.distributed.all_reduce import TwoLevelChannel
 from hostdev.distributed.world import World
 from hostdev.kernels.pool import host_threads
 from hostdev.train.checkpointing import CheckpointError

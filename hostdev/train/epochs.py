@@ -9,12 +9,12 @@ from hostdev.core.progress import bar
 from hostdev.core.run_events import EpochInfo
 from hostdev.train import quality as curve
 from hostdev.train import report
-from hostdev.train.evaluation import Evaluation
 from hostdev.train.interrupt import GracefulStop
 from hostdev.train.options import TrainConfig
 from hostdev.train.quality import Point
 from hostdev.train.scores import ScoreCounts
 from hostdev.train.session import BatchSource, Schedule, TrainingData
+from hostdev.train.target_scores import Evaluation
 
 
 class Epochs(BatchSource):

@@ -1,4 +1,10 @@
-"""The dense layers of a training run: their passes, their optimizer, and a step's losses."""
+"""The dense layers of a training run: their passes, their optimizer, and a step's losses.
+
+torch imports its compiler, which takes about a second, in an optimizer's step and at the first call of some other
+methods, only to exclude these methods from compilation. Training does not use it, and does not call these methods from
+compiled code. `without_compiler` and `Adam` avoid the import. A model may still use `torch.compile`, which then imports
+the compiler.
+"""
 
 import inspect
 import sys
@@ -18,16 +24,14 @@ from hostdev.core.primitive import OpLog, Primitive
 from hostdev.data.batch import Batch
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.averages import Averages
-from hostdev.distributed.dense import broadcast_tensors
-from hostdev.distributed.dense_state import DenseState, get_dense_state
-from hostdev.distributed.mesh import Layout, Mesh
-from hostdev.distributed.world import World
+from hostdev.distributed.dense import DenseState, broadcast_tensors, get_dense_state
+from hostdev.distributed.world import Layout, Mesh, World
 from hostdev.host.table import HostTable
 from hostdev.kernels.norm import total
 from hostdev.models.losses import TargetLoss
 from hostdev.models.model import Model
-from hostdev.models.wide_deep.loss import L2_COEFFICIENT, deep_l2
-from hostdev.pipeline.outcome import Outcome
+from hostdev.models.wide_deep.network import L2_COEFFICIENT, deep_l2
+from hostdev.pipeline.results import Outcome
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.loop import NonFiniteError
 from hostdev.runtime.rows import Rows

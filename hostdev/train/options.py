@@ -13,7 +13,7 @@ from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.core.options import OptionError, OptionGroup, When, choice, count, option, switch
 from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.data import folder
-from hostdev.distributed.mesh import parse_mesh
+from hostdev.distributed.world import parse_mesh
 from hostdev.train.storage_options import CacheOptions, DiskOptions, KeyOptions
 
 REFERENCE_BATCH_SIZE = 16_000

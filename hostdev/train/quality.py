@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core import pictures
-from hostdev.train.evaluation import Evaluation
+from hostdev.train.target_scores import Evaluation
 
 
 class Point(NamedTuple):

@@ -28,9 +28,9 @@ from hostdev.core.run_files import (
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.advice import unknown_lines
 from hostdev.kernels.numa import in_words
-from hostdev.train.evaluation import Evaluation
 from hostdev.train.logs import describe
 from hostdev.train.quality import Point, Quality
+from hostdev.train.target_scores import Evaluation
 
 _WAITED = 0.05  # share of the time that reads may hold up before the summary says so
 

@@ -35,8 +35,8 @@ from hostdev.core.run_files import (
     loss_line,
     read_json_lines,
 )
-from hostdev.train.evaluation import Evaluation
 from hostdev.train.quality import Point
+from hostdev.train.target_scores import Evaluation
 
 _RUN = (LOSS_LOG, CONFIG, SUMMARY)  # a folder with any of these holds a run
 _NAMES = (

@@ -14,9 +14,8 @@ from hostdev.core.optimizers import LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
 from hostdev.models.fields import collect_ids, concatenate_inputs, make_features
-from hostdev.models.layers import glorot_normal, initialize, perceptron, with_zero_biases
+from hostdev.models.layers import Towers, glorot_normal, initialize, perceptron, with_zero_biases
 from hostdev.models.model import Batch, Ids, Model, Rows
-from hostdev.models.towers import Towers
 from hostdev.runtime.spec import TableSpec
 
 BOTTOM = (256, 128)

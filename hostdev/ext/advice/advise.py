@@ -24,9 +24,8 @@ from hostdev.data.preprocess import lookalike
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.bus import Bus, measure
-from hostdev.distributed.rank_environment import find_rank_environment
+from hostdev.distributed.rank_environment import find_rank_environment, start_processes, wait_for
 from hostdev.distributed.session import join
-from hostdev.distributed.start import start_processes, wait_for
 from hostdev.ext.advice.admission import advise_admission
 from hostdev.ext.advice.cache.curves import CachePoint, Curves, TableGroup, flags, gains, recommend, simulate
 from hostdev.ext.advice.disk import advise_disk

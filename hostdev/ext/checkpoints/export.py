@@ -1,4 +1,7 @@
-"""Export of a checkpoint's tables and dense layers to Parquet, .npy or safetensors, range by range."""
+"""Export of a checkpoint's tables and dense layers to Parquet, .npy or safetensors, range by range.
+
+Tables of ids are exported with the vocabulary of the checkpoint's data set: the column and value of each id.
+"""
 
 import io
 import json
@@ -18,12 +21,34 @@ import torch
 from hostdev.checkpoint.current import CurrentLayers
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.manifest import Table
+from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS
-from hostdev.checkpoint.state import read_values
+from hostdev.checkpoint.state import find_file, read_values
+from hostdev.core import arrow_files
+from hostdev.core.errors import in_words
 from hostdev.core.printable import printable
 from hostdev.core.progress import ProgressBar, bar
-from hostdev.ext.checkpoints.vocabulary import read_vocabulary
+
+VOCABULARY = "data/vocabulary.arrow"
+
+
+def read_vocabulary(layers: Layers) -> pa.Table | None:
+    """Return the columns `field` and `value` of each id, in a memory-mapped table; None if the checkpoint has none.
+
+    Raises:
+        BrokenCheckpointError: The file cannot be read, or has other columns.
+    """
+    path = find_file(layers, VOCABULARY)
+    if path is None:
+        return None
+    try:
+        table = arrow_files.read_table(path)
+        if table.schema.names[:2] != ["field", "value"]:
+            raise ValueError(f"its first columns must be field and value, not {', '.join(table.schema.names[:10])}")
+    except ValueError as error:
+        raise BrokenCheckpointError(f"{path} is broken ({in_words(error)})") from None
+    return table
+
 
 IDS, DENSE = "ids.parquet", "dense.pt"
 KEY, UNKNOWN = "key", "out_of_vocabulary"

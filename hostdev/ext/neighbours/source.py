@@ -17,8 +17,8 @@ from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Column, Space
-from hostdev.ext.checkpoints.vocabulary import read_vocabulary
-from hostdev.ext.neighbours.rows import NamedRows
+from hostdev.ext.checkpoints.export import read_vocabulary
+from hostdev.ext.neighbours.search import NamedRows
 from hostdev.ext.predict.opening import open_checkpoint, reading
 
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from hostdev.core.pieces import Piece, run
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.world import World
-from hostdev.ext.parallel.layout import Inputs
 from hostdev.ext.parallel.pieces import fake_mode
-from hostdev.ext.parallel.plan import cut_layers, cuttable, resolve_strategies
+from hostdev.ext.parallel.plan import Inputs, cut_layers, cuttable, resolve_strategies
 
 _REPEATS = 4  # timed runs of each piece
 _BLOCK = 1 << 22  # bytes exchanged to measure the bandwidth

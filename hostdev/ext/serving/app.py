@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hostdev import __version__
 from hostdev.core.errors import in_words
-from hostdev.ext.serving import columns, openapi, page, protocol
-from hostdev.ext.serving.access import Token, is_local_name
+from hostdev.ext.serving import columns, openapi, protocol
 from hostdev.ext.serving.body import BINARY, JSON, BodyReader, RequestBody
 from hostdev.ext.serving.collector import paused
+from hostdev.ext.serving.connection import Token, is_local_name
 from hostdev.ext.serving.gathering import ClientGoneError, Gatherer, Predicted, wrong_version
 from hostdev.ext.serving.json_input import PIECE_BYTES, Structure, parse_json, scan
 from hostdev.ext.serving.limits import Limits
@@ -235,7 +235,7 @@ class Service:
 
     async def _page(self, request: Request) -> Response:
         address = str(request.base_url).rstrip("/")  # as the reader's browser has reached it
-        return HTMLResponse(page.write(openapi.describe(self._name, self._model), self._name, self._model, address))
+        return HTMLResponse(openapi.write(openapi.describe(self._name, self._model), self._name, self._model, address))
 
     def _require_model(self, request: Request) -> str | None:
         """Return the version in the request's path, or None; raise RefusedError if it, or the model, is not served."""

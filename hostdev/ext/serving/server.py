@@ -25,9 +25,8 @@ from hostdev.core.progress import note
 from hostdev.device import backend
 from hostdev.ext.predict.following import SECONDS, FollowingPredictor, list_checkpoints
 from hostdev.ext.predict.predictor import Predictor
-from hostdev.ext.serving.access import read_token
 from hostdev.ext.serving.app import Service
-from hostdev.ext.serving.connection import BoundedConnection
+from hostdev.ext.serving.connection import BoundedConnection, read_token
 from hostdev.ext.serving.gathering import Gatherer
 from hostdev.ext.serving.limits import Limits
 from hostdev.ext.serving.metrics import Metrics

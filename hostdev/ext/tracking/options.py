@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from hostdev.core.errors import UserError
 from hostdev.core.named_classes import load_class
 from hostdev.core.options import OptionError, OptionGroup, option
-from hostdev.ext.tracking.callback import METHODS
+from hostdev.ext.tracking.tracker import METHODS
 
 TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny"}  # by name, the package to install
 

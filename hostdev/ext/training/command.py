@@ -28,8 +28,7 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import lookalike
 from hostdev.data.remote import describe_place
 from hostdev.device import backend
-from hostdev.distributed.rank_environment import find_rank_environment
-from hostdev.distributed.start import start_processes, wait_for
+from hostdev.distributed.rank_environment import find_rank_environment, start_processes, wait_for
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.advice.cache.auto import choose_cache
 from hostdev.ext.tracking.options import require_tracking

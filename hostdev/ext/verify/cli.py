@@ -8,7 +8,7 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
 from hostdev.data import folder
-from hostdev.distributed.mesh import SCHEDULES, Mesh, parse_layout, parse_mesh
+from hostdev.distributed.world import SCHEDULES, Mesh, parse_layout, parse_mesh
 from hostdev.ext.training.config import CommandConfig
 
 PROG = "hostdev.verify"

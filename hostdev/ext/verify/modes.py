@@ -18,15 +18,14 @@ from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.distributed.dense_state import DenseState
-from hostdev.distributed.mesh import Layout
-from hostdev.distributed.world import ALONE_WORLD, World
+from hostdev.distributed.dense import DenseState
+from hostdev.distributed.world import ALONE_WORLD, Layout, World
 from hostdev.ext.training.initial_vectors import make_model
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.model import Model
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.runtime.digest import dense_arrays
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.build import groups_of, ids_of, seed_torch

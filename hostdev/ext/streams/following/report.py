@@ -15,7 +15,7 @@ from hostdev.ext.streams.following.progress import MOST_STEPS, RecentQuality
 from hostdev.ext.streams.following.progressive import Scored, ScoreWindow
 from hostdev.ext.streams.following.state import FollowState
 from hostdev.train.checkpointing import Progress
-from hostdev.train.evaluation import Evaluation
+from hostdev.train.target_scores import Evaluation
 
 
 def make_line(
