@@ -51,6 +51,14 @@ Grads = list[Tensor | None]
 Sum = tuple[Tensor, Any]  # a sum, and its completion event (None in host memory)
 
 
+def take_grads(tensors: Sequence[Tensor]) -> Grads:
+    """Return the gradients of tensors, and remove them from the tensors."""
+    grads = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    return grads
+
+
 def add_lists(left: Grads, right: Grads) -> Grads:
     """Add `right` to `left` in place; None counts as zero."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]

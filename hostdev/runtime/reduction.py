@@ -15,7 +15,7 @@ from torch import Tensor
 from hostdev.core.errors import NonFiniteError as NonFiniteError
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.dense import DenseExchange, DenseGradients, Grads, add_lists
+from hostdev.distributed.dense import DenseExchange, DenseGradients, Grads, add_lists, take_grads
 from hostdev.distributed.process_group import Ranks
 from hostdev.kernels.finite import largest_of_each
 from hostdev.pipeline.results import StepBatch
@@ -139,12 +139,12 @@ class Reduction:
         if values is not None and values.ndim > 1:
             raise ValueError(f"the values given to reduce() must be of shape [] or [n], not {list(values.shape)}")
         self._values.append(None if values is None else values.detach().float())
-        self._rows.put(Node(self._next, 1, _taken([leaf.rows for leaf in self._leaves])))
+        self._rows.put(Node(self._next, 1, take_grads([leaf.rows for leaf in self._leaves])))
         return self._add_dense(given)
 
     def _add_dense(self, given: Sequence[Tensor]) -> Tensor | None:
         """Add a micro-batch's gradients of the parameters; after the last one, return the values of all."""
-        self._dense.put(Node(self._next, 1, _taken(given)))
+        self._dense.put(Node(self._next, 1, take_grads(given)))
         self._next += 1
         if self._next < self.count:
             return None
@@ -200,7 +200,7 @@ class RankReduction(Reduction):
 
     def rows_came(self, number: int) -> None:
         """See `Step.came`."""
-        self._rows_come[number] = _taken([leaf.rows for leaf in self._leaves])
+        self._rows_come[number] = take_grads([leaf.rows for leaf in self._leaves])
         while self._next - self._first in self._rows_come:
             self._put_rows(self._rows_come.pop(self._next - self._first))
 
@@ -290,13 +290,6 @@ def _largest(channel: Channel, telling: Sequence[int]) -> list[int]:
 def _or_zeros(grads: Grads | None, number: int, like: Tensor) -> Tensor:
     found = None if grads is None else grads[number]
     return torch.zeros_like(like, requires_grad=False) if found is None else found
-
-
-def _taken(tensors: Sequence[Tensor]) -> Grads:
-    grads = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    return grads
 
 
 def _stacked(values: Sequence[Tensor | None]) -> Tensor | None:

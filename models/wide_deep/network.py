@@ -18,11 +18,18 @@ from torch import Tensor, nn
 
 from hostdev.core.initializers import Normal
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
-from hostdev.core.pieces import Piece, run
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import FIELDS, collect_bags, concatenate_fields, make_features, require_single_label
+from hostdev.models.fields import (
+    FIELDS,
+    FieldsModel,
+    collect_bags,
+    concatenate_fields,
+    make_features,
+    require_single_label,
+)
 from hostdev.models.layers import hidden_pieces, in_float32, initialize, perceptron
-from hostdev.models.model import Batch, Ids, Model, Rows
+from hostdev.models.model import Batch, Ids, Rows
 from hostdev.runtime.spec import Bag, TableSpec
 
 L2_COEFFICIENT = 8e-5
@@ -52,7 +59,7 @@ LAYERS = (1024, 512, 256, 128)
 TABLES = ("wide", "deep")
 
 
-class WideDeep(Model):
+class WideDeep(FieldsModel):
     """logit = wide + bias + deep: the sum of the fields' wide weights, and a ReLU network on their deep rows.
 
     Args:
@@ -102,19 +109,12 @@ class WideDeep(Model):
         fields: dict[str, Ids] = {FIELDS: Bag(ids, weights=weights)} if FIELDS in self.features else {}
         return fields | collect_bags(self.schema, batch)
 
-    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B]; under autocast, the last layer is float32.
-
-        Args:
-            dense: Unused, because the rows are already multiplied by the values of the dense columns.
-            rows: A pair (wide, deep) for each feature, multiplied by the weights: wide in float32, deep in autocast's
-                dtype.
-        """
-        logits: Tensor = run(self.pieces(), dense, rows)
-        return logits
-
     def pieces(self) -> list[Piece]:
-        """Return the network's segments in order: "input", the layers "deep.0", "deep.1", ..., and "output"."""
+        """Return the network's segments in order: "input", the layers "deep.0", "deep.1", ..., and "output".
+
+        The dense columns are unused, because the rows are already multiplied by their values. Each feature has a pair
+        of rows (wide, deep): wide in float32, deep in autocast's dtype. The last layer is float32.
+        """
         return [
             Piece("input", self._input, (self.bias,)),
             *hidden_pieces("deep", self.deep),

@@ -13,7 +13,7 @@ from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.core.timeline import Timeline
 from hostdev.distributed.averages import Averages, require_own_averages
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.dense import DenseState, Grads, add_lists, broadcast_tensors
+from hostdev.distributed.dense import DenseState, Grads, add_lists, broadcast_tensors, take_grads
 from hostdev.distributed.world import ALONE_WORLD, Layout, World
 from hostdev.ext.parallel.pieces import get_pieces, trace, with_extra_value
 from hostdev.ext.parallel.plan import Inputs, Traffic, cut_layers, describe_layout, get_slice_dim, resolve_layout
@@ -170,7 +170,7 @@ class Parts:
         def back(stage: int, at: int) -> None:
             self.leaves.collect()
             here = self._passes.numbers.index(stage)
-            sums[here].put(numbers[at], _take_grads(own[here]))
+            sums[here].put(numbers[at], take_grads(own[here]))
             for one in tied[here]:
                 assert self._tied is not None
                 self._tied.put(stage, numbers[at], one)
@@ -291,10 +291,3 @@ class _OrderedSum:
     def nodes(self) -> list[Node[Grads]]:
         self._advance()
         return self._tree.nodes
-
-
-def _take_grads(parameters: Sequence[Tensor]) -> Grads:
-    grads = [one.grad for one in parameters]
-    for one in parameters:
-        one.grad = None
-    return grads

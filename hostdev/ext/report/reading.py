@@ -11,30 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint import folder, manifest
-from hostdev.core import json_files, locks
+from hostdev.core import json_files, locks, run_files
 from hostdev.core.addresses import is_remote
 from hostdev.core.errors import UserError, in_words
-from hostdev.core.run_files import (
-    ASIDE_LOG,
-    CONFIG,
-    EVAL_LOG,
-    FILES_LOG,
-    GROWN,
-    LOSS_LOG,
-    OPS_LOG,
-    REPLACED,
-    SCORES_LOG,
-    SUMMARY,
-    EvalLine,
-    read_evaluations,
-    read_json_lines,
-    read_losses,
-)
 from hostdev.ext.report.scores import Counts, newest
 from hostdev.ext.report.values import clean, clean_name, entry, table
 
 RUNNING, KILLED = "running", "ended without a summary"
-_ANY = (LOSS_LOG, CONFIG, SUMMARY)  # a run directory has one of these
+_ANY = (run_files.LOSS_LOG, run_files.CONFIG, run_files.SUMMARY)  # a run directory has one of these
 _TAIL = 1 << 22  # bytes of ops.log that are read of a run without a summary
 _MOST_CHECKPOINTS = 100
 _OP = re.compile(r"Default/(?:([^/\n]+)/)?([^/\n]+)-op\d+ costs (\d+) us\.$", re.MULTILINE)
@@ -74,7 +58,7 @@ class RunData:
     config: dict[str, Any]
     summary: dict[str, Any]
     losses: npt.NDArray[np.float64]
-    evaluations: list[EvalLine]
+    evaluations: list[run_files.EvalLine]
     scores: dict[str, Counts]
     files: list[dict[str, Any]]
     set_aside: int
@@ -124,11 +108,11 @@ def _read(path: Path, name: str) -> RunData:
             notes.append(clean(f"{name}: {file} cannot be read: {reason}"))
             return otherwise
 
-    summary, config = (table(read(file, json_files.read, {})) for file in (SUMMARY, CONFIG))
+    summary, config = (table(read(file, json_files.read, {})) for file in (run_files.SUMMARY, run_files.CONFIG))
     is_running = _is_running(path)
     summary = {} if is_running else summary  # of an earlier part, if the run was resumed
     none: tuple[dict[str, Any], int] = {}, 0
-    ops, calls = (table(summary, "ops"), 0) if summary else read(OPS_LOG, _read_last_ops, none)
+    ops, calls = (table(summary, "ops"), 0) if summary else read(run_files.OPS_LOG, _read_last_ops, none)
     status = RUNNING if is_running else clean(str(entry(summary, "status") or KILLED))
     return RunData(
         name=name,
@@ -136,11 +120,11 @@ def _read(path: Path, name: str) -> RunData:
         status=status,
         config=config,
         summary=summary,
-        losses=read(LOSS_LOG, read_losses, np.empty((0, 4))),
-        evaluations=read(EVAL_LOG, lambda file: list(read_evaluations(file)), []),
-        scores=read(SCORES_LOG, lambda file: newest(read_json_lines(file)), {}),
-        files=read(FILES_LOG, lambda file: list(read_json_lines(file)), []),
-        set_aside=read(ASIDE_LOG, _count_aside, 0),
+        losses=read(run_files.LOSS_LOG, run_files.read_losses, np.empty((0, 4))),
+        evaluations=read(run_files.EVAL_LOG, lambda file: list(run_files.read_evaluations(file)), []),
+        scores=read(run_files.SCORES_LOG, lambda file: newest(run_files.read_json_lines(file)), {}),
+        files=read(run_files.FILES_LOG, lambda file: list(run_files.read_json_lines(file)), []),
+        set_aside=read(run_files.ASIDE_LOG, _count_aside, 0),
         ranks=_read_ranks(path, read),
         ops=ops,
         ops_calls=calls,
@@ -152,8 +136,10 @@ def _read(path: Path, name: str) -> RunData:
 def _is_running(path: Path) -> bool:
     """Return whether a process trains in the run directory; the lock is held for a moment if none does."""
     try:
-        loss = path / LOSS_LOG
-        if (path / SUMMARY).exists() and (path / SUMMARY).stat().st_mtime_ns > loss.stat().st_mtime_ns:
+        loss = path / run_files.LOSS_LOG
+        if (path / run_files.SUMMARY).exists() and (
+            path / run_files.SUMMARY
+        ).stat().st_mtime_ns > loss.stat().st_mtime_ns:
             return False
         with loss.open("rb") as file:
             return locks.lock_state(file.fileno()) == "held"
@@ -163,7 +149,7 @@ def _is_running(path: Path) -> bool:
 
 def _count_aside(path: Path) -> int:
     """Return the number of files in set_aside.jsonl that were set aside, without those that were only changed."""
-    return sum(line.get("why") not in (GROWN, REPLACED) for line in read_json_lines(path))
+    return sum(line.get("why") not in (run_files.GROWN, run_files.REPLACED) for line in run_files.read_json_lines(path))
 
 
 def _read_ranks(path: Path, read: Callable[[str, Callable[[Path], Any], Any], Any]) -> dict[int, dict[str, Any]]:
@@ -171,7 +157,7 @@ def _read_ranks(path: Path, read: Callable[[str, Callable[[Path], Any], Any], An
     numbers = sorted(
         int(each.name.removeprefix("rank")) for each in path.glob("rank*") if re.fullmatch(r"rank[1-9]\d*", each.name)
     )
-    found = {rank: table(read(f"rank{rank}/{SUMMARY}", json_files.read, {})) for rank in numbers}
+    found = {rank: table(read(f"rank{rank}/{run_files.SUMMARY}", json_files.read, {})) for rank in numbers}
     return {rank: summary for rank, summary in found.items() if summary}
 
 
