@@ -22,9 +22,8 @@ from hostdev.device.staging import Staging
 from hostdev.distributed.exchange import Asked, Exchange
 from hostdev.kernels.claims import Claims
 from hostdev.kernels.groups import unique_groups
-from hostdev.pipeline.batch_ids import Group
+from hostdev.pipeline.batch_ids import Group, RowOffsets
 from hostdev.pipeline.forwarding import Forwarding
-from hostdev.pipeline.row_ids import RowOffsets
 from hostdev.pipeline.tiers import find_tiers
 
 _FIRST = 4  # steps before the first trial, during which kernels are compiled and memory is allocated

@@ -19,8 +19,7 @@ from hostdev.device.staging import Staging
 from hostdev.distributed.exchange import Incoming
 from hostdev.distributed.gradients import Parts, SelectedRows
 from hostdev.kernels.arrays import AnyIds, Positions, Rows
-from hostdev.pipeline.batch_ids import Inverse, PlannedGroup, Request
-from hostdev.pipeline.row_ids import ConcatenatedIds
+from hostdev.pipeline.batch_ids import ConcatenatedIds, PlannedGroup, Request
 from hostdev.pipeline.rows import BatchRows, FetchedRows
 from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight, SharedRows
 
@@ -89,7 +88,7 @@ class PlannedBatch(NamedTuple):
     position: int
     request: Request
     groups: list[PlannedGroup]
-    inverses: list[Inverse]  # by group, for each id, the position of its row on the device, int32 [N]
+    inverses: list[Positions]  # by group, for each id, the position of its row on the device, int32 [N]
     reads: ConcatenatedIds  # rows that are read on the host
     writes: ConcatenatedIds  # rows that the update writes on the host
     conflicts: Conflicts | None
@@ -109,7 +108,7 @@ class LookedUpBatch(NamedTuple):
     position: int
     request: Request
     groups: list[PlannedGroup]
-    inverses: list[Inverse]
+    inverses: list[Positions]
     writes: ConcatenatedIds
     rows: FetchedRows
     memory: PinnedBuffer  # host memory for the batch's copies

@@ -18,9 +18,8 @@ from hostdev.device.pinned import PinnedBuffer
 from hostdev.device.staging import Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
-from hostdev.pipeline.batch_ids import Embedding, Group
+from hostdev.pipeline.batch_ids import ConcatenatedIds, Embedding, Group, RowSubset
 from hostdev.pipeline.forwarding import ForwardedRows
-from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 
 
 class LateLookup(NamedTuple):

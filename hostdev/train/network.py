@@ -36,7 +36,7 @@ from hostdev.runtime.features import read_ids
 from hostdev.runtime.loop import NonFiniteError
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
-from hostdev.train.frozen import NOTHING_FROZEN, FrozenColumns
+from hostdev.train.build import NOTHING_FROZEN, FrozenColumns
 from hostdev.train.micro_batches import MicroBatches
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from hostdev.data.targets import SINGLE_LABEL, Targets, columns_of
 from hostdev.distributed.world import World
+from hostdev.kernels.arrays import Values
 from hostdev.train.scores import BLOCK, Figures, Scores
 
 NAN = float("nan")
@@ -108,8 +109,6 @@ def _mean(values: Sequence[float]) -> float:
 
 _BLOCK = 1 << 20  # samples whose errors are summed at once
 _NAN = float("nan")
-
-Values = npt.NDArray[np.float32]
 
 
 class Errors:

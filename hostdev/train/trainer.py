@@ -31,8 +31,7 @@ from hostdev.models.model import Model
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature, TableSpec
-from hostdev.train.build import agree_on_capacity
-from hostdev.train.frozen import NOTHING_FROZEN, freeze_columns
+from hostdev.train.build import NOTHING_FROZEN, agree_on_capacity, freeze_columns
 from hostdev.train.micro_batches import MicroBatches
 from hostdev.train.network import DEEP, Network, Result, Setup, Table, WholeNetwork
 from hostdev.train.options import TrainConfig

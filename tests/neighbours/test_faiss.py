@@ -15,7 +15,7 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.core import cli
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.neighbours import METRICS, faiss_export, search
-from hostdev.ext.neighbours.source import open_source
+from hostdev.ext.neighbours.search import open_source
 from hostdev.ext.training import cli as train
 
 faiss = pytest.importorskip("faiss")

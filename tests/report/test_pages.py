@@ -14,7 +14,7 @@ from hostdev.data.targets import SINGLE_LABEL, Targets
 from hostdev.ext.report import cli as report
 from hostdev.ext.report.charts import shorten
 from hostdev.ext.report.command import make
-from hostdev.ext.report.scores import calibrate, distribution, newest
+from hostdev.ext.report.reading import calibrate, distribution, newest
 from hostdev.train.scores import ScoreCounts
 from tests.report.runs import CONFIG, SUMMARY, scores, write_files, write_run
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.ext.report.scores import Counts, calibrate, distribution
+from hostdev.ext.report.reading import Counts, calibrate, distribution
 
 MOST_POINTS = 400
 

@@ -10,7 +10,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch, concatenate
@@ -19,6 +18,7 @@ from hostdev.data.targets import columns_of
 from hostdev.ext.predict.predictor import Predictor, UnknownValues
 from hostdev.ext.serving.columns import Columns, RawColumn, describe_inputs, describe_raw_inputs
 from hostdev.ext.serving.refused import bad
+from hostdev.kernels.arrays import Values
 
 if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawPlan
@@ -111,7 +111,6 @@ def _join(name: str, parts: Sequence[pa.Array], *, is_number: bool) -> pa.Array 
     return pa.concat_arrays(parts)
 
 
-Values = npt.NDArray[np.float32]
 _MOST_INPUTS = 64  # sets of columns of raw rows whose inputs are kept
 _WARM_UP_ROWS = (1, 600)  # few and many rows take different ways through the kernels
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from hostdev.distributed.gradients import SelectedRows
 from hostdev.kernels.arrays import Positions
+from hostdev.pipeline.batch_ids import ConcatenatedIds, RowSubset
 from hostdev.pipeline.forwarding import Forwarded
-from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 from hostdev.pipeline.rows import FetchedRows
 from hostdev.pipeline.tiers import BatchPins
 

@@ -13,10 +13,10 @@ from hostdev.device.pinned import PinnedBuffer
 from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.claims import others
 from hostdev.kernels.pool import run_tasks
+from hostdev.pipeline.batch_ids import RowSubset
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.forwarding import ForwardedRows, count_forwarded_bytes, make_forwarded
 from hostdev.pipeline.results import LookedUpBatch, PlannedBatch, SentBatch
-from hostdev.pipeline.row_ids import RowSubset
 from hostdev.pipeline.rows import BatchRows, FetchedRows, count_bytes, fetch_late, make_rows
 
 _MANY_CONFLICTS = 4  # if more than one row in 4 conflicts, conflicting rows are looked up only once, when ready
