@@ -184,16 +184,11 @@ def kept(
         UserError: A table has too many rows for a cache.
     """
     names = (
-        "tables",
-        "places of rows on disk",
-        "directories of keys",
-        "cached rows",
-        "the cache's plan",
-        COUNTS,
-        "last writers of rows",
-        "batches in flight",
+        *("tables", "places of rows on disk", "directories of keys", "cached rows", "the cache's plan", COUNTS),
+        *("last writers of rows", "batches in flight"),
+        *("bitmaps of changed rows", "copies for checkpoints", "copies of keys"),
     )
-    parts = dict.fromkeys((*names, "bitmaps of changed rows", "copies for checkpoints", "copies of keys"), 0)
+    parts = dict.fromkeys(names, 0)
     window = passing = 0
     for group in groups:
         if not group.on_host:

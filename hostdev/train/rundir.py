@@ -20,18 +20,9 @@ from hostdev.train.target_scores import Evaluation
 
 _RUN = (run_files.LOSS_LOG, run_files.CONFIG, run_files.SUMMARY)  # a folder with any of these holds a run
 _NAMES = (
-    *(
-        run_files.LOSS_LOG,
-        run_files.EVAL_LOG,
-        run_files.SCORES_LOG,
-        run_files.OPS_LOG,
-        run_files.CONFIG,
-        run_files.SUMMARY,
-        run_files.CURVE,
-        run_files.REPORT,
-        run_files.KEYS_LOG,
-        run_files.KEYS_PICTURE,
-    ),
+    *_RUN,
+    *(run_files.EVAL_LOG, run_files.SCORES_LOG, run_files.OPS_LOG, run_files.CURVE, run_files.REPORT),
+    *(run_files.KEYS_LOG, run_files.KEYS_PICTURE),
     *(run_files.FILES_LOG, run_files.ASIDE_LOG, run_files.NEEDED, run_files.MLFLOW),
 )
 

@@ -187,6 +187,7 @@ class Session:
         saver: Saves checkpoints; None if the run saves none.
         loaded_from: The checkpoint from which the run was resumed.
         time_left: Estimates the rest of the training.
+        due_step: The step after which a checkpoint was last due; it is saved after this step.
     """
 
     saver: CheckpointSchedule | None = None
@@ -209,7 +210,7 @@ class Session:
         self.progress = source.make_progress(None)
         self.quality = Quality(config.early_stop, data.split, data.manifest.schema.labels)
         self.observer = RunObserver()
-        self._due = 0  # a checkpoint is saved after this step
+        self.due_step = 0
 
     @property
     def steps(self) -> int:
@@ -290,7 +291,7 @@ class Session:
                     taken + 1,
                 ):
                     self._record(epoch, step, result, progress)
-                    if self.saver is not None and self.steps == self._due:
+                    if self.saver is not None and self.steps == self.due_step:
                         self.save()
         except NonFiniteLossError as error:
             raise UserError(f"epoch {epoch} step {error.step + taken}: {error}") from error
@@ -311,13 +312,8 @@ class Session:
         """Return whether a checkpoint is due after this step, which has been queued."""
         if self.saver is None or not self.saver.is_due(step):
             return False
-        self._due = step
+        self.due_step = step
         return True
-
-    @property
-    def due_step(self) -> int:
-        """The step after which a checkpoint was last due."""
-        return self._due
 
     def _record(self, epoch: int, step: int, result: Result, progress: ProgressBar) -> None:
         """Write a step's losses and update the progress bar."""

@@ -30,18 +30,8 @@ _CUTS: Mapping[type[nn.Module], Mapping[str, Mapping[str, int | None]]] = {
     nn.Embedding: {"colwise": {"weight": 1}, "rowwise": {"weight": 0}},
 }
 _ELEMENTWISE = (
-    nn.ReLU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.LeakyReLU,
-    nn.ELU,
-    nn.Identity,
-    nn.Softplus,
-    nn.ReLU6,
-    nn.Mish,
-    nn.Hardswish,
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU),
+    *(nn.ELU, nn.Identity, nn.Softplus, nn.ReLU6, nn.Mish, nn.Hardswish),
 )
 
 

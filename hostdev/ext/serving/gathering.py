@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NamedTuple, Protocol
 
@@ -35,16 +36,16 @@ class Observer(Protocol):
         """Report the number of rows that wait."""
 
 
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """A request's rows on their way through the queue. Its future is cancelled if nobody waits for them any more."""
 
-    __slots__ = ("arrived", "columns", "future", "rows", "values", "version")
-
-    def __init__(
-        self, columns: Columns, rows: int, values: int, version: str | None, future: "asyncio.Future[Predicted]"
-    ) -> None:
-        self.columns, self.rows, self.values, self.version, self.future = columns, rows, values, version, future
-        self.arrived = time.monotonic()
+    columns: Columns
+    rows: int
+    values: int
+    version: str | None
+    future: "asyncio.Future[Predicted]"
+    arrived: float = field(default_factory=time.monotonic)
 
     @property
     def is_cancelled(self) -> bool:
@@ -120,9 +121,7 @@ class Gatherer:
             ClientGoneError: The client has gone; its rows are not computed unless that has begun.
         """
         future: asyncio.Future[Predicted] = asyncio.get_running_loop().create_future()
-        ticket = _Ticket(columns, rows, values, version, future)
-        is_next = self._enter(ticket)
-        if is_next:
+        if self._enter(_Ticket(columns, rows, values, version, future)):
             return await future
         watched = gone()
         try:

@@ -15,33 +15,10 @@ PROG = "hostdev.verify"
 HELP = "show on your data that every mode gives the same bits"
 EXIT_DIFFERENT = 1
 OPTIONS = (
-    "data",
-    "model",
-    "table_optimizer",
-    "table_lr",
-    "table_weight_decay",
-    "table_dtype",
-    "table_slots",
-    "lr",
-    "device",
-    "batch_size",
-    "emb_dim",
-    "l2",
-    "tables",
-    "capacity",
-    "admit_count",
-    "unknown_ids",
-    "evict_unused",
-    "table_dir",
-    "table_memory",
-    "table_window",
-    "initial_vectors",
-    "frozen_vectors",
-    "precision",
-    "tf32",
-    "host_threads",
-    "seed",
-    "shuffle_window",
+    *("data", "model", "table_optimizer", "table_lr", "table_weight_decay", "table_dtype", "table_slots", "lr"),
+    *("device", "batch_size", "emb_dim", "l2", "tables", "capacity", "admit_count", "unknown_ids", "evict_unused"),
+    *("table_dir", "table_memory", "table_window", "initial_vectors", "frozen_vectors", "precision", "tf32"),
+    *("host_threads", "seed", "shuffle_window"),
 )
 
 

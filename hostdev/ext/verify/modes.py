@@ -98,14 +98,8 @@ def _all_modes(threads: int, groups: int) -> Iterator[Mode]:
         yield Mode(True, DEPTHS[1], 1)
     for depth in (0, DEPTHS[1]):
         yield Mode(True, depth, threads, "10%")
-    for cache, policy in (
-        ("1%", "lookahead"),
-        ("100%", "lookahead"),
-        ("10%", "lru"),
-        ("10%", "lfu"),
-        ("10%", "static"),
-        *([("some", "and none")] if groups > 1 else []),
-    ):
+    policies = ("1%", "lookahead"), ("100%", "lookahead"), ("10%", "lru"), ("10%", "lfu"), ("10%", "static")
+    for cache, policy in (*policies, *([("some", "and none")] if groups > 1 else [])):
         yield Mode(True, DEPTHS[1], threads, cache, policy)
     if threads > 1:
         yield Mode(True, DEPTHS[1], 1, "10%")
