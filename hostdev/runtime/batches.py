@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -127,9 +126,7 @@ class Loop(Generic[Item]):
         """Return the loop; it is closed at the end of the `with` statement."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __len__(self) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from weakref import WeakSet
 
@@ -481,9 +480,7 @@ class Runtime(Logged, FrameworkLoaders):
         self.require_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def require_open(self) -> None:

@@ -8,7 +8,6 @@ import tempfile
 from bisect import bisect_right
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
@@ -63,9 +62,7 @@ class Scores:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
 

@@ -58,7 +58,6 @@ _HEIGHT = 240
 _BAR = 18  # pixels of a bar
 _GAP = 12
 _SPACE = 1.75  # length of the axis for the longest bar, which leaves space for its value
-_BAR_TOOLTIP = (("run", "run"), ("part", "part"), ("text", "value"))
 _MOST_TICKS = 10  # of a horizontal axis of whole numbers, each of which has a tick
 _MOST_POINTS = 60  # that are drawn on lines
 _MOST_LINES = 30  # vertical lines for the ends of epochs
@@ -148,10 +147,7 @@ def loss_curve(names: Sequence[str], runs: dict[str, Series], ends: Sequence[flo
     ]
     colours = _run_colour(names)
     layer: list[Spec] = [
-        {
-            "mark": {"type": "area", "opacity": 0.18},
-            "encoding": {"y": {**y, "field": "low"}, "y2": {"field": "high"}},
-        },
+        {"mark": {"type": "area", "opacity": 0.18}, "encoding": {"y": {**y, "field": "low"}, "y2": {"field": "high"}}},
         {"mark": {"type": "line", "strokeWidth": 1.8, "point": len(values) == len(runs)}, "encoding": {"y": y}},
         {"mark": {"type": "circle", "opacity": 0, "size": 90}, "encoding": {"y": y, "tooltip": tooltip}},
     ]
@@ -191,10 +187,7 @@ def lines(names: Sequence[str], rows: Rows, x: tuple[str, str], y: tuple[str, st
     }
     dashed = {**encoding, "strokeDash": _dashes(kinds)} if len(kinds) > 1 else encoding
     points = {"type": "circle", "size": 36, "opacity": 1 if len(positions) <= _MOST_POINTS else 0}
-    layer = [
-        {"mark": {"type": "line", "strokeWidth": 2}, "encoding": dashed},
-        {"mark": points, "encoding": encoding},
-    ]
+    layer = [{"mark": {"type": "line", "strokeWidth": 2}, "encoding": dashed}, {"mark": points, "encoding": encoding}]
     return _base(_HEIGHT, data={"values": rows}, layer=layer)
 
 
@@ -250,13 +243,9 @@ def score_distribution(names: Sequence[str], runs: dict[str, Counts]) -> Spec:
         "labelExpr": "format(1 / (1 + exp(-datum.value)), '.3~%')",
         "grid": False,
     }
+    scale = {"domain": [low, high], "nice": False}
     encoding: Spec = {
-        "x": _axis(
-            "x",
-            "predicted probability (on a scale of log-odds)",
-            axis=axis,
-            scale={"domain": [low, high], "nice": False},
-        ),
+        "x": _axis("x", "predicted probability (on a scale of log-odds)", axis=axis, scale=scale),
         "y": _axis("share", "share of these samples", axis={"format": "~%"}),
         "color": _run_colour(names),
         "tooltip": [
@@ -265,23 +254,12 @@ def score_distribution(names: Sequence[str], runs: dict[str, Counts]) -> Spec:
             {"field": "share", "format": ".2~%"},
         ],
     }
-    lines_of = {
-        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2},
-        "encoding": {
-            **encoding,
-            "strokeDash": _dashes(kinds),
-        },
-    }
-    layer: list[Spec] = [lines_of]
+    mark = {"type": "line", "interpolate": "step-after", "strokeWidth": 2}
+    layer: list[Spec] = [{"mark": mark, "encoding": {**encoding, "strokeDash": _dashes(kinds)}}]
     if len(runs) == 1:
         area = {"type": "area", "interpolate": "step-after", "opacity": 0.15}
-        layer.insert(
-            0,
-            {
-                "mark": area,
-                "encoding": {**encoding, "y": {**encoding["y"], "stack": None}, "detail": {"field": "kind"}},
-            },
-        )
+        apart = {**encoding, "y": {**encoding["y"], "stack": None}, "detail": {"field": "kind"}}
+        layer.insert(0, {"mark": area, "encoding": apart})
     return _base(_HEIGHT, data={"values": values}, layer=layer)
 
 

@@ -47,10 +47,6 @@ class _Ticket:
     future: "asyncio.Future[Predicted]"
     arrived: float = field(default_factory=time.monotonic)
 
-    @property
-    def is_cancelled(self) -> bool:
-        return self.future.cancelled()
-
 
 _Results = list[tuple[_Ticket, Predicted | Exception]]
 
@@ -140,14 +136,9 @@ class Gatherer:
             if self.is_closing:
                 raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is ending", closes=True)
             if self._queue and self._rows + ticket.rows > self._most_waiting:
-                raise RefusedError(
-                    HTTPStatus.SERVICE_UNAVAILABLE, f"{self._rows:,} rows wait already, and there is no room for more"
-                )
+                raise _full(f"{self._rows:,} rows")
             if self._queue and self._values + ticket.values > values_of(self._most_waiting):
-                raise RefusedError(
-                    HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"rows with {self._values:,} values wait already, and there is no room for more",
-                )
+                raise _full(f"rows with {self._values:,} values")
             is_next = not self._queue and not self._is_busy
             self._queue.append(ticket)
             self._rows += ticket.rows
@@ -188,7 +179,7 @@ class Gatherer:
                     ticket = self._queue.popleft()
                     self._rows -= ticket.rows
                     self._values -= ticket.values
-                    if not ticket.is_cancelled:
+                    if not ticket.future.cancelled():
                         found.append(ticket)
                         rows += ticket.rows
                         values += ticket.values
@@ -222,7 +213,7 @@ class Gatherer:
             found = model.predict(
                 [batch for _, batch in encoded],
                 self._most_rows,
-                lambda: not all(ticket.is_cancelled for ticket in waiting),
+                lambda: not all(ticket.future.cancelled() for ticket in waiting),
             )
             for ticket, each in zip(waiting, found or [], strict=found is not None):
                 results.append((ticket, bad(str(each)) if isinstance(each, UserError) else Predicted(each, model)))
@@ -245,6 +236,10 @@ def wrong_version(version: str, model: ServedModel) -> RefusedError:
     return RefusedError(
         HTTPStatus.NOT_FOUND, f"there is no version {version!r} of the model; version {model.version} is served"
     )
+
+
+def _full(what: str) -> RefusedError:
+    return RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, f"{what} wait already, and there is no room for more")
 
 
 def _deliver(results: "_Results") -> None:

@@ -11,7 +11,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.parse import unquote, urlsplit
 
@@ -229,9 +228,7 @@ class MLflowWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
