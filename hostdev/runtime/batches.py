@@ -362,18 +362,12 @@ class PredictLoop(Loop[Item]):
 
     name = "predict"
 
-    def __init__(
-        self,
-        runtime: Any,  # a `Runtime`, whose module imports this one
-        batches: Iterable[Any],  # of any type, like `Item`
-        reader: Reader,
-        **options: Any,  # of `Loop`
-    ) -> None:
+    # `runtime` is a `Runtime`, whose module imports this one; `batches` are of any type; `options` are those of `Loop`.
+    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader, **options: Any) -> None:
         super().__init__(runtime, batches, reader, **options)
         self._counted = ExitStack()  # closing it unregisters this loop from the runtime
-        self._next: list[
-            StepBatch | BaseException | None
-        ] = []  # what the pipeline returned or raised after the last batch
+        # What the pipeline returned or raised after the last batch.
+        self._next: list[StepBatch | BaseException | None] = []
 
     def _open(self) -> Any:
         loops = self._runtime.loops

@@ -204,12 +204,8 @@ class Predictor:
 
     def _use(self, opened: Opened) -> None:
         """Take dense layers and tables from a checkpoint."""
-        self.path, self.why, self.settings, self.data_folder = (
-            opened.path,
-            opened.why,
-            opened.settings,
-            opened.data_folder,
-        )
+        self.path, self.why = opened.path, opened.why
+        self.settings, self.data_folder = opened.settings, opened.data_folder
         self.checksums = [checkpoint.manifest.checksum for checkpoint in opened.chain]
         self.step, self.created = opened.chain[-1].manifest.step, opened.chain[-1].manifest.created
         self._bf16 = self.settings["precision"] == "bf16" and not self._in_float32
