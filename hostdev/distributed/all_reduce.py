@@ -21,8 +21,7 @@ from torch import Tensor
 
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.host_memory import BufferLayout, Bytes, HostExchange, Part
-from hostdev.distributed.hosts import Links
+from hostdev.distributed.host_memory import BufferLayout, Bytes, HostExchange, Links, Part
 
 
 class TwoLevelChannel(Channel):

@@ -16,7 +16,7 @@ from hostdev.core.errors import UserError
 from hostdev.distributed.agreement import ADVICE, Calls, UnlikeError, Values, compare, format_ranks
 from hostdev.distributed.all_reduce import TwoLevelChannel
 from hostdev.distributed.channel import HOST_BACKEND, Channel, PeerLostError
-from hostdev.distributed.hosts import connect_host, get_identity, group_by_host, have_levels, require_two_levels
+from hostdev.distributed.host_memory import connect_host, get_identity, group_by_host, have_levels, require_two_levels
 from hostdev.distributed.monitor import LOST_SECONDS, Monitor
 from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.distributed.rendezvous import find_interface, make_key_prefix, share_texts, versions

@@ -34,9 +34,9 @@ from hostdev.ext.advice.cache.auto import choose_cache
 from hostdev.ext.tracking.options import require_tracking
 from hostdev.ext.training import starting
 from hostdev.ext.training.config import CommandConfig
-from hostdev.ext.training.initial_vectors import make_model
 from hostdev.ext.training.layouts import choose_layout, get_layout, require_layout, require_shares, resolve_mesh
 from hostdev.ext.training.run_callbacks import make_run_callbacks
+from hostdev.ext.training.starting import make_model
 from hostdev.kernels.numa import in_words
 from hostdev.train import checkpointing, report
 from hostdev.train.assembly import RunParts, build

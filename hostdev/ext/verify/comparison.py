@@ -22,7 +22,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.distributed.world import STRATEGIES, Layout, Mesh
 from hostdev.ext.parallel.plan import divides, pairable, resolve_layout
-from hostdev.ext.training.initial_vectors import make_model
+from hostdev.ext.training.starting import make_model
 from hostdev.ext.verify.modes import Mode, Record, compare, get_batch_size, modes, read_batches, train
 from hostdev.kernels.pool import host_threads
 from hostdev.models.model import Model

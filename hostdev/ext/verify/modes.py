@@ -20,7 +20,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.distributed.dense import DenseState
 from hostdev.distributed.world import ALONE_WORLD, Layout, World
-from hostdev.ext.training.initial_vectors import make_model
+from hostdev.ext.training.starting import make_model
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import set_host_threads
