@@ -4,15 +4,23 @@ Training in several processes, whose records are merged, is compared with traini
 """
 
 import gc
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from hostdev.cache.cache import CacheTooLargeError
 from hostdev.core.addresses import shown_place
+from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess import lookalike
@@ -20,7 +28,9 @@ from hostdev.data.preprocess.options import ids_in_words
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.distributed.world import STRATEGIES, Layout, Mesh
+from hostdev.distributed.rank_environment import start_processes, wait_for
+from hostdev.distributed.session import join
+from hostdev.distributed.world import ALONE_WORLD, STRATEGIES, Layout, Mesh, World
 from hostdev.ext.parallel.plan import divides, pairable, resolve_layout
 from hostdev.ext.training.starting import make_model
 from hostdev.ext.verify.modes import Mode, Record, compare, get_batch_size, modes, read_batches, train
@@ -30,27 +40,7 @@ from hostdev.train.build import device_of, groups_of, ids_of, vector_tables
 from hostdev.train.network import inputs_like
 from hostdev.train.options import TrainConfig
 
-if __name__ == "__main__":
-    from hostdev.core import cli
-
-    raise SystemExit(cli.run_module("hostdev.ext.verify.process_cli", "hostdev.verify"))
-
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any
-
-import torch
-
-from hostdev.core import cli
-from hostdev.core.errors import UserError
-from hostdev.distributed.rank_environment import start_processes, wait_for
-from hostdev.distributed.session import join
-from hostdev.distributed.world import ALONE_WORLD, World
-
-_MODULE = "hostdev.ext.verify.comparison"  # run by the processes
+_MODULE = "hostdev.ext.verify.process_cli"  # run by the processes
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
 _TOLERANCE = 1e-5  # relative tolerance for losses if layers are sliced, because their sums have a different order
 _WEIGHTS = 1e-4  # tolerance for the final dense weights, relative to their norm

@@ -1,5 +1,10 @@
 """The command line of the processes that `verify` starts."""
 
+if __name__ == "__main__":
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.ext.verify.process_cli", "hostdev.verify"))
+
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +12,7 @@ from hostdev.core import cli
 from hostdev.ext.training.config import CommandConfig
 from hostdev.ext.verify.cli import OPTIONS
 
-PROG = "hostdev.ext.verify.comparison"
+PROG = "hostdev.ext.verify.process_cli"
 _OPTIONS = (*OPTIONS, "host_device_mix")  # which `verify` sets itself
 
 
