@@ -1,6 +1,6 @@
 """The command `serve`, after its flags are parsed.
 
-The last line of a process whose served file was truncated: no Python code can run then.
+`announce_lost_files` prints the last line of a process whose served file was cut: no Python code can run then.
 """
 
 import ctypes
