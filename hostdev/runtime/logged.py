@@ -5,6 +5,7 @@
 
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import proxy
 
@@ -212,9 +213,9 @@ class Logged:
             raise ValueError(
                 f"every must be at least 1, and histograms_every at least 0, not {every} and {histograms_every}"
             )
-        self._add_log(RuntimeLog(writer, RuntimeFigures(proxy(self)), every, histograms_every))
+        self._add_log(lambda: RuntimeLog(writer, RuntimeFigures(proxy(self)), every, histograms_every))
 
-    def _add_log(self, log: RuntimeLog) -> None:
+    def _add_log(self, make: Callable[[], RuntimeLog]) -> None:
         raise NotImplementedError
 
 

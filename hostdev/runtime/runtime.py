@@ -154,9 +154,9 @@ class Runtime(Logged, FrameworkLoaders):
         self.require_open()
         return self.loops.cursor
 
-    def _add_log(self, log: RuntimeLog) -> None:
+    def _add_log(self, make: Callable[[], RuntimeLog]) -> None:
         self.require_open()
-        self.loops.add_log(log)
+        self.loops.add_log(make())
 
     @property
     def caches(self) -> list[EmbeddingCache]:
