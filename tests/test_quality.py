@@ -94,7 +94,7 @@ def test_a_run_stops_early(trained, small_data, tmp_path, capsys, monkeypatch): 
     """After the epoch that makes it two without a better AUC; the rest is that of a run that ends."""
     aucs = iter([0.7, 0.8, 0.72, 0.8, 0.71, 0.8, 0.72, 0.8])  # of test rows and of training rows
 
-    def evaluate(self, batches, progress, folder, counted):
+    def evaluate(self, batches, progress, folder, counted=None):
         return Evaluation(next(aucs), 0.5, sum(len(batch) for batch in batches))
 
     monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate)
