@@ -37,7 +37,7 @@ from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
 from hostdev.train.build import model_of
 from hostdev.train.checkpointing import Progress, data_files, values
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 from hostdev.train.quality import Quality
 from hostdev.train.trainer import StepSettings, Trainer
 

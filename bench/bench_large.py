@@ -36,7 +36,7 @@ from hostdev.core.memory import TableShape, format_bytes
 from hostdev.core.primitive import OpLog
 from hostdev.kernels.pool import host_threads
 from hostdev.runtime.digest import add_table
-from hostdev.runtime.room import GroupSize, in_words, kept
+from hostdev.runtime.placement import GroupSize, in_words, kept
 
 DIM, FIELDS, BATCH = 8, 26, 8000
 SMALLEST = 500_000  # rows

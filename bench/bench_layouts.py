@@ -22,9 +22,9 @@ from torch import nn
 
 import hostdev
 from bench.record import make_parser, record
-from hostdev.distributed.mesh import Mesh
 from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.start import start_processes, wait_for
+from hostdev.distributed.rank_environment import start_processes, wait_for
+from hostdev.distributed.world import Mesh
 from hostdev.ext.parallel.plan import cuttable, divides
 
 MOST = 1.10  # times the best layout's time

@@ -29,8 +29,7 @@ from bench.record import get_versions, make_parser, record
 from bench.simulated import FreeSlots, Simulated
 from bench.workload import draw_ids
 from hostdev.kernels.pool import host_threads
-from hostdev.runtime.read_ahead import ReadAhead
-from hostdev.runtime.reading import Reading
+from hostdev.runtime.reading import ReadAhead, Reading
 from hostdev.runtime.requests import Reader
 
 TABLES, ROWS, BAG, DIM = 26, 100_000, 10, 64

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 from bench.parallel_worker import OURS, TORCH, make_network
 from bench.record import get_versions, make_parser, record
 from bench.team import Team
-from hostdev.distributed.mesh import SCHEDULES
-from hostdev.distributed.start import start_processes
+from hostdev.distributed.rank_environment import start_processes
+from hostdev.distributed.world import SCHEDULES
 from hostdev.ext.parallel.pieces import balanced, get_pieces
 
 RANKS, MICRO_BATCHES = 2, 8

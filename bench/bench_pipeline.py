@@ -31,9 +31,8 @@ from hostdev.device import backend
 from hostdev.device.staging import Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import host_threads
-from hostdev.pipeline.batch_ids import Request
-from hostdev.pipeline.groups import Embedding, Group
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.batch_ids import Embedding, Group, Request
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.train.trainer import Trainer
 

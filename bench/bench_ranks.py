@@ -25,7 +25,7 @@ from bench.record import get_versions, make_parser, record
 from bench.scaling import Work, dense_seconds, fitted, host_seconds
 from bench.team import Team
 from bench.wide_deep import FIELDS
-from hostdev.distributed.start import start_processes
+from hostdev.distributed.rank_environment import start_processes
 
 SIZES = ((80, None), (16, [256, 128]))  # D and the widths of the dense layers; None: full size
 FULL_LAYERS = [1024, 512, 256, 128]

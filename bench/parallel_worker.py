@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 import hostdev
 from bench.team import serve
-from hostdev.distributed.mesh import SCHEDULES
 from hostdev.distributed.process_group import Ranks
+from hostdev.distributed.world import SCHEDULES
 from hostdev.ext.parallel.costs import measure_profile
-from hostdev.ext.parallel.layout import like
 from hostdev.ext.parallel.pieces import cut, get_pieces
+from hostdev.ext.parallel.plan import like
 
 NETWORKS = Path(__file__).resolve().parents[1] / "examples" / "parallel"
 OURS, TORCH = "hostdev", "torch"

@@ -33,8 +33,7 @@ from hostdev.distributed.world import ALONE_WORLD
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.wide_deep.network import LAYERS, WideDeep
-from hostdev.pipeline.batch_ids import Request
-from hostdev.pipeline.groups import Group
+from hostdev.pipeline.batch_ids import Group, Request
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.pipeline.results import Gradients, StepBatch
 from hostdev.train.trainer import StepSettings, Trainer

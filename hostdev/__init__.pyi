@@ -39,7 +39,7 @@ from .device.table import DeviceTable as DeviceTable
 from .distributed.session import join as join
 from .ext.checkpoints.exporter import Exporter as Exporter
 from .ext.predict.predictor import Predictor as Predictor
-from .ext.tracking.callback import Callback as Callback
+from .ext.tracking.tracker import Callback as Callback
 from .host.table import HostTable as HostTable
 from .runtime.ema import EMA as EMA
 from .runtime.runtime import Runtime as Runtime

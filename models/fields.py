@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hostdev.core.errors import UserError
+from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.model import Batch, Ids, Rows
+from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import Bag, Feature
 
 FIELDS = "fields"
@@ -46,12 +47,6 @@ def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: Sequen
     return features | {bag_feature(name): Feature(tables, pooling="mean", unknown=name) for name in schema.bags}
 
 
-def collect_ids(schema: Schema, batch: Batch) -> dict[str, Ids]:
-    """Return the ids of a batch for each feature that `make_features` returns, without a model's own ids."""
-    found: dict[str, Ids] = {FIELDS: batch.ids} if schema.ids else {}
-    return found | collect_bags(schema, batch)
-
-
 def collect_bags(schema: Schema, batch: Batch) -> dict[str, Ids]:
     """Return the ids of a batch for each bag's feature.
 
@@ -73,13 +68,36 @@ def _normalized(weights: npt.NDArray[np.float32], lengths: npt.NDArray[np.int32]
     return (weights * factors[bag]).astype(np.float32)
 
 
-def concatenate_inputs(dense: Tensor, rows: Rows, features: Iterable[str]) -> Tensor:
-    """Return the dense columns and the rows of all fields side by side, float32 [B, nd + fields * D]."""
-    return torch.cat([dense, concatenate_fields(rows, features).flatten(1).float()], 1)
-
-
 def concatenate_fields(rows: Rows, features: Iterable[str], table: int | None = None) -> Tensor:
     """Return the rows of all fields, [B, fields, D]; `table` is the table's index if features have several tables."""
     parts = [rows[name] if table is None else rows[name][table] for name in features]
     parts = [part if part.dim() == 3 else part.unsqueeze(1) for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+class FieldsModel(Model):
+    """A model of segments that run one after the other, over all fields of a schema.
+
+    Attributes:
+        schema: The schema of the data.
+    """
+
+    schema: Schema
+
+    def pieces(self) -> list[Piece]:
+        """Return the network's segments in order."""
+        raise NotImplementedError
+
+    def ids(self, batch: Batch) -> dict[str, Ids]:
+        """Return the ids of the feature "fields", and of each bag."""
+        fields: dict[str, Ids] = {FIELDS: batch.ids} if self.schema.ids else {}
+        return fields | collect_bags(self.schema, batch)
+
+    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
+        """Return logits float32 [B], or logits and predictions [B, labels] if there are several labels."""
+        outputs: Tensor = run(self.pieces(), dense, rows)
+        return outputs
+
+    def concatenate(self, dense: Tensor, rows: Rows) -> Tensor:
+        """Return the dense columns and the rows of all fields side by side, float32 [B, nd + fields * D]."""
+        return torch.cat([dense, concatenate_fields(rows, self.features).flatten(1).float()], 1)

@@ -74,7 +74,7 @@ def _no_pictures(request, monkeypatch):
     draws = request.node.get_closest_marker("draws") is not None
     monkeypatch.setattr(forks, "pictures", draws)
     if not draws:
-        monkeypatch.setattr("hostdev.train.curve.draw", lambda path, *of_run: path.write_bytes(b""))
+        monkeypatch.setattr("hostdev.train.quality.draw", lambda path, *of_run: path.write_bytes(b""))
 
 
 def devices():

@@ -40,7 +40,12 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
     *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "numba", "numpy", "pyarrow.compute"),
     *("pyarrow.csv", "pyarrow.dataset", "tqdm", "psutil", "hostdev", "hostdev.ops", "hostdev.ext.training.command"),
-    *("hostdev.distributed.start", "hostdev.train.processes", "hostdev.train.curve", "hostdev.data.preprocess.build"),
+    *(
+        "hostdev.distributed.rank_environment",
+        "hostdev.train.processes",
+        "hostdev.train.quality",
+        "hostdev.data.preprocess.build",
+    ),
 )
 # Variables that libraries read when they are imported, by how their names begin.
 READ_ONCE = (
@@ -133,7 +138,7 @@ def _request(how):
 
 
 def _start():
-    return sys.modules["hostdev.distributed.start"]
+    return sys.modules["hostdev.distributed.rank_environment"]
 
 
 def _standard_files(how):
@@ -280,7 +285,7 @@ def _become(request, files):
         sys.path.remove(str(ROOT))  # the first, of the server
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not request["pictures"]:
-        sys.modules["hostdev.train.curve"].draw = lambda path, *of_run: path.write_bytes(b"")
+        sys.modules["hostdev.train.quality"].draw = lambda path, *of_run: path.write_bytes(b"")
     try:
         _run_program(request["argv"])
     except SystemExit as exit:

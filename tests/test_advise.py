@@ -27,7 +27,7 @@ from hostdev.ext.advice import cli as command
 from hostdev.ext.advice import curves as cache_advice
 from hostdev.ext.advice.curves import CachePoint, TableGroup, recommend
 from hostdev.models.wide_deep.network import WideDeep
-from hostdev.train.summary import get_host_costs
+from hostdev.train.ending import get_host_costs
 from tests import forks
 from tests.conftest import ROOT
 

@@ -15,9 +15,9 @@ from hostdev.ext.advice import auto as auto_cache
 from hostdev.ext.advice import curves as cache_advice
 from hostdev.ext.advice.curves import TableGroup
 from hostdev.ext.training import cli as train
-from hostdev.runtime import room as runtime_room
+from hostdev.runtime import placement as runtime_room
 from hostdev.train import room, trainer
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 
 LINE = re.compile(
     r"^cache    auto: ([\d,]+) rows, (\w+), [\d.]+ \w+ of the [\d.]+ \w+ (.*); over (\d+) batches, "

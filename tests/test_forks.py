@@ -147,7 +147,7 @@ def test_the_ranks_of_a_training_have_other_hashes(tmp_path):
 
 STARTING = """
 import os, sys
-from hostdev.distributed.start import start_processes, wait_for
+from hostdev.distributed.rank_environment import start_processes, wait_for
 code = "import os, sys; sys.exit(5 if os.getppid() == int(sys.argv[1]) and 'RANK' in os.environ else 6)"
 started = start_processes(2, [sys.executable, "-c", code, str(os.getpid())])
 assert wait_for(started) == 5

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic
-from hostdev.train import lean
+from hostdev.train import network
 from tests.conftest import environment
 
 CODE = """
@@ -33,12 +33,12 @@ def test_a_run_imports_neither_torchs_compiler_nor_pandas(tmp_path):
 
 
 def marks():
-    return [hasattr(getattr(Optimizer, name).__wrapped__, lean._MARK) for name in lean._METHODS]
+    return [hasattr(getattr(Optimizer, name).__wrapped__, network._MARK) for name in network._METHODS]
 
 
 def test_torch_is_as_it_was():
     before = marks()
-    with lean.without_compiler():
+    with network.without_compiler():
         assert all(marks()) or "torch._dynamo" in sys.modules
     assert marks() == before
 
@@ -46,7 +46,7 @@ def test_torch_is_as_it_was():
 def test_the_steps_are_torchs():
     torch.manual_seed(0)
     found = []
-    for kind in (torch.optim.Adam, lean.Adam):
+    for kind in (torch.optim.Adam, network.Adam):
         values = torch.nn.Parameter(torch.linspace(-1, 1, 50))
         adam = kind([values], lr=0.1, fused=True)
         counted = []

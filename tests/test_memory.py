@@ -9,7 +9,7 @@ from hostdev.cache.planner import planner_bytes
 from hostdev.core import memory
 from hostdev.core.memory import TableShape
 from hostdev.host.snapshot import Budget
-from hostdev.runtime.room import GroupSize, kept
+from hostdev.runtime.placement import GroupSize, kept
 from hostdev.runtime.spec import CacheSpec, TableSpec
 from hostdev.train import room
 
@@ -114,7 +114,7 @@ def test_counts_that_are_there_need_no_more_memory(runtime, monkeypatch):
     beside = kept([GroupSize(1000, [TableShape(3, LazyAdam())], True, spec)], depth=0, slots_on_host=True)
     del beside["tables"]
     for free, fits in ((sum(beside.values()) - counts.nbytes, True), (sum(beside.values()) - counts.nbytes - 1, False)):
-        monkeypatch.setattr("hostdev.runtime.room.available_bytes", lambda free=free: free)
+        monkeypatch.setattr("hostdev.runtime.placement.available_bytes", lambda free=free: free)
         if fits:
             Runtime({"t3": table}, device="cpu", depth=0, cache=spec)
         else:
@@ -123,7 +123,7 @@ def test_counts_that_are_there_need_no_more_memory(runtime, monkeypatch):
 
 
 def test_a_runtime_is_refused_before_it_allocates(runtime, monkeypatch):
-    monkeypatch.setattr("hostdev.runtime.room.available_bytes", lambda: 1000)
+    monkeypatch.setattr("hostdev.runtime.placement.available_bytes", lambda: 1000)
     with pytest.raises(UserError, match=r"the cache's plan .*, last writers of rows .* bytes .*, but 1000 bytes"):
         Runtime({"both": runtime.tables["t3"]}, device="cpu", cache="10%")
 
@@ -134,7 +134,7 @@ def test_a_training_is_refused_before_its_tables_are_there(monkeypatch):
     tables = 1000 * 8 * 3 * 4
     how = {"device": torch.device("cpu"), "depth": 2, "uses": 0, "saves": True}
     for free, part in ((3 * tables + 1000 + 3 * 125, None), (3 * tables // 2 + 500 + 3 * 63, (1, 2))):
-        monkeypatch.setattr("hostdev.runtime.room.available_bytes", lambda free=free: free)
+        monkeypatch.setattr("hostdev.runtime.placement.available_bytes", lambda free=free: free)
         found = room.make_host_budget(room.estimate_host_memory(model, None, part, **how))
         assert sum(found.parts.values()) == found.free == free
         assert found.describe().startswith(

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hostdev.train import metrics
+from hostdev.train import scores as metrics
 from tests import naive
 
 

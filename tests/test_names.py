@@ -18,7 +18,7 @@ from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.distributed.world import ALONE_WORLD
 from hostdev.ext.checkpoints import cli as checkpoint
-from hostdev.ext.parallel import saving
+from hostdev.ext.parallel import state
 from hostdev.ext.predict import cli as predict
 from hostdev.ext.training import cli as train
 from tests import forks
@@ -90,14 +90,14 @@ def test_a_runtime_is_saved(odd):
 def test_a_network_in_parts_is_not(odd):
     """Safetensors would write the file, and not read it again."""
     with pytest.raises(UserError, match="the name is not UTF-8"):
-        saving.save(odd / "network", "a.safetensors", {"w": (torch.ones(3), None)}, {}, ALONE_WORLD)
+        state.save(odd / "network", "a.safetensors", {"w": (torch.ones(3), None)}, {}, ALONE_WORLD)
 
 
 def test_a_network_in_parts_that_was_moved_there(odd):
-    saving.save(Path("network"), "a.safetensors", {"w": (torch.ones(3), None)}, {}, ALONE_WORLD)
+    state.save(Path("network"), "a.safetensors", {"w": (torch.ones(3), None)}, {}, ALONE_WORLD)
     Path("network").rename(odd / "network")
     with pytest.raises(UserError, match="the name is not UTF-8, and safetensors cannot read such a file; rename"):
-        saving.load(odd / "network", lambda name: True)
+        state.load(odd / "network", lambda name: True)
 
 
 @pytest.mark.parametrize(("how", "shown"), [("ascii:replace", b"caf?/data: "), ("ascii:strict", b"caf\xe9/data: ")])

@@ -15,8 +15,8 @@ import torch
 
 from hostdev import UserError
 from hostdev.core.timeline import STAGES
-from hostdev.pipeline.hooks import PipelineHooks
-from hostdev.train.losses import NonFiniteLossError
+from hostdev.pipeline.context import PipelineHooks
+from hostdev.train.network import NonFiniteLossError
 from tests import fields
 from tests.combinations import pairs_first
 from tests.fields import FIELDS, FieldsBatch

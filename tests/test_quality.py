@@ -13,9 +13,9 @@ from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
-from hostdev.train import curve, trainer
+from hostdev.train import quality, trainer
 from hostdev.train.quality import Point, Quality
-from hostdev.train.sample import TrainingSample
+from hostdev.train.session import TrainingSample
 from hostdev.train.trainer import Evaluation
 from tests.test_train import small, trained  # noqa: F401  (a fixture)
 
@@ -94,7 +94,7 @@ def test_a_run_stops_early(trained, small_data, tmp_path, capsys, monkeypatch): 
     """After the epoch that makes it two without a better AUC; the rest is that of a run that ends."""
     aucs = iter([0.7, 0.8, 0.72, 0.8, 0.71, 0.8, 0.72, 0.8])  # of test rows and of training rows
 
-    def evaluate(self, batches, progress, folder, counted):
+    def evaluate(self, batches, progress, folder, counted=None):
         return Evaluation(next(aucs), 0.5, sum(len(batch) for batch in batches))
 
     monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate)
@@ -130,7 +130,7 @@ LOSSES = array("f", 0.5 + 0.3 * np.exp(-np.arange(700) / 100) + 0.02 * np.sin(np
 def test_the_picture(tmp_path, steps, aucs):
     """Any run's: one step, one epoch, no AUC; no warning of matplotlib's is an error here."""
     found, _ = quality_of(aucs)
-    curve.draw(tmp_path / "curve.png", LOSSES[:steps], [50] * steps, found)
+    quality.draw(tmp_path / "curve.png", LOSSES[:steps], [50] * steps, found)
     pixels = image.imread(tmp_path / "curve.png")
     assert pixels.shape[:2] == (460, 1200)
     assert (pixels[..., :3].std(axis=2) > 0.1).sum() > 50  # there is something in colour
@@ -138,7 +138,7 @@ def test_the_picture(tmp_path, steps, aucs):
 
 def test_a_small_batch_weighs_little():
     """The last of an epoch has a few rows, whose loss may be anything."""
-    means = curve._means(np.array([1.0, 2.0, 4.0, 9.0]), np.array([10, 30, 10, 0]), 2)
+    means = quality._means(np.array([1.0, 2.0, 4.0, 9.0]), np.array([10, 30, 10, 0]), 2)
     np.testing.assert_allclose(means, [70 / 40, 100 / 40, 40 / 10])
 
 
@@ -151,7 +151,7 @@ def test_many_steps_are_thinned_out(tmp_path, monkeypatch):
         return plot(self, x, *arguments, **options)
 
     monkeypatch.setattr(Axes, "plot", counted)
-    curve.draw(tmp_path / "curve.png", np.ones(100_001, np.float32), [9] * 100_001, quality_of([0.7])[0])
+    quality.draw(tmp_path / "curve.png", np.ones(100_001, np.float32), [9] * 100_001, quality_of([0.7])[0])
     assert 1000 < max(lengths) <= 4000
 
 
@@ -159,7 +159,7 @@ def test_a_picture_never_fails_a_run(trained, small_data, tmp_path, capsys, monk
     def fail(*arguments):
         raise ZeroDivisionError("no pencil")
 
-    monkeypatch.setattr(curve, "draw", fail)
+    monkeypatch.setattr(quality, "draw", fail)
     assert trained(*small(small_data, "--host-device-mix", "--max-steps", 2)) == 0
     out = capsys.readouterr().out
     assert re.search(r"^files +run/: loss.log, eval.log, scores.jsonl, ops.log, config.json, summary.json$", out, re.M)

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from hostdev.train import metrics
-from hostdev.train.ranking import rank
+from hostdev.ext.predict.measures import rank
+from hostdev.train import scores as metrics
 
 
 def orders(scores):

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from hostdev.core.micro_batches import cut
-from hostdev.train import metrics, scores, together
+from hostdev.train import scores, target_scores
 from hostdev.train.scores import Scores
-from hostdev.train.target_scores import TargetScores
-from hostdev.train.together import Together
+from hostdev.train.target_scores import TargetScores, Together
 from tests import naive
 from tests.conftest import environment
 from tests.distributed.threads import with_ranks
@@ -56,7 +55,7 @@ def test_any_budget_and_any_batches_give_the_figures_of_all_rows(kind, stride, t
     monkeypatch.setattr(scores, "_STRIDE", stride)
     logits, labels = drawn(kind)
     whole = collected(logits, labels, 1 << 20, tmp_path)
-    np.testing.assert_equal(whole[:2], (metrics.auc(logits, labels), metrics.log_loss(logits, labels)))
+    np.testing.assert_equal(whole[:2], (scores.auc(logits, labels), scores.log_loss(logits, labels)))
     assert whole.rows == len(logits)
     assert whole.not_finite == (~np.isfinite(logits)).sum()
     if 0 < labels.sum() < len(labels):
@@ -64,7 +63,7 @@ def test_any_budget_and_any_batches_give_the_figures_of_all_rows(kind, stride, t
     for block in (70, 499, 500):
         found = [collected(logits, labels, block, tmp_path, seed) for seed in range(2)]
         np.testing.assert_equal([each[0] for each in found], [whole.auc] * 2)
-        blocks = [metrics.losses(logits[i : i + block], labels[i : i + block]).sum() for i in range(0, 500, block)]
+        blocks = [scores.losses(logits[i : i + block], labels[i : i + block]).sum() for i in range(0, 500, block)]
         expected = math.fsum(blocks) / 500 if np.isfinite(blocks).all() else np.nan
         np.testing.assert_equal([each[1] for each in found], [expected] * 2)
         np.testing.assert_allclose(found[0].logloss, whole.logloss, rtol=1e-15)
@@ -73,10 +72,10 @@ def test_any_budget_and_any_batches_give_the_figures_of_all_rows(kind, stride, t
 
 def test_losses_do_not_depend_on_how_many_are_held(monkeypatch):
     logits, labels = drawn("bits", 10_000)
-    whole = metrics.losses(logits, labels)
-    monkeypatch.setattr(metrics, "_AT_ONCE", 77)
-    np.testing.assert_array_equal(metrics.losses(logits, labels), whole)
-    assert metrics.auc(logits, labels) == collected(logits, labels, 1 << 20, None).auc
+    whole = scores.losses(logits, labels)
+    monkeypatch.setattr(scores, "_AT_ONCE", 77)
+    np.testing.assert_array_equal(scores.losses(logits, labels), whole)
+    assert scores.auc(logits, labels) == collected(logits, labels, 1 << 20, None).auc
 
 
 def test_no_rows(tmp_path):
@@ -88,8 +87,8 @@ def test_the_pairs_are_counted_in_integers():
     """In float64 the sums of ranks lose units from 2^53 pairs on."""
     n = 1 << 30
     twice = 2 * n * n - 1
-    assert metrics.make_auc(twice, n, n) == float(Fraction(twice, 2 * n * n))
-    assert metrics.make_auc(3 * n * n + 2, 3 * n, n) == float(Fraction(3 * n * n + 2, 6 * n * n))
+    assert scores.make_auc(twice, n, n) == float(Fraction(twice, 2 * n * n))
+    assert scores.make_auc(3 * n * n + 2, 3 * n, n) == float(Fraction(3 * n * n + 2, 6 * n * n))
 
 
 def test_a_folder_that_is_gone_is_not_needed(tmp_path):
@@ -108,7 +107,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("at_once", [1, 90, 1 << 20])
 def test_ranks_bring_theirs_together_in_the_order_of_the_rows(tmp_path, monkeypatch, at_once):
     """Each has two micro-batches of a batch, of which the last may be empty; losses are summed in this order."""
-    monkeypatch.setattr(together, "_AT_ONCE", at_once)
+    monkeypatch.setattr(target_scores, "_AT_ONCE", at_once)
     logits, labels = drawn("normal")
     sizes, parts = [90, 90, 3, 90, 90, 90, 47], 6
     edges = np.cumsum([0, *sizes])

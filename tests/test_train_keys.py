@@ -14,7 +14,7 @@ from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.advice import cli as advise
 from hostdev.ext.predict import cli as predict
 from hostdev.ext.training import cli as train
-from hostdev.ext.training import raw_start
+from hostdev.ext.training import starting
 from hostdev.ext.verify import cli as verify
 from tests import forks
 from tests.conftest import digest_of
@@ -110,7 +110,7 @@ def test_raw_ids_begin_with_the_rows_of_a_vocabulary(run, data, tmp_path):
     old, new = (hostdev.open(tmp_path / name) for name in ("old", "new"))
     assert f"table vectors: {len(old['vectors']):,} rows with their slots" in out
     assert len(new["vectors"]) == len(old["vectors"]) - 3  # the out-of-vocabulary rows are not keys
-    mapped = raw_start.map_ids(data / "vocabulary", manifest.read(data / "vocabulary"), manifest.read(data / "raw"))
+    mapped = starting.map_ids(data / "vocabulary", manifest.read(data / "vocabulary"), manifest.read(data / "raw"))
     ids = np.flatnonzero(mapped.known)
     for name in ("vectors", "first_order"):
         same = (old[name].lookup(ids) == new[name].lookup(mapped.keys[ids])).all(1)

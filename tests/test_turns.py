@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.pipeline.scheduling import passes, queues, turns, workers
-from hostdev.pipeline.scheduling.turns import Turns
+from hostdev.pipeline import context
+from hostdev.pipeline.context import Turns
+from hostdev.pipeline.scheduling import passes, workers
 
 CLOCK = [0.0]
 
@@ -26,7 +27,7 @@ def steps(turns, seconds, count):
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    monkeypatch.setattr(turns, "perf_counter", lambda: CLOCK[0])
+    monkeypatch.setattr(context, "perf_counter", lambda: CLOCK[0])
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -144,7 +145,7 @@ def test_no_other_stage_runs_then(monkeypatch):
 
 @pytest.mark.usefixtures("always_alone")
 def test_a_body_that_waits_for_the_background_goes_on(monkeypatch):
-    monkeypatch.setattr(queues, "_LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(passes, "_LONGEST_PAUSE", 0.05)
     fetched = threading.Semaphore(0)
     original = workers.look_up
 

@@ -17,7 +17,7 @@ from hostdev.ext.verify import cli as command
 from hostdev.ext.verify import modes as verify
 from hostdev.pipeline import rows
 from hostdev.train import trainer
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from workload import DIM, draw_batch
 
 import hostdev
 from hostdev.device.backend import make_deterministic
-from hostdev.models.wide_deep.loss import wide_loss
+from hostdev.models.wide_deep.network import wide_loss
 
 rows = int(sys.argv[1])
 cpu = torch.device("cpu")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hostdev
 from hostdev.core import cli
-from hostdev.distributed.mesh import SCHEDULES
+from hostdev.distributed.world import SCHEDULES
 from hostdev.runtime.digest import state_sha256
 
 sys.path.insert(0, str(Path(__file__).parent))

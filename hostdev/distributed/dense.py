@@ -3,25 +3,60 @@
 The gradients are grouped into buckets, and `all_reduce` sums each bucket. A bucket is sent once the last micro-batch's
 backward pass has produced all gradients in the bucket, as in torch.nn.parallel.DistributedDataParallel (Li et al.,
 VLDB 2020).
+
+`DenseState` is the state of dense layers and their optimizer, in the form in which it is digested and saved.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, get_nodes
 from hostdev.distributed.all_reduce import AllReduce, Tree, make_tree
 from hostdev.distributed.channel import Channel
 
+
+class DenseState(NamedTuple):
+    """The whole state of dense layers and their optimizer, in the format of torch's `state_dict()`."""
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    names: Sequence[str]  # names of parameters, each once, in the optimizer's order
+    buffers: Sequence[str]  # names of persistent buffers
+
+
+def get_dense_state(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState:
+    """Return the state of a network that is whole on this rank, and of its optimizer."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    return DenseState(network.state_dict(), optimizer.state_dict(), numbered, get_buffer_names(network))
+
+
+def get_buffer_names(network: nn.Module) -> list[str]:
+    """Return the names of a network's persistent buffers."""
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    return [
+        name for name, value in network.state_dict().items() if name not in parameters and isinstance(value, Tensor)
+    ]
+
+
 BUCKET_BYTES = 4 << 20
 Grads = list[Tensor | None]
 Sum = tuple[Tensor, Any]  # a sum, and its completion event (None in host memory)
+
+
+def take_grads(tensors: Sequence[Tensor]) -> Grads:
+    """Return the gradients of tensors, and remove them from the tensors."""
+    grads = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    return grads
 
 
 def add_lists(left: Grads, right: Grads) -> Grads:

@@ -11,24 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from hostdev.distributed.buffers import count_values, find_positions, make_views
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.gradients import Parts, SelectedRows, give_gradients
+from hostdev.distributed.gradients import Parts, SelectedRows, count_values, find_positions, give_gradients, make_views
 from hostdev.distributed.key_exchange import END, KeyExchange, require_all
 from hostdev.distributed.world import World
-from hostdev.kernels.arrays import Mask
+from hostdev.kernels.arrays import AnyIds, Mask, Positions, Rows
 from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import partition, partition_by_owner, range_of
-
-Ids = npt.NDArray[Any]
-Rows = npt.NDArray[np.float32]
-Positions = npt.NDArray[np.int32]
-Places = npt.NDArray[np.int32]
 
 
 class OwnedRows(NamedTuple):
@@ -61,7 +54,7 @@ class Incoming(NamedTuple):
     shared: Sequence[Mask] = ()  # by group, mask of the rows requested for the previous batch: True if now sent late
 
 
-def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
+def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Positions]:
     """Return the result of `find_positions` as arrays."""
     return [
         np.arange(at.start, at.stop, dtype=np.int32) if isinstance(at, range) else at
@@ -105,7 +98,7 @@ class Exchange:
         """Bytes sent to other hosts so far; a part of `sent_bytes`."""
         return sum(channel.network_bytes for channel in self._channels)
 
-    def ids(self, groups: Sequence[Ids | OwnedRows]) -> list[tuple[Ids, Asked]]:
+    def ids(self, groups: Sequence[AnyIds | OwnedRows]) -> list[tuple[AnyIds, Asked]]:
         """Request rows from their owners; return, by group, the distinct rows requested from this rank and an `Asked`.
 
         Args:
@@ -138,7 +131,7 @@ class Exchange:
             for group, ((_, places, _), (ids, inverse)) in enumerate(zip(found, here, strict=True))
         ]
 
-    def _require_here(self, received: Ids, pieces: Sequence[Ids]) -> None:
+    def _require_here(self, received: AnyIds, pieces: Sequence[AnyIds]) -> None:
         """Raise ValueError if a rank requests rows that this rank does not own, because kernels do not check ids.
 
         Args:
@@ -205,7 +198,7 @@ class Exchange:
         asked: Sequence[Asked],
         values: Sequence[Sequence[Rows]],
         buffer: Callable[[int, int], Rows] | None = None,
-    ) -> tuple[list[Places], list[list[Rows]]]:
+    ) -> tuple[list[Positions], list[list[Rows]]]:
         """Exchange the rows that `early_rows` left out; return their positions in each group, [L], and the rows.
 
         `buffer` is called with (L, D) and allocates the received rows. If it is None, the received rows are written to

@@ -4,7 +4,7 @@ Shapes: W ranks, U unique keys of a table on this rank, A keys of a table that r
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,9 @@ import torch
 
 from hostdev.distributed.agreement import format_ranks
 from hostdev.distributed.channel import Channel
-from hostdev.kernels.arrays import RowNumbers
+from hostdev.kernels.arrays import AnyIds, RowNumbers
 from hostdev.kernels.shards import owners_of, partition_by_owner
 from hostdev.kernels.unique import unique
-
-Keys = npt.NDArray[Any]
 
 _PAIR = np.dtype([("key", np.int64), ("uses", np.int32)])
 END = -1  # sent in place of the number of ids if there is no further batch
@@ -25,7 +23,7 @@ END = -1  # sent in place of the number of ids if there is no further batch
 class AskedKeys(NamedTuple):
     """A table's keys in a batch: those that this rank asks for, and those that all ranks ask it for."""
 
-    keys: Keys  # int64 [A], the distinct keys that any rank asks this rank for
+    keys: AnyIds  # int64 [A], the distinct keys that any rank asks this rank for
     uses: RowNumbers  # int32 [A], how often the whole batch uses each
     inverse: RowNumbers  # int32 [any], the index among these of each key that a rank asks for
     wanted: list[int]  # number of keys that each rank asks this rank for
@@ -53,7 +51,7 @@ class KeyExchange:
     def __init__(self, channel: Channel, tables: int, count: Callable[[int], None]) -> None:
         self._channel, self._tables, self._count = channel, tables, count
 
-    def ask(self, tables: Sequence[tuple[Keys, RowNumbers]]) -> list[AskedKeys]:
+    def ask(self, tables: Sequence[tuple[AnyIds, RowNumbers]]) -> list[AskedKeys]:
         """Ask the owners for keys.
 
         Args:

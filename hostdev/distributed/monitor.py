@@ -12,8 +12,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hostdev.core.printable import printable
 from hostdev.core.workers import run_in_thread
-from hostdev.distributed.agreement import format_ranks
-from hostdev.distributed.calls import LEFT, Call, Calls, describe_mismatch, find_mismatch, format_calls, parse_calls
+from hostdev.distributed import agreement
 from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.distributed.rendezvous import connect
 
@@ -32,7 +31,7 @@ class _Seen(NamedTuple):
 
     sign: bytes
     since: float
-    calls: tuple[Call, ...]
+    calls: tuple[agreement.Call, ...]
     calls_since: float
 
 
@@ -46,7 +45,9 @@ class Monitor:
         on_fault: Called once, in a thread of the monitor, with the failed rank and the cause. It must end the process.
     """
 
-    def __init__(self, env: RankEnvironment, prefix: str, calls: Calls, on_fault: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, env: RankEnvironment, prefix: str, calls: agreement.Calls, on_fault: Callable[[int, str], None]
+    ) -> None:
         self._env, self._calls, self._on_fault = env, calls, on_fault
         self._store = PrefixStore(prefix, connect(env, HUNG_SECONDS, is_master=False))
         self._stop = threading.Event()
@@ -119,7 +120,9 @@ class Monitor:
                 which = (
                     ", which is alive and in " if len(behind) == 1 else f"; they are alive, and rank {behind[0]} is in "
                 )
-                found.append(f"waits in {last.text} for {format_ranks(behind)}{which}{calls[behind[0]][-1].text}")
+                found.append(
+                    f"waits in {last.text} for {agreement.format_ranks(behind)}{which}{calls[behind[0]][-1].text}"
+                )
 
         run_within(10.0, look)
         return found[0] if found else None
@@ -132,7 +135,7 @@ class Monitor:
         }
 
     def _beat(self, count: int) -> None:
-        self._store.set(f"alive/{self._env.rank}", f"{count} {format_calls(self._calls.recent)}")
+        self._store.set(f"alive/{self._env.rank}", f"{count} {agreement.format_calls(self._calls.recent)}")
 
     def _tell(self, rank: int, why: str) -> None:
         said = why.encode(errors="backslashreplace").decode()  # a path in it may contain surrogates
@@ -194,15 +197,15 @@ class Monitor:
             self._mine = recent, now
         for rank, one in seen.items():
             together = now - max(self._mine[1], one.calls_since)
-            found = find_mismatch(recent, one.calls)
+            found = agreement.find_mismatch(recent, one.calls)
             if found is None or together < _UNLIKE_SECONDS:
                 continue
             mine, other = found
-            self._calls.wrong = describe_mismatch(mine, rank, other)
-            if LEFT in (mine.kind, other.kind) and together < _LEFT_SECONDS:
+            self._calls.wrong = agreement.describe_mismatch(mine, rank, other)
+            if agreement.LEFT in (mine.kind, other.kind) and together < _LEFT_SECONDS:
                 continue
             if rank > self._env.rank:
-                return rank, describe_mismatch(other, self._env.rank, mine)
+                return rank, agreement.describe_mismatch(other, self._env.rank, mine)
             return self._env.rank, self._calls.wrong
         return None
 
@@ -212,8 +215,8 @@ def run_within(seconds: float, work: Callable[[], Any]) -> None:
     wait([run_in_thread("hostdev-monitor", work)], seconds)
 
 
-def _parse_calls(sign: bytes) -> tuple[Call, ...]:
-    return parse_calls(sign.decode(errors="replace").partition(" ")[2])
+def _parse_calls(sign: bytes) -> tuple[agreement.Call, ...]:
+    return agreement.parse_calls(sign.decode(errors="replace").partition(" ")[2])
 
 
 def _signed(token: str, text: str) -> str:

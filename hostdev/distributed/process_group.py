@@ -13,18 +13,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from hostdev.core.errors import UserError
-from hostdev.distributed.agreement import UnlikeError, Values, compare, format_ranks
-from hostdev.distributed.calls import ADVICE, Calls
+from hostdev.distributed.agreement import ADVICE, Calls, UnlikeError, Values, compare, format_ranks
+from hostdev.distributed.all_reduce import TwoLevelChannel
 from hostdev.distributed.channel import HOST_BACKEND, Channel, PeerLostError
-from hostdev.distributed.hosts import connect_host, get_identity, group_by_host, have_levels, require_two_levels
-from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.host_memory import connect_host, get_identity, group_by_host, have_levels, require_two_levels
 from hostdev.distributed.monitor import LOST_SECONDS, Monitor
 from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.distributed.rendezvous import find_interface, make_key_prefix, share_texts, versions
 from hostdev.distributed.rendezvous import get_first_line as _short
 from hostdev.distributed.rendezvous import meet as _meet
-from hostdev.distributed.two_levels import TwoLevelChannel
-from hostdev.distributed.world import Closable, T, World
+from hostdev.distributed.world import Closable, Mesh, T, World
 
 TIMEOUT = 600.0  # seconds that a rank waits for another within a step
 RENDEZVOUS_SECONDS = 60.0  # seconds until the rendezvous must be complete

@@ -19,8 +19,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 from hostdev.core.workers import run_in_thread
 from hostdev.distributed.agreement import Values, compare, format_ranks
-from hostdev.distributed.rank_environment import LISTEN_VARIABLE, RankEnvironment
-from hostdev.distributed.start import listen_at
+from hostdev.distributed.rank_environment import LISTEN_VARIABLE, RankEnvironment, listen_at
 
 NOTICE_SECONDS = 0.5  # time for others to read the cause before the store ends with rank 0
 _GRACE_SECONDS = 2.0  # wait beyond torch's own timeout

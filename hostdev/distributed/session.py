@@ -14,9 +14,9 @@ from hostdev.core.memory import share_memory
 from hostdev.device.backend import assign_device
 from hostdev.distributed.agreement import UnlikeError
 from hostdev.distributed.channel import PeerLostError
-from hostdev.distributed.mesh import parse_mesh
 from hostdev.distributed.process_group import RENDEZVOUS_SECONDS, TIMEOUT, Ranks
 from hostdev.distributed.rank_environment import RankEnvironment, find_rank_environment
+from hostdev.distributed.world import parse_mesh
 from hostdev.kernels.pool import host_threads, set_host_threads
 
 _FAULT_SECONDS = 30.0  # longer than the monitor takes to find the rank that is gone

@@ -1,20 +1,117 @@
-"""The ids of a batch: as the caller requests them, without duplicates, and with the caches' plans.
+"""The groups of tables, and a batch's ids by group: as requested, without duplicates, and with the caches' plans.
 
-As for the results of later stages, see `results`: a stage creates its result once and does not change earlier results.
+A stage creates its result once and does not change earlier results, as in `results`. The ids are deduplicated once per
+group, and the tables share a cache and its plan. Every stage processes all groups at once.
+
+Subsets of a batch's rows, and the concatenated ids of all groups, serve the search for hazards.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
+from hostdev.cache.cache import NO_CACHE, EmbeddingCache
 from hostdev.cache.plan import Plan
+from hostdev.core.primitive import OpLog, Primitive
+from hostdev.core.table_dtypes import FP32
+from hostdev.core.table_primitives import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup, ForwardRead
+from hostdev.device.forwarding import forward_rows, forwarded_bytes
+from hostdev.device.ops.catch_up import Clocks, unpack
+from hostdev.device.table import DeviceTable
 from hostdev.distributed.exchange import Asked
+from hostdev.host.table import HostTable
 from hostdev.kernels.arrays import AnyIds, Positions
+from hostdev.pipeline.keys import KeyedRows
 
-Inverse = npt.NDArray[np.int32]
+
+class Embedding:
+    """A table with its lookup and update ops, which run where the table is: on the host or on the device."""
+
+    def __init__(self, table: HostTable | DeviceTable, log: OpLog | None = None) -> None:
+        self.table = table
+        self.name = table.name
+        self.target = table.primitive_target
+        self.steps = 0  # steps whose updates are finished
+        self.begun = 0  # steps whose updates have begun or finished
+        self._clocks = Clocks()
+        update = UPDATES[table.optimizer.primitive]
+        self.lookup = EmbeddingLookup(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
+        self.update = update(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
+        self.forward_read = ForwardRead(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
+        forward = partial(forward_rows, table.optimizer)
+        self.forward_update = Primitive("ForwardUpdate", forward, nbytes=forwarded_bytes, scope=self.name, log=log)
+
+    def current(self, rows: Tensor) -> Tensor:
+        """Return the weights of fetched rows, float32 [U, D], after all steps that have begun."""
+        clock = self.table.clock()
+        return rows if clock is None else unpack(rows, self.table.dim, clock, self._clocks)
+
+    def uncount_unfinished(self) -> None:
+        """After in-flight batches are abandoned, subtract the steps that did not finish from the table's count."""
+        self.table.uncount_steps(self.begun - self.steps)
+        self.begun = self.steps
+
+    def use_cache(self, slots: Any, log: OpLog | None = None) -> None:
+        """Add the ops of a cache, which holds the table's hot rows in `slots`, a `DeviceSlots`."""
+        self.cache_admit = CacheAdmit(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
+        self.cache_evict = CacheEvict(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
+        about: Any = {"scope": self.name, "log": log}
+        self.cache_lookup = Primitive("CacheLookup", slots.rows, nbytes=slots.rows_bytes, **about)
+        self.cache_update = Primitive("CacheUpdate", slots.update, nbytes=slots.update_bytes, **about)
+        self.cache_passed = Primitive("CachePassed", slots.passed, **about)
+        self.cache_exchange = Primitive("CacheExchange", slots.exchange, nbytes=slots.exchange_bytes, **about)
+
+
+class Group:
+    """Tables that share ids, all on the host or all on the device, and the cache of their rows.
+
+    A table by key is alone in its group, and has `keys`. Ids are then its row numbers.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[HostTable] | Sequence[DeviceTable],
+        cache: EmbeddingCache | None = None,
+        log: OpLog | None = None,
+        keys: KeyedRows | None = None,
+    ) -> None:
+        self.embeddings = [Embedding(table, log) for table in tables]
+        self.cache, self.keys = cache or NO_CACHE, keys
+        self.is_cached = bool(self.cache.slots)
+        self.rows = tables[0].row_space
+        self.on_host = self.embeddings[0].target == "CPU"
+        self.late = any(table.capabilities.late for table in tables)  # rows miss steps
+        for embedding, slots in zip(self.embeddings, self.cache.slots, strict=False):
+            embedding.use_cache(slots, log)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one looked-up row, summed over the tables."""
+        return 4 * sum(embedding.table.fetched_width for embedding in self.embeddings)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether any table's format rounds new values; how a row is rounded depends on its id."""
+        return any((one.table.dtype, one.table.slots_dtype) != (FP32, FP32) for one in self.embeddings)
+
+    def row_ids(self, rows: AnyIds) -> AnyIds:
+        """Convert this rank's local row numbers to ids in the whole tables."""
+        table = self.embeddings[0].table
+        assert isinstance(table, HostTable)
+        return table.row_ids(rows)
+
+    @property
+    def used_rows(self) -> int:
+        """One more than the largest row number in use."""
+        return self.embeddings[0].table.used_rows
+
+    @property
+    def window(self) -> int:
+        """Number of batches that the plans of the cache and of tables on disk look ahead; 0 without both."""
+        return max(self.cache.window, *(one.table.window for one in self.embeddings))
 
 
 class Request(NamedTuple):
@@ -39,7 +136,7 @@ class UniqueGroup(NamedTuple):
     """A group's unique ids; with other ranks, the ids of this rank's rows that any rank requests."""
 
     ids: AnyIds  # unique [U]
-    inverse: Inverse  # [N], for each id in the batch, the index of its row among the unique rows
+    inverse: Positions  # [N], for each id in the batch, the index of its row among the unique rows
     asked: Asked | None = None  # with other ranks: the rows that this rank requests, and those requested from it
     plans_keys: bool = False  # whether the batch is a planned step of a table by key; `ids` are row numbers
     guests: Any = None  # of a table by key: keeps rows that are only for this batch, which updates nothing
@@ -73,3 +170,81 @@ class PlannedGroup(NamedTuple):
     def writes(self) -> AnyIds:
         """AnyIds of rows that the update writes on the host: rows that bypass the cache, then rows that it evicts."""
         return self.ids if self.plan is None else self.plan.writes
+
+
+class RowSubset(NamedTuple):
+    """A subset of a batch's ids, with their positions in the batch."""
+
+    ids: AnyIds  # int32 or int64 [any], unique
+    positions: Positions | None  # [any], ascending, among the batch's ids; None for all ids
+
+    @classmethod
+    def select(cls, ids: AnyIds, positions: Positions | None) -> "RowSubset":
+        """Return the subset at these positions of `ids`; None selects all."""
+        return cls(ids if positions is None else ids[positions], positions)
+
+    def split(self, at: int) -> tuple["RowSubset", "RowSubset"]:
+        """Return two subsets: the ids at positions below `at`, and the others, whose positions then count from `at`."""
+        if self.positions is None:
+            return RowSubset(self.ids[:at], None), RowSubset(self.ids[at:], None)
+        edge = int(np.searchsorted(self.positions, at))
+        low, high = self.positions[:edge], self.positions[edge:] - np.int32(at)
+        return RowSubset(self.ids[:edge], low), RowSubset(self.ids[edge:], high)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class ConcatenatedIds(NamedTuple):
+    """The ids of all groups in one array; the number of rows of all preceding groups is added to each id."""
+
+    ids: AnyIds  # int32 or int64 [any]
+    starts: list[int]  # [G + 1], where each group's ids begin
+
+
+class RowOffsets:
+    """Offsets that number the rows of all groups consecutively; a single group keeps its ids."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        rows = [group.rows if group.on_host else 0 for group in groups]
+        self._offsets = np.concatenate([[0], np.cumsum(rows)]).tolist()
+        self.rows: int = self._offsets[-1]
+        self._dtype = np.dtype(np.int32 if self.rows < 2**31 else np.int64)
+        self._alone = len(groups) == 1
+        self._groups = groups
+
+    def get_used(self) -> list[tuple[int, int]]:
+        """Return the range of row numbers that each group on the host uses, as (start, stop)."""
+        pairs = zip(self._groups, self._offsets, strict=False)
+        return [(offset, offset + group.used_rows) for group, offset in pairs if group.on_host]
+
+    def concatenate(self, ids: Sequence[AnyIds]) -> ConcatenatedIds:
+        """Return the ids of all groups in one array, after adding each group's offset to its ids."""
+        if self._alone:
+            return ConcatenatedIds(ids[0], [0, len(ids[0])])
+        starts = [0]
+        for part in ids:
+            starts.append(starts[-1] + len(part))
+        joint = np.empty(starts[-1], self._dtype)
+        for part, offset, start, stop in zip(ids, self._offsets, starts, starts[1:], strict=False):
+            np.add(part, offset, out=joint[start:stop], dtype=self._dtype, casting="unsafe")
+        return ConcatenatedIds(joint, starts)
+
+    def split(self, subset: RowSubset, starts: Sequence[int]) -> list[RowSubset]:
+        """Split a subset of concatenated ids by group; return subsets with each group's own ids and positions.
+
+        Args:
+            subset: A subset of the concatenated ids.
+            starts: Where each group's ids begin among the concatenated ids.
+        """
+        if self._alone:
+            return [subset]
+        at = starts if subset.positions is None else np.searchsorted(subset.positions, starts).tolist()
+        shares = []
+        for group, offset in enumerate(self._offsets[:-1]):
+            ids = subset.ids[at[group] : at[group + 1]]
+            positions = None
+            if subset.positions is not None:
+                positions = subset.positions[at[group] : at[group + 1]] - np.int32(starts[group])
+            shares.append(RowSubset(ids - ids.dtype.type(offset) if offset else ids, positions))
+        return shares

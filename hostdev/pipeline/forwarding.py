@@ -25,8 +25,7 @@ from hostdev.device.staging import PinnedBuffer, Staging
 from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.claims import join
 from hostdev.kernels.pool import Task, run_tasks
-from hostdev.pipeline.groups import Group
-from hostdev.pipeline.row_ids import ConcatenatedIds, RowOffsets, RowSubset
+from hostdev.pipeline.batch_ids import ConcatenatedIds, Group, RowOffsets, RowSubset
 
 _POSITION_BYTES = 24  # bytes of a forwarded row's positions and id
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy.typing as npt
 
 from hostdev.kernels.claims import Claims, Late, claim, intersect, others
+from hostdev.pipeline.batch_ids import ConcatenatedIds, RowSubset
 from hostdev.pipeline.forwarding import find_forwarded
-from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight, SharedRows, Unfinished
 
 

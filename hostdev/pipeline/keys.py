@@ -16,11 +16,9 @@ from hostdev.distributed.exchange import OwnedRows
 from hostdev.distributed.key_exchange import Answer, KeyExchange
 from hostdev.host.key_plan import GuestRows, Total
 from hostdev.host.table import KeyTable
+from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.key_order import number_rows
 from hostdev.kernels.unique import count_occurrences
-
-Ids = npt.NDArray[Any]
-Positions = npt.NDArray[np.int32]
 
 _CHECKED_EVERY = 16  # steps between searches for rows that have left the cache
 
@@ -59,7 +57,7 @@ class KeyedRows:
         self._since = 0  # steps since the last search for those that have left the cache
 
     def assign(
-        self, keys: Ids, inverse: Positions, features: Sequence[Ids], *, update: bool, is_first: bool
+        self, keys: AnyIds, inverse: Positions, features: Sequence[AnyIds], *, update: bool, is_first: bool
     ) -> Assigned:
         """Return the distinct rows of a batch, in order of first occurrence; renumber `inverse` accordingly.
 
@@ -77,7 +75,7 @@ class KeyedRows:
         return Assigned(rows, plans, found.guests)
 
     def find(
-        self, keys: Ids, uses: npt.NDArray[np.int32] | None, *, is_first: bool, total: Total | None = None
+        self, keys: AnyIds, uses: npt.NDArray[np.int32] | None, *, is_first: bool, total: Total | None = None
     ) -> FoundRows:
         """Return the rows of distinct keys [U]; plan a step if there are `uses`, int32 [U]."""
         if uses is None:
@@ -94,7 +92,7 @@ class KeyedRows:
         return np.array([self.table.unknown_row(name) for name in self._names], np.int32)
 
     def number(
-        self, keys: int, inverse: Positions, features: Sequence[Ids], answer: Answer, owners: Positions
+        self, keys: int, inverse: Positions, features: Sequence[AnyIds], answer: Answer, owners: Positions
     ) -> OwnedRows:
         """Return the distinct rows of this rank's keys, in order of first occurrence; renumber `inverse` accordingly.
 
@@ -111,7 +109,7 @@ class KeyedRows:
         owners = np.concatenate([owners, np.zeros(len(unknown), np.int32)])
         return OwnedRows(owners[found], np.concatenate([answer.rows, answer.unknown])[found])
 
-    def _repeat(self, rows: Positions, features: Sequence[Ids]) -> list[list[int]]:
+    def _repeat(self, rows: Positions, features: Sequence[AnyIds]) -> list[list[int]]:
         """Return for each of `features` its out-of-vocabulary rows; `rows` has them in the order of `self._names`."""
         by_name = dict(zip(self._names, rows.tolist(), strict=True))
         each = [[by_name[name] for name in names] for names in self._unknown]
@@ -177,8 +175,8 @@ class KeyedRows:
 def assign_on_ranks(
     exchange: KeyExchange,
     tables: Sequence[KeyedRows],
-    found: Sequence[tuple[Ids, Positions]],
-    features: Sequence[Sequence[Ids]],
+    found: Sequence[tuple[AnyIds, Positions]],
+    features: Sequence[Sequence[AnyIds]],
     *,
     update: bool,
     is_first: bool,

@@ -11,14 +11,12 @@ from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
 from hostdev.distributed.exchange import Exchange, make_exchanges
 from hostdev.distributed.world import ALONE_WORLD, World
+from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims
-from hostdev.pipeline.batch_ids import Request
-from hostdev.pipeline.context import Context
-from hostdev.pipeline.groups import Group, Ids
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.batch_ids import Group, Request, RowOffsets
+from hostdev.pipeline.context import Context, PipelineHooks
 from hostdev.pipeline.keys import KeyedRows
 from hostdev.pipeline.results import StepBatch
-from hostdev.pipeline.row_ids import RowOffsets
 from hostdev.pipeline.scheduling.overlapped import OverlappedPass
 from hostdev.pipeline.scheduling.passes import Pass, PassOptions, SerialPass
 from hostdev.pipeline.stages.step import abandon_step
@@ -162,7 +160,7 @@ class Pipeline:
         for group in self.groups:
             group.cache.write_back_rows()
 
-    def reload(self, table: Any, ids: Ids | None) -> None:
+    def reload(self, table: Any, ids: AnyIds | None) -> None:
         """After `write_back` and a write to a table, read again its rows that were looked up ahead or are cached.
 
         Args:

@@ -2,22 +2,71 @@
 
 A stage creates its result once and does not change earlier results, except that `release` empties the lists of rows.
 The state of a batch that threads share is `scheduling.in_flight.InFlight`.
+
+`Outcome` holds results of a step, such as a loss, which are copied to the host in the background.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
 from torch import Tensor
 
 from hostdev.core.timeline import Span
-from hostdev.device.staging import PinnedBuffer
+from hostdev.device.staging import PinnedBuffer, Staging
 from hostdev.distributed.exchange import Incoming
 from hostdev.distributed.gradients import Parts, SelectedRows
 from hostdev.kernels.arrays import AnyIds, Positions, Rows
-from hostdev.pipeline.batch_ids import Inverse, PlannedGroup, Request
-from hostdev.pipeline.row_ids import ConcatenatedIds
+from hostdev.pipeline.batch_ids import ConcatenatedIds, PlannedGroup, Request
 from hostdev.pipeline.rows import BatchRows, FetchedRows
 from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight, SharedRows
+
+
+class Outcome:
+    """Small results of a step, and a value that is computed from them on the host.
+
+    Args:
+        tensors: Small tensors on the device.
+        read: Called with the copies in host memory; returns the value that `get` returns, or raises an error.
+        staging: Copies the tensors to the host.
+        memory: The batch's host memory, to which the tensors are copied.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        read: Callable[[list[npt.NDArray[Any]]], Any],
+        staging: Staging,
+        memory: PinnedBuffer,
+    ) -> None:
+        self._tensors, self._mark = staging.receive_results([tensor.detach() for tensor in tensors], memory)
+        self._read, self._staging = read, staging
+        self._results: list[npt.NDArray[Any]] | None = None
+        self._value: Any = None
+        self._done = False
+        self.has_raised = False  # whether `read` has raised an error in `get`
+        self._reading = threading.Lock()
+
+    def arrive(self) -> None:
+        """Wait until the results are on the host, and copy them out of the batch's memory."""
+        with self._reading:
+            if self._results is None:
+                self._staging.await_event(self._mark)
+                self._results = [tensor.numpy().copy() for tensor in self._tensors]
+                self._tensors, self._mark = [], None
+
+    def get(self) -> Any:
+        """Wait for the step, and return the value or raise the error of `read`. Any thread may call this repeatedly."""
+        self.arrive()
+        with self._reading:
+            if not self._done:
+                assert self._results is not None
+                self.has_raised = True
+                self._value = self._read(self._results)  # an error is not stored: it would keep its frames alive
+                self.has_raised = False
+                self._done, self._results = True, []
+        return self._value
 
 
 class Gradients(NamedTuple):
@@ -38,7 +87,7 @@ class PlannedBatch(NamedTuple):
     position: int
     request: Request
     groups: list[PlannedGroup]
-    inverses: list[Inverse]  # by group, for each id, the position of its row on the device, int32 [N]
+    inverses: list[Positions]  # by group, for each id, the position of its row on the device, int32 [N]
     reads: ConcatenatedIds  # rows that are read on the host
     writes: ConcatenatedIds  # rows that the update writes on the host
     conflicts: Conflicts | None
@@ -58,7 +107,7 @@ class LookedUpBatch(NamedTuple):
     position: int
     request: Request
     groups: list[PlannedGroup]
-    inverses: list[Inverse]
+    inverses: list[Positions]
     writes: ConcatenatedIds
     rows: FetchedRows
     memory: PinnedBuffer  # host memory for the batch's copies

@@ -17,9 +17,8 @@ from hostdev.core.table_dtypes import TableStep
 from hostdev.device.staging import PinnedBuffer, Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
+from hostdev.pipeline.batch_ids import ConcatenatedIds, Embedding, Group, RowSubset
 from hostdev.pipeline.forwarding import ForwardedRows
-from hostdev.pipeline.groups import Embedding, Group
-from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 
 
 class LateLookup(NamedTuple):

@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.cache.planner import Planner
 from hostdev.core.signals import deferred, uninterruptible
 from hostdev.host.disk.frame_pool import count_kept
 from hostdev.host.disk.tier import Pinned, Tier
-from hostdev.pipeline.batch_ids import PlannedGroup, UniqueBatch
-from hostdev.pipeline.groups import Group
-
-Ids = npt.NDArray[Any]
+from hostdev.kernels.arrays import AnyIds
+from hostdev.pipeline.batch_ids import Group, PlannedGroup, UniqueBatch
 
 _AHEAD = 3  # batches whose rows are read before their turn
 
@@ -120,7 +117,7 @@ class PassPins:
         """Pin all rows that a planned batch needs; return False if `release` must be called first."""
         return all(self._try_pin(table, number, _get_rows(groups[table.group])) for table in self._tables)
 
-    def _try_pin(self, table: TableTier, number: int, rows: Ids) -> bool:
+    def _try_pin(self, table: TableTier, number: int, rows: AnyIds) -> bool:
         pins = self._batches.setdefault(number, BatchPins(self, number))
         if any(held is table for held, _ in pins.held):
             return True
@@ -180,7 +177,7 @@ def find_tiers(groups: Sequence[Group]) -> list[TableTier]:
     ]
 
 
-def _get_rows(group: PlannedGroup) -> Ids:
+def _get_rows(group: PlannedGroup) -> AnyIds:
     """Return the rows that a batch reads or writes on the host, each once."""
     plan = group.plan
     return group.ids if plan is None else np.concatenate([plan.reads, plan.evicted])

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -16,14 +15,13 @@ from hostdev.distributed.channel import PeerLostError
 from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.pipeline.results import StepBatch
-from hostdev.runtime.body_batch import BodyBatch
+from hostdev.runtime.body_batch import BodyBatch, Step
 from hostdev.runtime.features import Table
-from hostdev.runtime.finite import Flags
-from hostdev.runtime.own_generators import find_unknown
+from hostdev.runtime.generators import find_unknown
 from hostdev.runtime.random_streams import Place, make_streams
 from hostdev.runtime.reading import Reading
+from hostdev.runtime.reduction import Flags
 from hostdev.runtime.requests import Reader
-from hostdev.runtime.step import Step
 
 Item = TypeVar("Item")  # (batch, rows), or a `Step`
 AnyItem = TypeVar("AnyItem")
@@ -128,9 +126,7 @@ class Loop(Generic[Item]):
         """Return the loop; it is closed at the end of the `with` statement."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -366,18 +362,12 @@ class PredictLoop(Loop[Item]):
 
     name = "predict"
 
-    def __init__(
-        self,
-        runtime: Any,  # a `Runtime`, whose module imports this one
-        batches: Iterable[Any],  # of any type, like `Item`
-        reader: Reader,
-        **options: Any,  # of `Loop`
-    ) -> None:
+    # `runtime` is a `Runtime`, whose module imports this one; `batches` are of any type; `options` are those of `Loop`.
+    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader, **options: Any) -> None:
         super().__init__(runtime, batches, reader, **options)
         self._counted = ExitStack()  # closing it unregisters this loop from the runtime
-        self._next: list[
-            StepBatch | BaseException | None
-        ] = []  # what the pipeline returned or raised after the last batch
+        # What the pipeline returned or raised after the last batch.
+        self._next: list[StepBatch | BaseException | None] = []
 
     def _open(self) -> Any:
         loops = self._runtime.loops

@@ -1,4 +1,7 @@
-"""The batch that a loop's body works on: takes it from the pipeline, and prepares its rows for the model."""
+"""The batch that a loop's body works on: takes it from the pipeline, and prepares its rows for the model.
+
+`Step` has all micro-batches of a step, for callers with an order of their own, such as pipeline stages.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -6,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hostdev.core.micro_batches import Node
 from hostdev.device.rows import FeatureUses, GroupUses
+from hostdev.distributed.dense import Grads
 from hostdev.pipeline.results import StepBatch
-from hostdev.runtime.features import Table
-from hostdev.runtime.finite import Flags
-from hostdev.runtime.reduction import Reduction
+from hostdev.runtime.features import Table, require_stackable
+from hostdev.runtime.reduction import Flags, RankReduction, Reduction
 from hostdev.runtime.requests import MicroBatch
 from hostdev.runtime.row_parameter import RowOrder, RowParameter
 from hostdev.runtime.rows import Rows, Value, values_of
-from hostdev.runtime.stacks import require_stackable
 
 
 class BodyBatch:
@@ -150,3 +153,65 @@ class BodyBatch:
         self.inverses[group] = left
         alone = len(flight.request.ids[group]) == len(numbers)
         return GroupUses(features, part.own_size, in_order=alone and part.own_places is None)
+
+
+MicroBatchRows = tuple[Any, Rows]  # a batch, or the result of `send`, with its rows
+
+
+class Step:
+    """The micro-batches of a step that this rank computes, fully or in part.
+
+    Args:
+        number: The step's number in the timeline.
+        sizes: Number of samples in each micro-batch, 0 or more.
+        following: Called for each micro-batch; returns the next one with its rows.
+        reduction: Sums the micro-batches' gradients; None in a loop that takes no steps.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        sizes: Sequence[int],
+        following: Callable[[], MicroBatchRows],
+        reduction: RankReduction | None,
+    ) -> None:
+        self.number, self.sizes = number, list(sizes)
+        self._following, self._reduction = following, reduction
+        self._made: list[MicroBatchRows] = []
+
+    def micro_batch(self, number: int) -> MicroBatchRows:
+        """Return a micro-batch with its rows, which take device memory from the first call on.
+
+        If the network's first part is on another rank, only that rank has the rows.
+        """
+        while len(self._made) <= number:
+            self._made.append(self._following())
+        return self._made[number]
+
+    @property
+    def last(self) -> Rows:
+        """The last micro-batch's rows; their `guard` covers the whole step."""
+        return self.micro_batch(len(self.sizes) - 1)[1]
+
+    def came(self, number: int) -> None:
+        """Take the gradients that the rows got from the `backward` of micro-batch `number`.
+
+        Call this method for each micro-batch that has samples, in any order.
+        """
+        assert self._reduction is not None
+        self._reduction.rows_came(number)
+        self._made[number][1].let_go()
+
+    def reduce(
+        self, parameters: Sequence[Tensor], nodes: Sequence[Node[Grads]], values: Sequence[Tensor | None]
+    ) -> Tensor | None:
+        """Sum the gradients of all micro-batches of the step, on all ranks; see `Rows.reduce`.
+
+        Args:
+            parameters: The dense parameters that this rank has.
+            nodes: The sums of the parameters' gradients over this rank's micro-batches, as nodes of the summation tree.
+            values: The values of each micro-batch of this rank, or None if another rank has them.
+        """
+        assert self._reduction is not None
+        self.last.reduced = True
+        return self._reduction.add_step(parameters, nodes, values)

@@ -30,8 +30,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.runtime.ema import averaged_tables
 from hostdev.runtime.features import Table
-from hostdev.runtime.table_settings import TableSettings
-from hostdev.runtime.torch_hooks import Function, Replacement, TorchHooks
+from hostdev.runtime.loss_scaling import Function, Replacement, TorchHooks
+from hostdev.runtime.table_optimizer import TableSettings
 
 _STAMP = "hostdev_tables"  # in the metadata of a state dict's root module
 _CURE = (

@@ -21,7 +21,7 @@ from hostdev.core.digest import (
 )
 from hostdev.core.tables import Capabilities
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.dense_state import DenseState
+from hostdev.distributed.dense import DenseState
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import host_threads
 from hostdev.kernels.shards import partition, range_of

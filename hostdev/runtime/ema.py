@@ -14,9 +14,7 @@ from hostdev.core.memory import require_memory
 from hostdev.core.table_dtypes import BF16
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
-
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[Any]
+from hostdev.kernels.arrays import AnyIds, Rows
 
 _PART = 1 << 16  # rows to process at a time
 
@@ -158,13 +156,13 @@ class EMA:
         for array, name in ((self._rows, "rows"), (self._average, "average"), (self._last, "last")):
             array[...] = state[name].cpu().numpy()
 
-    def _at(self, rows: Ids, step: int) -> npt.NDArray[np.float64]:
+    def _at(self, rows: AnyIds, step: int) -> npt.NDArray[np.float64]:
         """Return the averages of rows [N] after `step` updates, float64 [N, D]. The rows must be unchanged since."""
         there = self._rows[rows].astype(np.float64)
         gone = np.power(self.decay, (step - self._last[rows]).astype(np.float64))[:, None]
         return there + gone * (self._average[rows].astype(np.float64) - there)
 
-    def _read(self, rows: Ids | None) -> Any:
+    def _read(self, rows: AnyIds | None) -> Any:
         """Return the weights of rows [N], or of all rows."""
         if rows is None:
             return self.table.columns()["weights"]

@@ -229,14 +229,9 @@ class FrameworkLoaders:
         Raises:
             TypeError: The loader has no `len`, and no length is given.
         """
+        how = {"ids": ids, "send": send, "accumulate": accumulate, "read_ahead": read_ahead}
         made = TrainLoader[Any](
-            self,
-            lambda batches: self.train(
-                batches, ids=ids, send=send, accumulate=accumulate, read_ahead=read_ahead
-            ).clipping_rows(),
-            loader,
-            length,
-            accumulate,
+            self, lambda batches: self.train(batches, **how).clipping_rows(), loader, length, accumulate
         )
         self.loaders.add(made)
         return made

@@ -13,10 +13,9 @@ from hostdev.device.ops import get_ops
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
 from hostdev.pipeline.batch_ids import Request
-from hostdev.runtime.features import FeatureBinding, FeatureIds, GroupSpec, on_host
+from hostdev.runtime.features import FeatureBinding, FeatureIds, GroupSpec, Stack, on_host, require_stackable
 from hostdev.runtime.rows import Value
 from hostdev.runtime.spec import FeatureInput
-from hostdev.runtime.stacks import Stack, require_stackable
 
 B = TypeVar("B")
 _NO_IDS = np.empty(0, np.int64)

@@ -12,18 +12,15 @@ from hostdev.core.signals import deferred
 from hostdev.device.staging import Staging
 from hostdev.distributed.dense import DenseExchange
 from hostdev.host.key_plan import PlannedAheadError
-from hostdev.pipeline.outcome import Outcome
-from hostdev.pipeline.results import Gradients, StepBatch
+from hostdev.pipeline.results import Gradients, Outcome, StepBatch
 from hostdev.runtime import torch_tools
 from hostdev.runtime.batches import Loop, PredictLoop, Statement
 from hostdev.runtime.body_batch import BodyBatch
 from hostdev.runtime.features import Table
-from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.loaders import PredictLoader
 from hostdev.runtime.random_streams import Place
-from hostdev.runtime.read_ahead import require_read_ahead
-from hostdev.runtime.reading import Reading
-from hostdev.runtime.reduction import RankReduction, Reduction
+from hostdev.runtime.reading import Reading, require_read_ahead
+from hostdev.runtime.reduction import Flags, NonFiniteError, RankReduction, Reduction
 from hostdev.runtime.requests import GetCursor, GetIds, Reader, Replay
 from hostdev.runtime.row_parameter import RowParameter
 from hostdev.runtime.watcher import TrainWatcher

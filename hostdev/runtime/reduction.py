@@ -1,19 +1,92 @@
-"""Sums the gradients of rows and of dense parameters over a step's micro-batches, in the order of a tree."""
+"""Sums the gradients of rows and of dense parameters over a step's micro-batches, in the order of a tree.
 
+Checks that gradients of rows are finite, and small enough for an optimizer's arithmetic to stay finite.
+"""
+
+import math
 from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hostdev.core.errors import NonFiniteError as NonFiniteError
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.dense import DenseExchange, DenseGradients, Grads, add_lists
+from hostdev.distributed.dense import DenseExchange, DenseGradients, Grads, add_lists, take_grads
 from hostdev.distributed.process_group import Ranks
+from hostdev.kernels.norm import largest_of_each
 from hostdev.pipeline.results import StepBatch
-from hostdev.runtime import alike
-from hostdev.runtime.finite import Flags
+from hostdev.runtime import placement
 from hostdev.runtime.row_parameter import RowParameter
+
+
+class Flags:
+    """Flags on the device, each a float32 scalar: 0 until the flag is set, then more than 0.
+
+    Attributes:
+        stop: Set if a gradient or a loss is not finite, or a gradient of rows is too large; then no row may change.
+        not_finite: Set if a gradient of rows is not finite.
+        loss: Set if a loss is not finite.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stop, self.not_finite, self.loss = (
+            torch.full((), 0.0, dtype=torch.float32, device=device) for _ in range(3)
+        )
+
+    def check(self, grads: Sequence[Tensor], tables: Sequence[Any], losses: Sequence[Tensor] = ()) -> None:
+        """Check gradients of rows, without a device sync.
+
+        Args:
+            grads: Each table's row gradients, float32 [U, D]; a value too large for the table's optimizer sets `stop`.
+            tables: The table of each of `grads`.
+            losses: For each loss on which `backward` was called, a float32 scalar: 0 if it is finite, else NaN.
+        """
+        if losses:
+            torch._amp_foreach_non_finite_check_and_unscale_(list(losses), self.loss, _power(0, self.loss.device))
+            self.check_others(losses)
+        if self.stop.device.type == "cpu":
+            found = largest_of_each([grad.detach().contiguous().numpy() for grad in grads])
+            for most, table in zip(found, tables, strict=True):
+                if most > table.optimizer.largest_gradient:
+                    self.stop.fill_(1.0)
+                    self.not_finite.fill_(float(math.isinf(most)) or self.not_finite.item())
+            return
+        by_scale: dict[int, list[Tensor]] = {}
+        for grad, table in zip(grads, tables, strict=True):
+            by_scale.setdefault(_scale(table), []).append(grad)
+        for scale, some in by_scale.items():  # scaling by powers of 2 is exact unless it overflows
+            up, down = (_power(power, self.stop.device) for power in (scale, -scale))
+            torch._amp_foreach_non_finite_check_and_unscale_(some, self.not_finite, up)
+            torch._amp_foreach_non_finite_check_and_unscale_(some, self.stop, down)
+
+    def check_others(self, tensors: Sequence[Tensor]) -> None:
+        """Set `stop` if a value in these tensors is not finite."""
+        # GradScaler's check with a factor of 1: one pass, no device sync
+        torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), self.stop, _power(0, self.stop.device))
+
+    def now(self) -> Tensor:
+        """Return a copy of all flags, float32 [3]: later steps may change the flags before the host reads the copy."""
+        return torch.stack([self.stop, self.not_finite, self.loss])
+
+    def set(self, values: Tensor) -> None:
+        """Set all flags to `values`, float32 [3], in the order of `now`."""
+        for flag, value in zip((self.stop, self.not_finite, self.loss), values, strict=True):
+            flag.copy_(value)
+
+
+def _scale(table: Any) -> int:
+    """Return p such that a gradient too large for the table's optimizer overflows float32 if multiplied by 2**p."""
+    return 128 - math.floor(math.log2(table.optimizer.largest_gradient))
+
+
+@cache
+def _power(power: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), 2.0**power, dtype=torch.float32, device=device)
 
 
 class Reduction:
@@ -66,12 +139,12 @@ class Reduction:
         if values is not None and values.ndim > 1:
             raise ValueError(f"the values given to reduce() must be of shape [] or [n], not {list(values.shape)}")
         self._values.append(None if values is None else values.detach().float())
-        self._rows.put(Node(self._next, 1, _taken([leaf.rows for leaf in self._leaves])))
+        self._rows.put(Node(self._next, 1, take_grads([leaf.rows for leaf in self._leaves])))
         return self._add_dense(given)
 
     def _add_dense(self, given: Sequence[Tensor]) -> Tensor | None:
         """Add a micro-batch's gradients of the parameters; after the last one, return the values of all."""
-        self._dense.put(Node(self._next, 1, _taken(given)))
+        self._dense.put(Node(self._next, 1, take_grads(given)))
         self._next += 1
         if self._next < self.count:
             return None
@@ -127,7 +200,7 @@ class RankReduction(Reduction):
 
     def rows_came(self, number: int) -> None:
         """See `Step.came`."""
-        self._rows_come[number] = _taken([leaf.rows for leaf in self._leaves])
+        self._rows_come[number] = take_grads([leaf.rows for leaf in self._leaves])
         while self._next - self._first in self._rows_come:
             self._put_rows(self._rows_come.pop(self._next - self._first))
 
@@ -150,7 +223,7 @@ class RankReduction(Reduction):
         """Sum the parameters' gradients over all ranks, and prepare the rows' gradients for sending."""
         trained = [one for one in given if one.requires_grad]
         if self._exchange.is_of_all and self._exchange.is_new(trained):
-            self._ranks.agree("parameters", "the first rows.reduce()", alike.get_parameters(trained))
+            self._ranks.agree("parameters", "the first rows.reduce()", placement.get_parameters(trained))
         dense = self._exchange.of(trained)
         has_dense = dense.put()
         self._next += 1
@@ -168,13 +241,13 @@ class RankReduction(Reduction):
         not_ready = self._flight.first is None
         same = self._exchange.is_of_all  # otherwise other ranks have other parameters
         given_dense: Sequence[int] = has_dense if same else self._exchange.reduce_flags(has_dense)
-        marks = alike.make_marks([leaf.table for leaf in self._leaves], [not leaf.trained for leaf in self._leaves])
+        marks = placement.make_marks([leaf.table for leaf in self._leaves], [not leaf.trained for leaf in self._leaves])
         telling = [*has_rows, *(has_dense if same else ()), size, single, not_ready, *ranks.contributed, *marks]
         telling.append(ranks.calls.last.number)
         told = _largest(self._steps, telling)
         ranks.calls.catch_up(told.pop())
-        told, marks = told[: -alike.MARKS], told[-alike.MARKS :]
-        alike.require_marks(marks, self._flight.position)
+        told, marks = told[: -placement.MARKS], told[-placement.MARKS :]
+        placement.require_marks(marks, self._flight.position)
         given_rows, told = told[: len(has_rows)], told[len(has_rows) :]
         if same:
             given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
@@ -217,13 +290,6 @@ def _largest(channel: Channel, telling: Sequence[int]) -> list[int]:
 def _or_zeros(grads: Grads | None, number: int, like: Tensor) -> Tensor:
     found = None if grads is None else grads[number]
     return torch.zeros_like(like, requires_grad=False) if found is None else found
-
-
-def _taken(tensors: Sequence[Tensor]) -> Grads:
-    grads = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    return grads
 
 
 def _stacked(values: Sequence[Tensor | None]) -> Tensor | None:

@@ -9,13 +9,10 @@ from torch import Tensor
 
 from hostdev.device.rows import GroupUses, Lookup, pull
 from hostdev.device.staging import Staging
-from hostdev.pipeline.outcome import Outcome
-from hostdev.pipeline.results import StepBatch
-from hostdev.runtime.features import FeatureBinding
-from hostdev.runtime.finite import Flags
-from hostdev.runtime.reduction import Reduction
+from hostdev.pipeline.results import Outcome, StepBatch
+from hostdev.runtime.features import FeatureBinding, Stack
+from hostdev.runtime.reduction import Flags, Reduction
 from hostdev.runtime.row_parameter import RowParameter
-from hostdev.runtime.stacks import Stack
 
 Value: TypeAlias = Tensor | tuple[Tensor, ...]  # a feature's rows: one tensor, or one per table
 Default = TypeVar("Default")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from weakref import WeakSet
 
@@ -18,24 +17,21 @@ from hostdev.device import backend
 from hostdev.device.backend import limit_spinning
 from hostdev.device.staging import Staging
 from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline, require_depth
-from hostdev.runtime import alike, placement
-from hostdev.runtime.access import Access
-from hostdev.runtime.features import FeatureTables, Table, require_seeds, resolve
+from hostdev.runtime import placement
+from hostdev.runtime.body_batch import Step
+from hostdev.runtime.features import FeatureTables, Table, require_seeds, resolve, resolve_stacks
 from hostdev.runtime.loaders import FrameworkLoaders
 from hostdev.runtime.logged import Logged, RuntimeLog
 from hostdev.runtime.lookup import get_ids_of_some, lookup_rows, some_features
 from hostdev.runtime.loop import PredictLoop, StepOptions, TrainLoop, make_train_loop
-from hostdev.runtime.open_loops import Loops
-from hostdev.runtime.read_ahead import require_read_ahead
+from hostdev.runtime.open_loops import Access, Loops
+from hostdev.runtime.reading import require_read_ahead
 from hostdev.runtime.requests import B, GetCursor, GetIds, PredictKwargs, Reader, S, Send, TrainKwargs
 from hostdev.runtime.rows import Rows, Value
 from hostdev.runtime.spec import FeatureInput
-from hostdev.runtime.stacks import resolve_stacks
-from hostdev.runtime.step import Step
-from hostdev.runtime.table_optimizer import TableOptimizer
-from hostdev.runtime.table_settings import TableSettings
+from hostdev.runtime.table_optimizer import TableOptimizer, TableSettings
 
 if TYPE_CHECKING:
     from hostdev.checkpoint.writer import AsyncWriter
@@ -125,7 +121,7 @@ class Runtime(Logged, FrameworkLoaders):
         self.staging = Staging(self.device, log, batches=depth + 2)
         groups = placement.make_groups(self.group_specs, specs, self.device, self.world, log)
         caches = [group.cache.describe() for group in groups]
-        settings = alike.get_settings(
+        settings = placement.get_settings(
             self.bindings, self.stacks, self.group_specs, self.device.type, depth, dense_exchange, caches
         )
         self.world.agree("runtime", "hostdev.Runtime(...)", settings)
@@ -158,9 +154,9 @@ class Runtime(Logged, FrameworkLoaders):
         self.require_open()
         return self.loops.cursor
 
-    def _add_log(self, log: RuntimeLog) -> None:
+    def _add_log(self, make: Callable[[], RuntimeLog]) -> None:
         self.require_open()
-        self.loops.add_log(log)
+        self.loops.add_log(make())
 
     @property
     def caches(self) -> list[EmbeddingCache]:
@@ -417,7 +413,7 @@ class Runtime(Logged, FrameworkLoaders):
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be a number of checkpoints, 1 or more, not {keep!r}")
-        self.world.agree("save", "runtime.save()", alike.get_erasures(list(self.tables.values())))
+        self.world.agree("save", "runtime.save()", placement.get_erasures(list(self.tables.values())))
         self.write_back()
         self.loops.dense.require_same()
         return self._checkpoints.save(path, extra, keep, wait=wait)
@@ -484,9 +480,7 @@ class Runtime(Logged, FrameworkLoaders):
         self.require_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def require_open(self) -> None:

@@ -24,7 +24,6 @@ from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError, in_words
 from hostdev.runtime.random_streams import Place
-from hostdev.runtime.table_optimizer import TableOptimizer
 
 _unreported: set[AsyncWriter] = set()  # writers whose outcome the program does not know yet
 
@@ -72,69 +71,34 @@ def _require_extra(chain: Chain) -> None:
         )
 
 
-class CheckpointedState:
-    """The tables, their torch optimizer, and the position in the sequence of batches.
+class RuntimeCheckpoints:
+    """Saves and loads a runtime's checkpoints, with one `CheckpointManager` per folder.
 
     Args:
-        runtime: A `Runtime`, untyped because its module imports this one.
+        runtime: A `Runtime`, untyped because its module imports this one. It is not kept, since it keeps this object.
     """
 
     def __init__(self, runtime: Any) -> None:
-        self.tables, self.pipeline, self.world = runtime.tables, runtime.pipeline, runtime.world
+        self._tables, self._pipeline, self._world = runtime.tables, runtime.pipeline, runtime.world
         self._settings, self._loops = runtime.settings, runtime.loops
-        self.learning_rates = self._settings.learning_rates
-        self.go_on_at = self._loops.iterators.continue_at
-
-    @property
-    def optimizer(self) -> TableOptimizer:
-        """The tables' torch optimizer."""
-        made: TableOptimizer = self._loops.make_optimizer()
-        return made
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether the program uses `optimizer`."""
-        return self._settings.optimizer is not None
-
-    @property
-    def cursor(self) -> Any:
-        """The program's position after the last batch whose step is in the tables; None if it gives none."""
-        return self._loops.cursor
-
-    @cursor.setter
-    def cursor(self, value: Any) -> None:
-        self._loops.cursor = value
-
-    @property
-    def place(self) -> Place | None:
-        """The training loop's position in its sequence of batches; without an open loop, that of the last one."""
-        place: Place | None = self._loops.place
-        return place
-
-
-class RuntimeCheckpoints:
-    """Saves and loads a runtime's checkpoints, with one `CheckpointManager` per folder."""
-
-    def __init__(self, runtime: Any) -> None:
-        self._runtime = CheckpointedState(runtime)
         self._managers: dict[Path, CheckpointManager] = {}
         self._uploading: list[AsyncWriter] = []  # written, and on their way to a store
 
     def save(self, path: Path | str, extra: Any, keep: int, *, wait: bool) -> AsyncWriter:
         """See `Runtime.save`."""
         tensors: dict[str, Tensor] = {}
-        place = self._runtime.place
+        place = self._loops.place
         reading = {} if place is None else {"reading": place.to_state()}
-        cursor = {} if self._runtime.cursor is None else {"cursor": self._runtime.cursor}
+        cursor = {} if self._loops.cursor is None else {"cursor": self._loops.cursor}
         state = to_tree({"extra": extra, **reading, **cursor}, tensors)
         self._join()  # a table allows only one snapshot at a time
         manager = self._get_manager(checkpoint_path(path))
         manager.keep = keep
-        self._runtime.learning_rates()  # applies the rates that a scheduler has set for the next batch
+        self._settings.learning_rates()  # applies the rates that a scheduler has set for the next batch
 
         def begin() -> AsyncWriter:
             content = Content(state, tensors, {}, [])
-            return manager.save(self._runtime.tables.values(), self._runtime.pipeline.steps, content)
+            return manager.save(self._tables.values(), self._pipeline.steps, content)
 
         writer = begin()
         if wait and manager.must_repeat():
@@ -150,10 +114,10 @@ class RuntimeCheckpoints:
     def load(self, path: Path | str, *, strict: bool = True) -> Any:
         """See `Runtime.load`."""
         self._join()
-        path, tables = checkpoint_path(path), self._runtime.tables
+        path, tables = checkpoint_path(path), self._tables
         if not strict:
             return self._load_shared(path, tables)
-        if self._runtime.world.size == 1 and all(getattr(table, "untouched", False) for table in tables.values()):
+        if self._world.size == 1 and all(getattr(table, "untouched", False) for table in tables.values()):
             found = _load_unverified(path, tables)
         else:  # tables change only if a checkpoint is valid; all ranks choose the same one
             found = find_newest_valid(path)
@@ -163,13 +127,13 @@ class RuntimeCheckpoints:
         chain = found.chain
         for line in found.notes():
             warnings.warn(line, stacklevel=3)
-        if self._runtime.has_optimizer:
-            self._runtime.optimizer.take_over()
+        if self._settings.optimizer is not None:
+            self._loops.make_optimizer().take_over()
         self._get_manager(chain[-1].path.parent).start_from(chain, tables.values())
-        self._runtime.pipeline.steps = chain[-1].manifest.step
+        self._pipeline.steps = chain[-1].manifest.step
         values = values_of(chain)
-        self._runtime.cursor = values.get("cursor")
-        self._runtime.go_on_at(Place.from_state(values["reading"]) if "reading" in values else None)
+        self._loops.cursor = values.get("cursor")
+        self._loops.iterators.continue_at(Place.from_state(values["reading"]) if "reading" in values else None)
         return values["extra"]
 
     def close(self) -> None:
@@ -190,18 +154,18 @@ class RuntimeCheckpoints:
         for table in tables.values():
             if hasattr(table, "note_changes"):
                 table.note_changes(anew=True)
-        if self._runtime.has_optimizer:
-            self._runtime.optimizer.take_over()
-        self._runtime.pipeline.steps = found.chain[-1].manifest.step
+        if self._settings.optimizer is not None:
+            self._loops.make_optimizer().take_over()
+        self._pipeline.steps = found.chain[-1].manifest.step
         values = values_of(found.chain)
-        self._runtime.cursor = values.get("cursor")
+        self._loops.cursor = values.get("cursor")
         return values["extra"]
 
     def _get_manager(self, path: Path) -> CheckpointManager:
         """Return a folder's manager; the folder's path is made absolute, since the working directory may change."""
         where = path.resolve()
         if where not in self._managers:
-            self._managers[where] = CheckpointManager(where, world=self._runtime.world)
+            self._managers[where] = CheckpointManager(where, world=self._world)
         return self._managers[where]
 
     def _join(self) -> None:

@@ -33,9 +33,8 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hostdev.runtime.loss_scaling import note_scale
+from hostdev.runtime.loss_scaling import Function, Replacement, TorchHooks, note_scale
 from hostdev.runtime.table_optimizer import TableOptimizer
-from hostdev.runtime.torch_hooks import Function, Replacement, TorchHooks
 from hostdev.runtime.watcher import TrainWatcher
 
 _GROUPING = "_group_tensors_by_device_and_dtype"

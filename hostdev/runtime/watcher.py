@@ -13,10 +13,9 @@ from hostdev.distributed.world import World
 from hostdev.runtime.body_batch import BodyBatch
 from hostdev.runtime.dense_layers import DenseLayers
 from hostdev.runtime.features import Table
-from hostdev.runtime.finite import Flags
 from hostdev.runtime.loss_scaling import LossScaling
-from hostdev.runtime.table_optimizer import TableOptimizer
-from hostdev.runtime.table_settings import TableSettings
+from hostdev.runtime.reduction import Flags
+from hostdev.runtime.table_optimizer import TableOptimizer, TableSettings
 
 
 class TrainWatcher:

@@ -14,12 +14,12 @@ from hostdev.device import backend
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.model import Model
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.train import checkpointing
 from hostdev.train.build import estimate_uses, make_cache_specs, seed_torch, warm_up_kernels
-from hostdev.train.config import TrainConfig
 from hostdev.train.logs import RunLogs, get_trace_path
 from hostdev.train.network import Network
+from hostdev.train.options import TrainConfig
 from hostdev.train.processes import ProcessSession, make_run_dir
 from hostdev.train.session import BatchSource, Session, TrainingData
 from hostdev.train.trainer import StepSettings, Trainer

@@ -37,7 +37,7 @@ from hostdev.data.manifest import read as read_data
 from hostdev.distributed.process_group import SAVE
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.train.build import model_of
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 from hostdev.train.quality import Quality
 
 KEEP = 3

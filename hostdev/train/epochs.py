@@ -7,14 +7,14 @@ from typing import Any
 from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
 from hostdev.core.run_events import EpochInfo
-from hostdev.train import curve, report
-from hostdev.train.config import TrainConfig
-from hostdev.train.evaluation import Evaluation
+from hostdev.train import quality as curve
+from hostdev.train import report
 from hostdev.train.interrupt import GracefulStop
+from hostdev.train.options import TrainConfig
 from hostdev.train.quality import Point
-from hostdev.train.schedule import Schedule
-from hostdev.train.score_counts import ScoreCounts
-from hostdev.train.session import BatchSource, TrainingData
+from hostdev.train.scores import ScoreCounts
+from hostdev.train.session import BatchSource, Schedule, TrainingData
+from hostdev.train.target_scores import Evaluation
 
 
 class Epochs(BatchSource):
@@ -128,15 +128,9 @@ class Epochs(BatchSource):
 
             scores = ScoreCounts(data.manifest.schema.labels, data.manifest.schema.targets)
             session.time_left.begin()
-            test, training = (
-                session.trainer.evaluate(
-                    self._until(rows, stop),
-                    count,
-                    session.logs.files.path,
-                    counted=counted,
-                )
-                for rows, counted in ((data.watched, scores.add), (data.sample, _count_none))
-            )
+            evaluate, path = session.trainer.evaluate, session.logs.files.path
+            test = evaluate(self._until(data.watched, stop), count, path, counted=scores.add)
+            training = evaluate(self._until(data.sample, stop), count, path)
         if session.is_stopped(stop) or test is None:
             return
         final = None
@@ -173,7 +167,3 @@ class Epochs(BatchSource):
         if quality.best is quality.points[-1] and quality.best.step == session.steps:
             with session.logs.timeline.span("checkpoint", session.steps):
                 session.saver.keep_best(session.steps)
-
-
-def _count_none(outputs: Any, labels: Any) -> None:
-    """Count no scores."""

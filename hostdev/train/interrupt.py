@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 
 from hostdev.core.errors import write_stderr
 from hostdev.core.printable import silence, terminals
@@ -63,9 +63,7 @@ class GracefulStop:
         self._watcher.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._left.set()
         if not self._main:
             return

@@ -1,36 +1,108 @@
-"""The dense layers of a training run: their passes, their optimizer, and a step's losses."""
+"""The dense layers of a training run: their passes, their optimizer, and a step's losses.
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+torch imports its compiler, which takes about a second, in an optimizer's step and at the first call of some other
+methods, only to exclude these methods from compilation. Training does not use it, and does not call these methods from
+compiled code. `without_compiler` and `Adam` avoid the import. A model may still use `torch.compile`, which then imports
+the compiler.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hostdev.core.errors import UserError
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.data.batch import Batch
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.averages import Averages
-from hostdev.distributed.dense import broadcast_tensors
-from hostdev.distributed.dense_state import DenseState, get_dense_state
-from hostdev.distributed.mesh import Layout, Mesh
-from hostdev.distributed.world import World
+from hostdev.distributed.dense import DenseState, broadcast_tensors, get_dense_state
+from hostdev.distributed.world import Layout, Mesh, World
 from hostdev.host.table import HostTable
 from hostdev.kernels.norm import total
 from hostdev.models.losses import TargetLoss
 from hostdev.models.model import Model
-from hostdev.models.wide_deep.loss import deep_l2
-from hostdev.pipeline.outcome import Outcome
+from hostdev.models.wide_deep.network import L2_COEFFICIENT, deep_l2
+from hostdev.pipeline.results import Outcome
 from hostdev.runtime.features import read_ids
+from hostdev.runtime.loop import NonFiniteError
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
-from hostdev.train.frozen import NOTHING_FROZEN, FrozenColumns
-from hostdev.train.lean import Adam
-from hostdev.train.losses import Losses, read_losses
+from hostdev.train.build import NOTHING_FROZEN, FrozenColumns
 from hostdev.train.micro_batches import MicroBatches
+
+
+class Losses(NamedTuple):
+    """A step's losses: the wide loss has no L2 term, the deep loss includes it."""
+
+    wide: float
+    deep: float
+
+
+class NonFiniteLossError(NonFiniteError):
+    """A loss or a gradient is NaN or infinite; no row was updated."""
+
+
+def read_losses(squares: Any, shares: list[float], has_l2: bool, step: int, results: list[npt.NDArray[Any]]) -> Losses:
+    """Compute the losses from a step's results.
+
+    Args:
+        squares: With --l2 table, the sums of squares of the table's weights; otherwise None.
+        shares: Each micro-batch's share of the batch's samples.
+        has_l2: Whether the deep losses include an L2 term. If so, they are already multiplied by their micro-batches'
+            weights.
+        step: The step's number, for errors.
+        results: Arrays from the device: the wide and deep losses [M, 2]; the squares, if the device computed them; and
+            a flag that is not 0 if the update was skipped.
+    """
+    losses, *more, skipped = results
+    each = losses.tolist()
+    wide = sum(share * wide for share, (wide, _) in zip(shares, each, strict=True) if share)
+    deep = sum(deep for _, deep in each) if has_l2 else wide
+    if squares is not None:
+        deep = wide + L2_COEFFICIENT / 2 * total(more[0] if more else squares)
+    if skipped[0] or not np.isfinite([wide, deep]).all():
+        what = f"wide_loss {wide}, deep_loss {deep}"
+        which = "the loss" if not np.isfinite([wide, deep]).all() else "a gradient"
+        raise NonFiniteLossError(f"{which} is not finite ({what}); no row was updated", step)
+    return Losses(wide, deep)
+
+
+_METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+_MARK = "__dynamo_disable"  # in this attribute, torch's `_disable_dynamo` stores the method to call instead
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Keep torch's optimizers from importing torch's compiler in this context, unless it is already imported."""
+    methods = () if "torch._dynamo" in sys.modules else (getattr(Optimizer, name) for name in _METHODS)
+    plain = (getattr(method, "__wrapped__", None) for method in methods)  # None if torch does not wrap it
+    changed = [function for function in plain if function is not None and not hasattr(function, _MARK)]
+    for function in changed:
+        setattr(function, _MARK, function)
+    try:
+        yield
+    finally:
+        for function in changed:
+            delattr(function, _MARK)
+
+
+class Adam(torch.optim.Adam):
+    """torch's Adam, whose step does not import the compiler."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take a step, as torch's Adam does."""
+        return inspect.unwrap(torch.optim.Adam.step)(self, closure)
+
 
 DENSE_EPS = 1e-8
 Table: TypeAlias = HostTable | DeviceTable

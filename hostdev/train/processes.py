@@ -22,14 +22,14 @@ from hostdev.core.run_events import CallbackError
 from hostdev.core.run_files import EVAL_LOG, LOSS_LOG, OPS_LOG
 from hostdev.data import manifest
 from hostdev.distributed.agreement import shown
-from hostdev.distributed.mesh import Mesh, parse_mesh
 from hostdev.distributed.monitor import run_within
 from hostdev.distributed.process_group import RENDEZVOUS_SECONDS, TIMEOUT, Ranks
 from hostdev.distributed.rank_environment import RankEnvironment, find_rank_environment
 from hostdev.distributed.session import leave_together, take_host_share
+from hostdev.distributed.world import Mesh, parse_mesh
 from hostdev.models import registry
-from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import Interrupted
+from hostdev.train.options import TrainConfig
 from hostdev.train.rundir import RunDir
 
 OUTPUT = "output.log"

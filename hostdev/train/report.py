@@ -6,31 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
+from hostdev.core import run_files
 from hostdev.core.memory import TableShape, format_bytes
 from hostdev.core.progress import counted
-from hostdev.core.run_files import (
-    ASIDE_LOG,
-    CONFIG,
-    CURVE,
-    EVAL_LOG,
-    FILES_LOG,
-    KEYS_LOG,
-    KEYS_PICTURE,
-    LOSS_LOG,
-    MLFLOW,
-    NEEDED,
-    OPS_LOG,
-    REPORT,
-    SCORES_LOG,
-    SUMMARY,
-    TENSORBOARD,
-)
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.manifest import warn_of_unknown
 from hostdev.kernels.arrays import in_words
-from hostdev.train.evaluation import Evaluation
-from hostdev.train.key_log import describe
+from hostdev.train.logs import describe
 from hostdev.train.quality import Point, Quality
+from hostdev.train.target_scores import Evaluation
 
 _WAITED = 0.05  # share of the time that reads may hold up before the summary says so
 
@@ -202,16 +186,30 @@ def summary_lines(
         undrawn: Reason why there is no picture; "" if this process draws none, None if there is a picture.
     """
     lines = ["", _quality(summary), *(_op_table(summary["ops"]) if summary["ops"] else [])]
-    ops = [OPS_LOG] if has_ops_log else []
-    pictures = [CURVE] if undrawn is None else []
+    ops = [run_files.OPS_LOG] if has_ops_log else []
+    pictures = [run_files.CURVE] if undrawn is None else []
     if "keys" in summary:
-        ops, pictures = [*ops, KEYS_LOG], [*pictures, KEYS_PICTURE] if pictures else []
+        ops, pictures = [*ops, run_files.KEYS_LOG], [*pictures, run_files.KEYS_PICTURE] if pictures else []
     if "files" in summary:
         saved = summary.get("checkpoints", {}).get("saved", 0)
-        ops = [FILES_LOG, *[ASIDE_LOG] * bool(summary["files"]["set_aside"]), *[NEEDED] * bool(saved), *ops]
-    scores, page = ([name] if (run_dir / name).exists() else [] for name in (SCORES_LOG, REPORT))
-    files = [LOSS_LOG, EVAL_LOG, *scores, *ops, CONFIG, SUMMARY, *pictures, *page]
-    files += [name for name in (TENSORBOARD, MLFLOW) if (run_dir / name).exists()]
+        ops = [
+            run_files.FILES_LOG,
+            *[run_files.ASIDE_LOG] * bool(summary["files"]["set_aside"]),
+            *[run_files.NEEDED] * bool(saved),
+            *ops,
+        ]
+    scores, page = ([name] if (run_dir / name).exists() else [] for name in (run_files.SCORES_LOG, run_files.REPORT))
+    files = [
+        run_files.LOSS_LOG,
+        run_files.EVAL_LOG,
+        *scores,
+        *ops,
+        run_files.CONFIG,
+        run_files.SUMMARY,
+        *pictures,
+        *page,
+    ]
+    files += [name for name in (run_files.TENSORBOARD, run_files.MLFLOW) if (run_dir / name).exists()]
     removed = [name for name in files if not (run_dir / name).exists()]
     files = [name for name in files if name not in removed]
     best = ""
@@ -236,7 +234,7 @@ def summary_lines(
         f"files          {run_dir}/: {', '.join(files)}{f'; {trace}' if trace is not None else ''}",
         *([f"               {_dropped(summary['ops_log'])}"] if "ops_log" in summary else []),
         *([f"               removed during the run: {', '.join(removed)}"] if removed else []),
-        *([f"no {CURVE}   {undrawn}"] if undrawn else []),
+        *([f"no {run_files.CURVE}   {undrawn}"] if undrawn else []),
     ]
     return "\n".join(lines)
 
@@ -353,7 +351,7 @@ def _checkpoints(saved: dict[str, Any]) -> str:
 
 def _dropped(log: dict[str, int]) -> str:
     return (
-        f"{OPS_LOG} lacks its first {format_bytes(log['dropped_bytes'])}: --ops-log limits it to "
+        f"{run_files.OPS_LOG} lacks its first {format_bytes(log['dropped_bytes'])}: --ops-log limits it to "
         f"{format_bytes(log['limit_bytes'])}"
     )
 

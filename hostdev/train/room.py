@@ -14,19 +14,18 @@ from hostdev.data.batch import Batch
 from hostdev.device.backend import free_bytes, is_accelerator
 from hostdev.kernels.shards import range_of
 from hostdev.models.model import Model
-from hostdev.models.wide_deep.loss import wide_loss
-from hostdev.runtime import room
+from hostdev.models.wide_deep.network import wide_loss
+from hostdev.runtime import placement
 from hostdev.runtime.spec import CacheSpec, TableSpec
 from hostdev.train.build import groups_of
-from hostdev.train.lean import Adam
-from hostdev.train.network import inputs_like
+from hostdev.train.network import Adam, inputs_like
 
 
 class HostBudget(NamedTuple):
     """Free bytes of host memory, and the bytes that the tables' rows will take."""
 
     free: int
-    parts: dict[str, int]  # as `hostdev.runtime.room.kept` returns them
+    parts: dict[str, int]  # as `hostdev.runtime.placement.kept` returns them
 
     def describe(self) -> str:
         """Return the bytes that the rows take and the free bytes as text; empty if the rows take nothing."""
@@ -34,7 +33,7 @@ class HostBudget(NamedTuple):
             return ""
         return (
             f"{format_bytes(sum(self.parts.values()))} of the host's {format_bytes(self.free)} free: "
-            f"{room.in_words(self.parts)}"
+            f"{placement.in_words(self.parts)}"
         )
 
 
@@ -62,9 +61,9 @@ def estimate_host_memory(
         own = cache if isinstance(cache, CacheSpec | None) else next((cache[n] for n in names if n in cache), None)
         by_key = specs[0].keys is not None
         shapes, disks = [spec.shape for spec in specs], [spec.disk for spec in specs]
-        sizes.append(room.GroupSize(stop - start, shapes, True, own, by_key, disks))
+        sizes.append(placement.GroupSize(stop - start, shapes, True, own, by_key, disks))
     copies = SAVING_BYTES if saves else 0
-    return room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device), uses=uses, copies=copies)
+    return placement.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device), uses=uses, copies=copies)
 
 
 def make_host_budget(parts: dict[str, int]) -> HostBudget:
@@ -72,8 +71,8 @@ def make_host_budget(parts: dict[str, int]) -> HostBudget:
 
     Call this before any table is created.
     """
-    found = HostBudget(room.free_with_counts(parts), parts)
-    room.require(parts, found.free)
+    found = HostBudget(placement.free_with_counts(parts), parts)
+    placement.require(parts, found.free)
     return found
 
 

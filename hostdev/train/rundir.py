@@ -11,37 +11,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from hostdev.checkpoint.folder import FOLDER, names_in
-from hostdev.core import locks
+from hostdev.core import locks, run_files
 from hostdev.core.errors import UserError, naming
 from hostdev.core.outputs import write_json
-from hostdev.core.run_files import (
-    ASIDE_LOG,
-    CONFIG,
-    CURVE,
-    EVAL_LOG,
-    FILES_LOG,
-    KEYS_LOG,
-    KEYS_PICTURE,
-    LOSS_LOG,
-    MLFLOW,
-    NEEDED,
-    OPS_LOG,
-    REPORT,
-    SCORES_LOG,
-    SUMMARY,
-    TENSORBOARD,
-    RotatedFile,
-    eval_line,
-    loss_line,
-    read_json_lines,
-)
-from hostdev.train.evaluation import Evaluation
+from hostdev.core.run_files import RotatedFile
 from hostdev.train.quality import Point
+from hostdev.train.target_scores import Evaluation
 
-_RUN = (LOSS_LOG, CONFIG, SUMMARY)  # a folder with any of these holds a run
+_RUN = (run_files.LOSS_LOG, run_files.CONFIG, run_files.SUMMARY)  # a folder with any of these holds a run
 _NAMES = (
-    *(LOSS_LOG, EVAL_LOG, SCORES_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE, REPORT, KEYS_LOG, KEYS_PICTURE),
-    *(FILES_LOG, ASIDE_LOG, NEEDED, MLFLOW),
+    *_RUN,
+    *(run_files.EVAL_LOG, run_files.SCORES_LOG, run_files.OPS_LOG, run_files.CURVE, run_files.REPORT),
+    *(run_files.KEYS_LOG, run_files.KEYS_PICTURE),
+    *(run_files.FILES_LOG, run_files.ASIDE_LOG, run_files.NEEDED, run_files.MLFLOW),
 )
 
 
@@ -68,12 +50,12 @@ class RunDir:
                 self._require_none(_RUN)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
-            self._there = [name for name in (*_NAMES, TENSORBOARD) if self._is_there(name)]
+            self._there = [name for name in (*_NAMES, run_files.TENSORBOARD) if self._is_there(name)]
             if not again:  # another process may have used it before the lock
                 self._require_none(name for name in _RUN if name in self._there)
-            self.loss = (self.path / LOSS_LOG).open("a", buffering=1)
-            self.eval = (self.path / EVAL_LOG).open("a", buffering=1)
-            self.ops = RotatedFile(self.path / OPS_LOG, ops_log) if ops_log else None
+            self.loss = (self.path / run_files.LOSS_LOG).open("a", buffering=1)
+            self.eval = (self.path / run_files.EVAL_LOG).open("a", buffering=1)
+            self.ops = RotatedFile(self.path / run_files.OPS_LOG, ops_log) if ops_log else None
             if self.ops is not None and not again:
                 self.ops.fit()
         except OSError as error:
@@ -84,7 +66,7 @@ class RunDir:
         except UserError:
             self._release()
             raise
-        self.curve = self.path / CURVE
+        self.curve = self.path / run_files.CURVE
 
     def _require_none(self, names: Iterable[str]) -> None:
         """Raise UserError if one of these files of a run exists."""
@@ -96,7 +78,9 @@ class RunDir:
     def _is_there(self, name: str) -> bool:
         """Return whether an earlier run wrote this file; an empty loss.log may have been created only for the lock."""
         path = self.path / name
-        return path.exists() and (name != LOSS_LOG or path.stat().st_size > 0 or (self.path / CONFIG).exists())
+        return path.exists() and (
+            name != run_files.LOSS_LOG or path.stat().st_size > 0 or (self.path / run_files.CONFIG).exists()
+        )
 
     def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Sequence[Point]) -> None:
         """Make loss.log, eval.log and scores.jsonl what they were at a checkpoint.
@@ -110,7 +94,7 @@ class RunDir:
                 file.truncate(0)
             if self.ops is not None:
                 self.ops.fit()
-            self.loss.write("".join(loss_line(*each) for each in losses))
+            self.loss.write("".join(run_files.loss_line(*each) for each in losses))
         for point in points:
             self.write_evaluation(point)
         self._keep_scores({(point.epoch, point.step) for point in points})
@@ -124,32 +108,32 @@ class RunDir:
         line = {"epoch": epoch, "step": step, "split": split, "labels": labels}
         if not self.has_logs:  # the user has removed the folder, of which the run's end tells
             return
-        with naming(self.path), (self.path / SCORES_LOG).open("a") as file:
+        with naming(self.path), (self.path / run_files.SCORES_LOG).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def _keep_scores(self, kept: Collection[tuple[int, int]]) -> None:
         """Remove the lines of scores.jsonl of other evaluations than these, given by epoch and step."""
-        path = self.path / SCORES_LOG
+        path = self.path / run_files.SCORES_LOG
         with naming(self.path):
             if not path.exists():
                 return
-            lines = [line for line in read_json_lines(path) if (line.get("epoch"), line.get("step")) in kept]
+            lines = [line for line in run_files.read_json_lines(path) if (line.get("epoch"), line.get("step")) in kept]
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def write_config(self, content: dict[str, Any]) -> None:
         """Write config.json."""
         with naming(self.path):
-            write_json(self.path / CONFIG, content)
+            write_json(self.path / run_files.CONFIG, content)
 
     def write_losses(self, epoch: int, step: int, wide: float, deep: float) -> None:
         """Append a line to loss.log; `epoch`, and `step` within the epoch, count from 1."""
-        self.loss.write(loss_line(epoch, step, wide, deep))
+        self.loss.write(run_files.loss_line(epoch, step, wide, deep))
 
     def write_evaluation(self, point: Point) -> None:
         """Append a line to eval.log."""
         training = None if point.training is None else _figures(point.training)
         with naming(self.path):
-            self.eval.write(eval_line(point.epoch, point.step, _figures(point.test), training))
+            self.eval.write(run_files.eval_line(point.epoch, point.step, _figures(point.test), training))
 
     def discard(self) -> None:
         """Remove the files of a run that failed before its first step, so that the folder can be used again.
@@ -160,8 +144,8 @@ class RunDir:
         for name in _NAMES:
             if name not in self._there:
                 (self.path / name).unlink(missing_ok=True)
-        if TENSORBOARD not in self._there:
-            shutil.rmtree(self.path / TENSORBOARD, ignore_errors=True)
+        if run_files.TENSORBOARD not in self._there:
+            shutil.rmtree(self.path / run_files.TENSORBOARD, ignore_errors=True)
         if self._made:
             with contextlib.suppress(OSError):  # it may hold other ranks' folders
                 self.path.rmdir()
@@ -174,7 +158,7 @@ class RunDir:
             if summary is not None:
                 with naming(self.path):
                     self.path.mkdir(parents=True, exist_ok=True)  # the user may have removed it
-                    write_json(self.path / SUMMARY, summary)
+                    write_json(self.path / run_files.SUMMARY, summary)
         finally:
             self._release()
 
@@ -192,7 +176,7 @@ class RunDir:
     @property
     def has_logs(self) -> bool:
         """Whether the logs still exist."""
-        return (self.path / LOSS_LOG).exists()
+        return (self.path / run_files.LOSS_LOG).exists()
 
 
 def _figures(found: Evaluation) -> dict[str, float]:
@@ -203,9 +187,9 @@ def _figures(found: Evaluation) -> dict[str, float]:
 def _locked(path: Path) -> IO[str]:
     """Open and lock a run directory's loss.log; raise UserError if another process has locked it."""
     while True:
-        file = (path / LOSS_LOG).open("a")
+        file = (path / run_files.LOSS_LOG).open("a")
         state = locks.lock_state(file.fileno())
-        if state == "none" or (state == "locked" and locks.is_same_file(path / LOSS_LOG, file)):
+        if state == "none" or (state == "locked" and locks.is_same_file(path / run_files.LOSS_LOG, file)):
             return file
         file.close()
         if state == "held":

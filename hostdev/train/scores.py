@@ -6,15 +6,17 @@ Samples that do not fit in memory are written to a file, in sorted runs, and rea
 import math
 import tempfile
 from bisect import bisect_right
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import IO, NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import naming
-from hostdev.train.metrics import losses, make_auc, twice_above
+from hostdev.core.run_files import SCORE_BINS, SCORE_LIMIT
+from hostdev.data.schema import Targets, columns_of
+from hostdev.kernels.arrays import Values
 
 BLOCK = 1 << 24  # samples
 _STRIDE = 1 << 12  # every _STRIDE-th key of a run is kept in memory
@@ -60,9 +62,7 @@ class Scores:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -177,3 +177,98 @@ def make_keys(logits: npt.NDArray[np.float32]) -> Keys:
     signs &= np.int32(0x7FFFFFFF)
     keys ^= signs
     return keys
+
+
+class ScoreCounts:
+    """Counts the samples of an evaluation by label and probability, in memory that does not grow.
+
+    Bins have equal widths in log-odds, so that they are narrow where probabilities are small; the first and the last
+    bin also hold the samples beyond them.
+
+    Args:
+        labels: Names of all labels.
+        targets: Which of them are numbers; these have no probability, and are left out.
+    """
+
+    def __init__(self, labels: tuple[str, ...], targets: Targets) -> None:
+        self._names = [None if name in targets.numeric else name for name in labels]
+        self._counts = np.zeros((len(labels), 2, SCORE_BINS), np.int64)
+        self._sums = np.zeros((len(labels), SCORE_BINS))
+
+    def add(self, outputs: Values, labels: Values) -> None:
+        """Add samples: logits and labels, each float32 [n], or [n, labels] if there are several labels."""
+        for i, (output, label) in enumerate(zip(columns_of(outputs), columns_of(labels), strict=True)):
+            if self._names[i] is None:
+                continue
+            known = np.isfinite(output)
+            logits = output[known].astype(np.float64)
+            positive = label[known] != 0
+            scaled = (logits + SCORE_LIMIT) * (SCORE_BINS / (2 * SCORE_LIMIT))
+            bins = np.clip(scaled, 0, SCORE_BINS - 1).astype(np.int64)
+            for to, some in zip(self._counts[i], (bins[~positive], bins[positive]), strict=True):
+                to += np.bincount(some, minlength=SCORE_BINS)
+            with np.errstate(over="ignore"):
+                self._sums[i] += np.bincount(bins, 1 / (1 + np.exp(-logits)), SCORE_BINS)
+
+    def as_lists(self) -> dict[str, list[list[float]]]:
+        """Return, by label, [bin, negatives, positives, sum of predictions] for each bin that has samples."""
+        found: dict[str, list[list[float]]] = {}
+        for name, (negatives, positives), sums in zip(self._names, self._counts, self._sums, strict=True):
+            if name is not None:
+                used = np.flatnonzero(negatives + positives)
+                each: list[Any] = [used, negatives[used], positives[used], sums[used].round(6)]
+                found[name] = [list(values) for values in zip(*(one.tolist() for one in each), strict=True)]
+        return found
+
+
+_AT_ONCE = 1 << 20  # values processed at a time
+
+
+def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:
+    """Return the area under the ROC curve. Pairs with equal scores count half. NaN unless both labels occur.
+
+    This is the Mann-Whitney statistic (Hanley & McNeil, Radiology 143, 1982). Pairs are counted in integers, so the
+    result is rounded only once.
+
+    Args:
+        logits: float32 [N], any monotone score.
+        labels: float32 [N], 0 or 1.
+    """
+    positives, negatives = np.sort(logits[labels != 0]), np.sort(logits[labels == 0])
+    return make_auc(twice_above(positives, negatives), len(positives), len(negatives))
+
+
+def twice_above(positives: npt.NDArray[Any], negatives: npt.NDArray[Any]) -> int:
+    """Return a sum over all pairs of a positive and a negative sample.
+
+    A pair counts 2 if the positive sample has the higher score, and 1 if the scores are equal.
+
+    Args:
+        positives: Sorted scores of positive samples [P].
+        negatives: Sorted scores of negative samples [N], of the same dtype.
+    """
+    twice = 0
+    for start in range(0, len(positives), _AT_ONCE):
+        some = positives[start : start + _AT_ONCE]
+        twice += sum(int(np.searchsorted(negatives, some, side).sum()) for side in ("left", "right"))
+    return twice
+
+
+def make_auc(twice: int, positives: int, negatives: int) -> float:
+    """Return the AUC from the result of `twice_above` and the numbers of samples; NaN unless both labels occur."""
+    return twice / (2 * positives * negatives) if positives and negatives else float("nan")
+
+
+def log_loss(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:
+    """Return the mean negative log likelihood, in nats; arguments as for `auc`."""
+    return float(np.mean(losses(logits, labels)))
+
+
+def losses(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return each sample's negative log likelihood, float64 [N]; not finite if its logit is not. Labels may be bool."""
+    found = np.empty(len(logits))
+    for start, stop in pairwise([*range(0, len(logits), _AT_ONCE), len(logits)]):
+        x = logits[start:stop].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            found[start:stop] = np.maximum(x, 0) - x * labels[start:stop] + np.log1p(np.exp(-np.abs(x)))
+    return found

@@ -1,11 +1,13 @@
-"""A training run: its data, its steps, and the source of its batches."""
+"""A training run: its schedule, its data, its steps, and the source of its batches."""
 
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,16 +23,80 @@ from hostdev.distributed.process_group import STOP
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.train import checkpointing, report
 from hostdev.train.checkpointing import CheckpointSchedule, Progress
-from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop
 from hostdev.train.logs import RunLogs
-from hostdev.train.losses import Losses, NonFiniteLossError
-from hostdev.train.network import Result
+from hostdev.train.network import Losses, NonFiniteLossError, Result
+from hostdev.train.options import TrainConfig
 from hostdev.train.processes import ProcessSession
 from hostdev.train.quality import Quality
-from hostdev.train.sample import TrainingSample
-from hostdev.train.schedule import ENDLESS, Schedule
 from hostdev.train.trainer import Trainer
+
+
+class TrainingSample:
+    """Random training samples, drawn evenly from all shards; each evaluation uses the same ones.
+
+    Args:
+        root: The data set's folder.
+        manifest: The data set's manifest.
+        rows: Approximate number of samples. Each shard's number is rounded up, so that its batches have equal sizes.
+        seed: Seed of the draw.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest, rows: int, seed: int) -> None:
+        self._seed = seed
+        self._parts: list[tuple[ShardReader, int]] = []
+        share = min(1.0, rows / max(1, manifest.rows("train")))
+        before = 0
+        for shard in manifest.train:
+            after = before + shard.rows
+            if wanted := round(after * share) - round(before * share):
+                self._parts.append((ShardReader(root, replace(manifest, train=[shard]), "train"), wanted))
+            before = after
+
+    def steps(self, batch_size: int) -> int:
+        """Return the number of batches."""
+        return sum(-(-wanted // batch_size) for _, wanted in self._parts)
+
+    def batches(self, batch_size: int, *, part: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+        """Iterate over batches of at most `batch_size` samples, or a part of each, as `ShardReader.batches` does."""
+        for reader, wanted in self._parts:
+            steps = -(-wanted // batch_size)
+            yield from islice(reader.batches(-(-wanted // steps), seed=self._seed, part=part), steps)
+
+
+ENDLESS = 1 << 62  # steps of an epoch whose end nobody knows
+
+
+class Schedule(NamedTuple):
+    """The steps of a run.
+
+    Attributes:
+        epochs: Maximum number of passes over the training samples.
+        epoch_steps: Number of steps of an epoch.
+        max_steps: Maximum number of steps of the run; None for no limit.
+        evaluation_steps: Number of batches of an evaluation.
+    """
+
+    epochs: int
+    epoch_steps: int
+    max_steps: int | None
+    evaluation_steps: int
+
+    @property
+    def steps(self) -> int:
+        """Number of steps if the run is not stopped early."""
+        steps = self.epochs * self.epoch_steps
+        return min(steps, self.max_steps or steps)
+
+    @property
+    def evaluations(self) -> int:
+        """Number of evaluations if the run is not stopped early."""
+        return -(-self.steps // self.epoch_steps)
+
+    def find(self, steps: int) -> tuple[int, int]:
+        """Return the epoch of step number `steps`, and the step's number in that epoch, from 1; (1, 0) for step 0."""
+        epoch = max(1, -(-steps // self.epoch_steps))
+        return epoch, steps - (epoch - 1) * self.epoch_steps
 
 
 class TrainingData:
@@ -121,6 +187,7 @@ class Session:
         saver: Saves checkpoints; None if the run saves none.
         loaded_from: The checkpoint from which the run was resumed.
         time_left: Estimates the rest of the training.
+        due_step: The step after which a checkpoint was last due; it is saved after this step.
     """
 
     saver: CheckpointSchedule | None = None
@@ -143,7 +210,7 @@ class Session:
         self.progress = source.make_progress(None)
         self.quality = Quality(config.early_stop, data.split, data.manifest.schema.labels)
         self.observer = RunObserver()
-        self._due = 0  # a checkpoint is saved after this step
+        self.due_step = 0
 
     @property
     def steps(self) -> int:
@@ -224,7 +291,7 @@ class Session:
                     taken + 1,
                 ):
                     self._record(epoch, step, result, progress)
-                    if self.saver is not None and self.steps == self._due:
+                    if self.saver is not None and self.steps == self.due_step:
                         self.save()
         except NonFiniteLossError as error:
             raise UserError(f"epoch {epoch} step {error.step + taken}: {error}") from error
@@ -245,13 +312,8 @@ class Session:
         """Return whether a checkpoint is due after this step, which has been queued."""
         if self.saver is None or not self.saver.is_due(step):
             return False
-        self._due = step
+        self.due_step = step
         return True
-
-    @property
-    def due_step(self) -> int:
-        """The step after which a checkpoint was last due."""
-        return self._due
 
     def _record(self, epoch: int, step: int, result: Result, progress: ProgressBar) -> None:
         """Write a step's losses and update the progress bar."""

@@ -1,22 +1,113 @@
-"""Scores of all labels: AUC and log loss of labels that are 0 or 1, RMSE and MAE of labels that are numbers."""
+"""Scores of all labels: AUC and log loss of labels that are 0 or 1, RMSE and MAE of labels that are numbers.
+
+An `Evaluation` is the quality of a model on a split of the data, for one label or several.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.data.schema import SINGLE_LABEL, Targets, columns_of
+from hostdev.distributed.world import World
+from hostdev.kernels.arrays import Values
 from hostdev.train.scores import BLOCK, Figures, Scores
+
+NAN = float("nan")
+
+
+class LabelQuality(NamedTuple):
+    """The quality of a label's predictions: AUC and log loss if the label is 0 or 1, RMSE and MAE if it is a number.
+
+    The other two values are NaN.
+    """
+
+    auc: float
+    logloss: float
+    rmse: float
+    mae: float
+
+
+class Evaluation(NamedTuple):
+    """The quality of the model on a split. Each metric is the mean over the labels that have it; NaN if none has it."""
+
+    auc: float
+    logloss: float
+    rows: int
+    rmse: float = NAN
+    mae: float = NAN
+    labels: tuple[LabelQuality, ...] = ()  # by label, if there are several
+
+    @property
+    def metric(self) -> str:
+        """The metric by which evaluations are compared: AUC, or RMSE if all labels are numbers."""
+        return "AUC" if self.has_binary else "RMSE"
+
+    @property
+    def value(self) -> float:
+        """The value of `metric`."""
+        return self.auc if self.has_binary else self.rmse
+
+    @property
+    def score(self) -> float:
+        """A number that is higher for a better model: AUC or -RMSE; NaN if this metric is NaN."""
+        return self.auc if self.has_binary else -self.rmse
+
+    def figures(self) -> dict[str, float]:
+        """Return values by metric: AUC and log loss if a label is 0 or 1; RMSE and MAE if a label is a number."""
+        both = {"AUC": self.auc, "log loss": self.logloss} if self.has_binary else {}
+        return both | ({} if math.isnan(self.rmse) else {"RMSE": self.rmse, "MAE": self.mae})
+
+    def metrics(self, labels: tuple[str, ...]) -> dict[str, float]:
+        """Return values by name, such as "auc", "rows" or, if there are several labels, "LABEL/auc"."""
+        found = {name.lower().replace(" ", ""): value for name, value in self.figures().items()} | {"rows": self.rows}
+        for label, one in zip(labels, self.labels, strict=False):
+            names = ("auc", "logloss") if math.isnan(one.rmse) else ("rmse", "mae")
+            found |= {f"{label}/{name}": getattr(one, name) for name in names}
+        return found
+
+    @property
+    def has_binary(self) -> bool:
+        """Whether at least one label is binary (0 or 1) and not numeric."""
+        return math.isfinite(self.logloss) or math.isnan(self.rmse)
+
+    def as_values(self) -> list[Any]:
+        """Return the evaluation as nested lists of numbers for a checkpoint.
+
+        For a single label of 0 or 1, this is a list of three numbers.
+        """
+        first = [self.auc, self.logloss, self.rows]
+        if math.isnan(self.rmse) and not self.labels:
+            return first
+        return [*first, self.rmse, self.mae, [list(each) for each in self.labels]]
+
+    @classmethod
+    def from_values(cls, values: Sequence[Any]) -> "Evaluation":
+        """Return the evaluation that `as_values` converted to these values."""
+        if len(values) == 3:
+            return cls(*values)
+        auc, logloss, rows, rmse, mae, labels = values
+        return cls(auc, logloss, rows, rmse, mae, tuple(LabelQuality(*each) for each in labels))
+
+
+def evaluation_of(figures: Sequence[Figures]) -> Evaluation:
+    """Return the evaluation from the figures of each label."""
+    each = tuple(LabelQuality(one.auc, one.logloss, one.rmse, one.mae) for one in figures)
+    auc, logloss, rmse, mae = (_mean(values) for values in zip(*each, strict=True))
+    return Evaluation(auc, logloss, figures[0].rows, rmse, mae, each if len(each) > 1 else ())
+
+
+def _mean(values: Sequence[float]) -> float:
+    some = [value for value in values if not math.isnan(value)]
+    return NAN if not some else some[0] if len(some) == 1 else math.fsum(some) / len(some)
+
 
 _BLOCK = 1 << 20  # samples whose errors are summed at once
 _NAN = float("nan")
-
-Values = npt.NDArray[np.float32]
 
 
 class Errors:
@@ -89,9 +180,7 @@ class TargetScores:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._files.close()
 
     def add(self, outputs: Values, labels: Values) -> None:
@@ -118,3 +207,62 @@ class TargetScores:
     def figures(self) -> list[Figures]:
         """Return the figures of each label; nothing may be added afterwards."""
         return [each.figures() for each in self._each]
+
+
+_AT_ONCE = 1 << 20  # send samples to rank 0 when all ranks together hold this number
+
+
+class Together:
+    """Collects the scores of all ranks on rank 0, in the order of the samples: by batch, then by rank.
+
+    All ranks must make the same calls, except those of `add`. Memory use is bounded.
+
+    Args:
+        to: Receives the scores on rank 0.
+        labels: Number of labels.
+    """
+
+    def __init__(self, ranks: World, to: TargetScores, labels: int = 1) -> None:
+        self._ranks, self._to, self._labels = ranks, to, labels
+        self._parts: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
+        self._sizes: list[int] = []  # this rank's samples in each waiting batch
+        self._mine = self._all = 0  # this rank's samples in this batch; all ranks' samples in waiting batches
+
+    def add(self, logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> None:
+        """Add samples of this rank's part of a batch, as `TargetScores.add` does; the arrays are kept, not copied."""
+        self._parts.append((logits, labels))
+        self._mine += len(logits)
+
+    def end_batch(self, rows: int) -> None:
+        """End a batch that has `rows` samples over all ranks."""
+        self._sizes.append(self._mine)
+        self._mine, self._all = 0, self._all + rows
+        if self._all >= _AT_ONCE:
+            self._send()
+
+    def figures(self) -> list[Figures]:
+        """Return, on every rank, the figures of each label over the samples of all ranks."""
+        self._send()
+        found = self._to.figures() if self._ranks.rank == 0 else None
+        return [Figures(*each) for each in self._ranks.control.share(found)[0]]
+
+    def _send(self) -> None:
+        control = self._ranks.control
+        edges = [np.cumsum(each)[:-1] for each in control.gather(np.array(self._sizes, np.int64))]
+        mine = zip(*self._parts, strict=True) if self._parts else ([], [])
+        by_rank = []
+        for values in mine:
+            all_of_it = control.gather(np.concatenate([np.empty(0, np.float32), *(each.ravel() for each in values)]))
+            shaped = [each if self._labels == 1 else each.reshape(-1, self._labels) for each in all_of_it]
+            by_rank.append([np.split(each, edge) for each, edge in zip(shaped, edges, strict=True)])
+        if self._ranks.rank == 0:
+            logits, labels = by_rank
+            for batch in range(len(self._sizes)):
+                for rank in range(self._ranks.size):
+                    self._to.add(logits[rank][batch], labels[rank][batch])
+        self._parts, self._sizes, self._all = [], [], 0
+
+
+def collect_scores(world: World, to: TargetScores, labels: int = 1) -> TargetScores | Together:
+    """Return what collects the scores of all ranks in `to` of rank 0; one process adds them to `to` itself."""
+    return Together(world, to, labels) if world.size > 1 else to

@@ -22,7 +22,7 @@ from hostdev.data.schema import Schema
 from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.distributed.averages import require_own_averages
-from hostdev.distributed.dense_state import DenseState
+from hostdev.distributed.dense import DenseState
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.host.table import HostTable, ParameterServer
 from hostdev.models.losses import TargetLoss
@@ -30,15 +30,12 @@ from hostdev.models.model import Model
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature, TableSpec
-from hostdev.train.config import TrainConfig
-from hostdev.train.evaluation import Evaluation, evaluation_of
-from hostdev.train.frozen import NOTHING_FROZEN, freeze_columns
+from hostdev.train.build import NOTHING_FROZEN, agree_on_capacity, freeze_columns
 from hostdev.train.micro_batches import MicroBatches
 from hostdev.train.network import DEEP, Network, Result, Setup, Table, WholeNetwork
+from hostdev.train.options import TrainConfig
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
-from hostdev.train.table_storage import agree_on_capacity
-from hostdev.train.target_scores import TargetScores
-from hostdev.train.together import collect_scores
+from hostdev.train.target_scores import Evaluation, TargetScores, collect_scores, evaluation_of
 
 
 class StepSettings(NamedTuple):

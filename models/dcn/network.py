@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from hostdev.core.optimizers import Adagrad, SparseOptimizer
-from hostdev.core.pieces import Piece, run
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import collect_ids, concatenate_inputs, make_features, require_single_label
+from hostdev.models.fields import FieldsModel, make_features, require_single_label
 from hostdev.models.layers import he_normal, in_float32, initialize, pass_through, perceptron, with_zero_biases
-from hostdev.models.model import Batch, Ids, Model, Rows
+from hostdev.models.model import Rows
 from hostdev.runtime.spec import TableSpec
 
 LAYERS = (1024, 1024, 512, 256)
@@ -30,7 +30,7 @@ RANK = 512
 STRUCTURES = ("stacked", "parallel")
 
 
-class DCN(Model):
+class DCN(FieldsModel):
     """Cross layers x_{l+1} = x_0 * (W_l x_l + b_l) + x_l, with * elementwise and x_0 = (dense, v_1, v_2, ...) [B, n].
 
     The logit is last(deep(x_L)) if stacked, last(x_L, deep(x_0)) if parallel.
@@ -79,17 +79,11 @@ class DCN(Model):
         self.last = nn.Linear(outputs if self.stacked else n + outputs, 1)
         initialize(self, seed, with_zero_biases(he_normal))
 
-    def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the feature "fields", and of each bag."""
-        return collect_ids(self.schema, batch)
-
-    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B]; under autocast, the input, cross layers' sums and last layer are float32."""
-        logits: Tensor = run(self.pieces(), dense, rows)
-        return logits
-
     def pieces(self) -> list[Piece]:
-        """Return the network's segments in order: "input", "cross.0", ..., "cross", "deep.0", ..., and "output"."""
+        """Return the network's segments in order: "input", "cross.0", ..., "cross", "deep.0", ..., and "output".
+
+        Under autocast, the input, the cross layers' sums and the last layer are float32.
+        """
         crosses = [Piece(f"cross.{i}", partial(_crossed, layer), (layer,)) for i, layer in enumerate(self.cross)]
         if self.stacked:  # the input is not needed after the last cross layer
             begin = Piece("cross", lambda first, crossed: crossed)
@@ -106,7 +100,7 @@ class DCN(Model):
         return [Piece("input", self._input), *crosses, begin, *deep, end]
 
     def _input(self, dense: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        first = concatenate_inputs(dense, rows, self.features)
+        first = self.concatenate(dense, rows)
         return first, first
 
 

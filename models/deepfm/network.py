@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from hostdev.core.initializers import Constant, Initializer, Normal
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
-from hostdev.core.pieces import Piece, run
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import collect_ids, concatenate_fields, make_features, require_single_label
+from hostdev.models.fields import FieldsModel, concatenate_fields, make_features, require_single_label
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
-from hostdev.models.model import Batch, Ids, Model, Rows
+from hostdev.models.model import Rows
 from hostdev.runtime.spec import TableSpec
 
 LAYERS = (400, 400, 400)
 TABLES = ("first_order", "vectors")
 
 
-class DeepFM(Model):
+class DeepFM(FieldsModel):
     """logit = bias + sum of w_i x_i + sum over pairs of <v_i, v_j> x_i x_j + network(v_1 x_1, v_2 x_2, ...).
 
     x_i is 1 for an id, and the column's value for a dense column. Dense columns occur in every sample, so their w_i and
@@ -73,17 +73,11 @@ class DeepFM(Model):
         self.deep = perceptron([(nd + F) * dim, *layers, 1], dropout=dropout)
         initialize(self, seed, _init)
 
-    def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the feature "fields", and of each bag."""
-        return collect_ids(self.schema, batch)
-
-    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B]; under autocast, everything but the hidden layers is float32."""
-        logits: Tensor = run(self.pieces(), dense, rows)
-        return logits
-
     def pieces(self) -> list[Piece]:
-        """Return the network's segments in order: "input", the layers "deep.0", "deep.1", ..., and "output"."""
+        """Return the network's segments in order: "input", the layers "deep.0", "deep.1", ..., and "output".
+
+        Under autocast, everything but the hidden layers is float32.
+        """
         own = (self.bias, self.dense_first_order, self.dense_vectors)
         return [
             Piece("input", self._input, tuple(one for one in own if one is not None)),

@@ -23,18 +23,18 @@ from torch.nn import functional
 from hostdev.core.errors import UserError
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.optimizers import RowWiseAdagrad, SparseOptimizer
-from hostdev.core.pieces import Piece, run
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import collect_ids, concatenate_fields, make_features, require_single_label
+from hostdev.models.fields import FieldsModel, concatenate_fields, make_features, require_single_label
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
-from hostdev.models.model import Batch, Ids, Model, Rows
+from hostdev.models.model import Rows
 from hostdev.runtime.spec import TableSpec
 
 BOTTOM = (512, 256)
 TOP = (1024, 1024, 512, 256)
 
 
-class DLRM(Model):
+class DLRM(FieldsModel):
     """logit = top(b, <v_i, v_j> for i > j) with v_0 = b = bottom(dense), and v_1, v_2, ... rows of the table "vectors".
 
     Args:
@@ -77,17 +77,11 @@ class DLRM(Model):
         self.register_buffer("_back", back, persistent=False)
         initialize(self, seed, _init)
 
-    def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the feature "fields", and of each bag."""
-        return collect_ids(self.schema, batch)
-
-    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B]; under autocast, the top network's last layer is float32."""
-        logits: Tensor = run(self.pieces(), dense, rows)
-        return logits
-
     def pieces(self) -> list[Piece]:
-        """Return the network's segments in order: "input" with the bottom network, "top.0", ..., and "output"."""
+        """Return the network's segments in order: "input" with the bottom network, "top.0", ..., and "output".
+
+        Under autocast, the top network's last layer is float32.
+        """
         bottom = () if self.bottom is None else (self.bottom,)
         return [
             Piece("input", self._input, bottom),

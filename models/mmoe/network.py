@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
-from hostdev.core.pieces import Piece, run
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import collect_ids, concatenate_inputs, make_features
-from hostdev.models.layers import glorot_normal, initialize, perceptron, with_zero_biases
-from hostdev.models.model import Batch, Ids, Model, Rows
-from hostdev.models.towers import Towers
+from hostdev.models.fields import FieldsModel, make_features
+from hostdev.models.layers import Towers, glorot_normal, initialize, perceptron, with_zero_biases
 from hostdev.runtime.spec import TableSpec
 
 EXPERTS = 8
@@ -25,7 +23,7 @@ EXPERT = (256, 128)
 TOWER = (64,)
 
 
-class MMoE(Model):
+class MMoE(FieldsModel):
     """output_k = tower_k(sum over experts e of g_k(x)_e * expert_e(x)) for label k, with g_k(x) = softmax(W_k x).
 
     x has the dense columns and the looked-up rows of the table "vectors", concatenated.
@@ -66,25 +64,16 @@ class MMoE(Model):
         self.towers = Towers(len(schema.labels), expert[-1], tower)
         initialize(self, seed, with_zero_biases(glorot_normal))
 
-    def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the feature "fields", and of each bag."""
-        return collect_ids(self.schema, batch)
-
-    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits or predictions, float32 [B, K], or [B] for a single label; gates are float32 under autocast."""
-        outputs: Tensor = run(self.pieces(), dense, rows)
-        return outputs
-
     def pieces(self) -> list[Piece]:
-        """Return the network's segments in order: "input", "experts" with the gates, and "towers"."""
+        """Return the network's segments in order: "input", "experts" with the gates, and "towers".
+
+        The gates are float32 under autocast.
+        """
         return [
-            Piece("input", self._input),
+            Piece("input", self.concatenate),
             Piece("experts", self._mixtures, (self.experts, self.gates)),
             Piece("towers", self.towers, (self.towers,)),
         ]
-
-    def _input(self, dense: Tensor, rows: Rows) -> Tensor:
-        return concatenate_inputs(dense, rows, self.features)
 
     def _mixtures(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """Return each label's mixture of the experts' outputs, float32 [B, expert's last width]."""

@@ -8,22 +8,18 @@ Shapes: B samples, nd dense columns, F columns of ids (bags included), D columns
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
-from hostdev.core.pieces import Piece, run
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import collect_ids, concatenate_inputs, make_features
-from hostdev.models.layers import glorot_normal, initialize, perceptron, with_zero_biases
-from hostdev.models.model import Batch, Ids, Model, Rows
-from hostdev.models.towers import Towers
+from hostdev.models.fields import FieldsModel, make_features
+from hostdev.models.layers import Towers, glorot_normal, initialize, perceptron, with_zero_biases
 from hostdev.runtime.spec import TableSpec
 
 BOTTOM = (256, 128)
 TOWER = (64,)
 
 
-class SharedBottom(Model):
+class SharedBottom(FieldsModel):
     """output_k = tower_k(bottom(dense, v_1, v_2, ...)) for label k; v_1, v_2, ... are rows of the table "vectors".
 
     Args:
@@ -57,19 +53,7 @@ class SharedBottom(Model):
         self.towers = Towers(len(schema.labels), widths[-1], tower)
         initialize(self, seed, with_zero_biases(glorot_normal))
 
-    def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the feature "fields", and of each bag."""
-        return collect_ids(self.schema, batch)
-
-    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits or predictions, float32 [B, labels], or [B] for a single label."""
-        outputs: Tensor = run(self.pieces(), dense, rows)
-        return outputs
-
     def pieces(self) -> list[Piece]:
         """Return the network's segments in order: "input", the layers "bottom.0", "bottom.1", ..., and "towers"."""
         bottom = [Piece(f"bottom.{i}", layer, (layer,)) for i, layer in enumerate(self.bottom)]
-        return [Piece("input", self._input), *bottom, Piece("towers", self.towers, (self.towers,))]
-
-    def _input(self, dense: Tensor, rows: Rows) -> Tensor:
-        return concatenate_inputs(dense, rows, self.features)
+        return [Piece("input", self.concatenate), *bottom, Piece("towers", self.towers, (self.towers,))]

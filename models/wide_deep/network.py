@@ -5,28 +5,61 @@ rates follow MindSpore's published model for Criteo. Like that model, this one a
 and multiplies the row by the column's value.
 
 Shapes: B samples, nd dense columns, F columns of ids, D columns of the deep table.
+
+There are MindSpore's two losses: the wide loss, and the deep loss, which adds an L2 term.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hostdev.core.initializers import Normal
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
-from hostdev.core.pieces import Piece, run
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import FIELDS, collect_bags, concatenate_fields, make_features, require_single_label
+from hostdev.models.fields import (
+    FIELDS,
+    FieldsModel,
+    collect_bags,
+    concatenate_fields,
+    make_features,
+    require_single_label,
+)
 from hostdev.models.layers import hidden_pieces, in_float32, initialize, perceptron
-from hostdev.models.model import Batch, Ids, Model, Rows
+from hostdev.models.model import Batch, Ids, Rows
 from hostdev.runtime.spec import Bag, TableSpec
+
+L2_COEFFICIENT = 8e-5
+L2_MODES = ("none", "batch", "table")
+
+
+def wide_loss(logits: Tensor, label: Tensor) -> Tensor:
+    """Return the mean sigmoid cross entropy of logits [B] and labels [B]."""
+    return F.binary_cross_entropy_with_logits(logits, label)
+
+
+def deep_l2(rows: Tensor, uses: Tensor | None, places: Tensor | None = None) -> Tensor:
+    """Return the L2 term of the deep loss for the looked-up rows, 8e-5 / 2 * sum of squares.
+
+    Args:
+        rows: float32 [U, D], the batch's unique deep rows, not weighted.
+        uses: float32 [U], occurrences of each row in the batch (`--l2 batch`); None counts each row once (`--l2
+            table`, whose gradient reaches only the batch's rows, as with lazy optimizers).
+        places: int32 [U], indices of the rows in the order of summation; None for the order of `rows`.
+    """
+    squares = rows.square().sum(1)
+    terms = squares if uses is None else squares * uses
+    return (terms if places is None else terms.index_select(0, places)).sum() * (L2_COEFFICIENT / 2)
+
 
 LAYERS = (1024, 512, 256, 128)
 TABLES = ("wide", "deep")
 
 
-class WideDeep(Model):
+class WideDeep(FieldsModel):
     """logit = wide + bias + deep: the sum of the fields' wide weights, and a ReLU network on their deep rows.
 
     Args:
@@ -76,19 +109,12 @@ class WideDeep(Model):
         fields: dict[str, Ids] = {FIELDS: Bag(ids, weights=weights)} if FIELDS in self.features else {}
         return fields | collect_bags(self.schema, batch)
 
-    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B]; under autocast, the last layer is float32.
-
-        Args:
-            dense: Unused, because the rows are already multiplied by the values of the dense columns.
-            rows: A pair (wide, deep) for each feature, multiplied by the weights: wide in float32, deep in autocast's
-                dtype.
-        """
-        logits: Tensor = run(self.pieces(), dense, rows)
-        return logits
-
     def pieces(self) -> list[Piece]:
-        """Return the network's segments in order: "input", the layers "deep.0", "deep.1", ..., and "output"."""
+        """Return the network's segments in order: "input", the layers "deep.0", "deep.1", ..., and "output".
+
+        The dense columns are unused, because the rows are already multiplied by their values. Each feature has a pair
+        of rows (wide, deep): wide in float32, deep in autocast's dtype. The last layer is float32.
+        """
         return [
             Piece("input", self._input, (self.bias,)),
             *hidden_pieces("deep", self.deep),

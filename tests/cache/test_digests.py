@@ -14,7 +14,7 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import WideDeep
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.runtime.spec import CacheSpec
 from tests.test_pipeline import ROWS, adversarial, outcome, trainer_of
 from tests.trainers import make_trainer

@@ -13,7 +13,7 @@ from hostdev.cache import cache as cache_module
 from hostdev.cache import planner, planning
 from hostdev.cache.slots import DeviceSlots
 from hostdev.device.staging import Staging
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from tests.fields import FieldsBatch
 from tests.test_pipeline import FIELDS, adversarial, outcome, trainer_of
 

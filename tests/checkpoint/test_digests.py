@@ -12,7 +12,7 @@ from hostdev.checkpoint import folder
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.state import state_digest
 from hostdev.core import digest
-from hostdev.distributed.dense_state import DenseState
+from hostdev.distributed.dense import DenseState
 from hostdev.ext.checkpoints.cli import main as command
 from hostdev.runtime.digest import state_sha256
 

@@ -22,7 +22,7 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.shards import ShardReader
 from hostdev.ext.predict import cli as predict
 from hostdev.ext.training import cli as train
-from hostdev.train import metrics
+from hostdev.train import scores
 from tests.data import movies
 
 OWN = ["--model", "tests.own_models:ThreeTables"]  # whose class predictions are told, too
@@ -70,7 +70,7 @@ def test_the_last_evaluation(request, name, tmp_path, capsys):
     assert run(predict, *options, "--data", path / "data", "--out", out) == 0
     printed = capsys.readouterr().out
     found = pq.read_table(out).to_pandas()
-    auc = metrics.auc(found["probability"].to_numpy(np.float64), found["label"].to_numpy(np.float32))
+    auc = scores.auc(found["probability"].to_numpy(np.float64), found["label"].to_numpy(np.float32))
     assert f"auc is {auc:.6f}" in last_line(path)
     assert f"AUC {auc:.4f}   log loss" in printed
     logloss = float(last_line(path).split("logloss is ")[1].split(",")[0])

@@ -14,9 +14,9 @@ from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.shards import ShardReader
 from hostdev.ext.predict import cli as predict
+from hostdev.ext.predict.measures import rank
 from hostdev.ext.predict.output import kept_columns
 from hostdev.ext.training import cli as train
-from hostdev.train.ranking import rank
 from tests import forks
 from tests.data import movies
 from tests.models.samples import schema_of

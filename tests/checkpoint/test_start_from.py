@@ -27,7 +27,7 @@ from hostdev.ext.training import cli as train
 from hostdev.ext.training import starting
 from hostdev.models.wide_deep.network import WideDeep
 from hostdev.train.build import model_of
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 from tests.checkpoint.runs import MIX
 from tests.conftest import SMALL
 from tests.data import movies

@@ -7,7 +7,7 @@ with each part, and replace old ones.
 import numpy as np
 import pyarrow as pa
 
-from hostdev.train import metrics
+from hostdev.train import scores
 
 ITEMS, USERS, NEW = 60, 40, 4  # items in use, users, and items that are replaced in each part
 PERIOD = 16.0  # parts of a sine
@@ -27,4 +27,4 @@ def make(parts, rows, seed=0):
         clicked = rng.random(rows) < 1 / (1 + np.exp(-logit))
         names = pa.array([f"u{one}" for one in user]), pa.array([f"i{one}" for one in item])
         table = pa.table({"user": names[0], "item": names[1], "clicked": clicked.astype(np.int64)})
-        yield table, metrics.auc(logit.astype(np.float32), clicked.astype(np.float32))
+        yield table, scores.auc(logit.astype(np.float32), clicked.astype(np.float32))

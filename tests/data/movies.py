@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hostdev.train.metrics import auc
+from hostdev.train.scores import auc
 
 GENRES = ("Action", "Animation", "Children's", "Comedy", "Crime", "Drama", "Fantasy", "Film-Noir", "Horror", "War")
 COLUMNS = ("user", "item", "age", "history", "genres", "time", "liked")

@@ -6,7 +6,7 @@ import pytest
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options
 from hostdev.data.shards import ShardReader
-from hostdev.train.metrics import auc
+from hostdev.train.scores import auc
 from tests.data import movies, twins
 
 CUT = 0.9

@@ -14,7 +14,7 @@ from hostdev.cache import slots
 from hostdev.device import ops, staging
 from hostdev.device.ops import torch_operations
 from hostdev.device.staging import Staging
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.runtime import runtime
 from tests import fields
 from tests.fields import FieldsBatch

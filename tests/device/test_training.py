@@ -12,7 +12,7 @@ from hostdev.core.memory import copied_bytes, pinned_size, row_bytes
 from hostdev.device import backend, ops
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.wide_deep.network import LAYERS
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.pipeline.scheduling.in_flight import InFlightBatches
 from tests.conftest import devices, stand_in
 from tests.device import twins

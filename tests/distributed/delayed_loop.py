@@ -18,7 +18,7 @@ from random import Random
 
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import find_rank_environment
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from tests.distributed import own_loop
 from tests.runtime import cases
 

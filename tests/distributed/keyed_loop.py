@@ -19,7 +19,7 @@ import hostdev
 from hostdev.core.digest import StateDigest
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import find_rank_environment
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.runtime.digest import add_table
 from tests.distributed.delayed_loop import Delays
 from tests.runtime.test_keyed_tables import batch_of, ids_of

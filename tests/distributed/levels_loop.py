@@ -17,7 +17,7 @@ import torch
 
 from hostdev.core.micro_batches import get_nodes
 from hostdev.distributed.all_reduce import make_tree
-from hostdev.distributed.hosts import HOST_VARIABLE
+from hostdev.distributed.host_memory import HOST_VARIABLE
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import find_rank_environment
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from hostdev.distributed.hosts import HOST_VARIABLE
+from hostdev.distributed.host_memory import HOST_VARIABLE
 from tests import forks
 from tests.conftest import ROOT
 from tests.ports import free_port

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from hostdev.distributed.agreement import UnlikeError, compare, shown
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 from hostdev.train.processes import get_shared_values
 from tests.distributed.conftest import flags_of
 from tests.distributed.test_rendezvous import TRAIN, refused, start

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from hostdev.core.errors import UserError
-from hostdev.distributed.calls import LEFT, Calls, find_mismatch, format_calls, parse_calls
+from hostdev.distributed.agreement import LEFT, Calls, find_mismatch, format_calls, parse_calls
 from tests.distributed.mismatched import AT
 
 SOON = 40.0  # seconds on a busy machine, of which most are the start; the timeout is 60

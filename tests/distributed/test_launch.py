@@ -50,7 +50,7 @@ def test_this_host_is_found_by_its_address(in_process, table, tmp_path):
 
 def test_a_process_that_fails(in_process, table, tmp_path, monkeypatch):
     """The others are ended, which would wait for it."""
-    monkeypatch.setattr("hostdev.distributed.start._END_SECONDS", 0.3)
+    monkeypatch.setattr("hostdev.distributed.rank_environment._END_SECONDS", 0.3)
     program = "import os, sys, time; os.environ['RANK_ID'] == '1' and sys.exit('why'); time.sleep(200)"
     path, logs = table(server("a", [0]), server("b", [1, 2])), tmp_path / "logs"
     code, _, err = in_process(launch, "--rank-table", path, "--server", "b", "--log-dir", logs, "--", "-c", program)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hostdev import UserError
 from hostdev.core.micro_batches import get_nodes
-from hostdev.distributed.mesh import AXES, Mesh, parse_mesh
+from hostdev.distributed.world import AXES, Mesh, parse_mesh
 
 meshes = st.builds(Mesh, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 

@@ -16,7 +16,7 @@ from hostdev.distributed.rank_environment import RankEnvironment
 from hostdev.ext.training import cli as train
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import room
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 from hostdev.train.processes import resolve_batch
 from tests.distributed.threads import with_ranks
 from tests.ports import free_port

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import hostdev
 from hostdev import HostTable
 from hostdev.kernels.shards import get_ids_at, get_multiplier, partition, range_of
-from hostdev.pipeline.row_ids import RowOffsets, RowSubset
+from hostdev.pipeline.batch_ids import RowOffsets, RowSubset
 
 LARGE = 10**10
 

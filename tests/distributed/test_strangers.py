@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hostdev.core.errors import UserError
 from hostdev.distributed import monitor, rendezvous
-from hostdev.distributed.calls import Calls
+from hostdev.distributed.agreement import Calls
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import RankEnvironment
 from tests.distributed.conftest import Trained, flags_of

@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 from hostdev.core.errors import TransientError, UserError
 from hostdev.distributed import host_memory
-from hostdev.distributed.host_memory import HostExchange, HostMemory, Layouts, Part
-from hostdev.distributed.hosts import HOST_VARIABLE, get_identity, group_by_host, have_levels, require_two_levels
+from hostdev.distributed.host_memory import (
+    HOST_VARIABLE,
+    HostExchange,
+    HostMemory,
+    Layouts,
+    Part,
+    get_identity,
+    group_by_host,
+    have_levels,
+    require_two_levels,
+)
 from tests.distributed import own_loop
 from tests.distributed.processes import start_on
 from tests.distributed.same import assert_same
@@ -198,7 +207,7 @@ def test_identities(monkeypatch):
     first = get_identity(0)
     monkeypatch.setenv(HOST_VARIABLE, "another")
     assert get_identity(0) != first
-    monkeypatch.setattr("hostdev.distributed.hosts._BOOT", Path("/not/there"))
+    monkeypatch.setattr("hostdev.distributed.host_memory._BOOT", Path("/not/there"))
     assert get_identity(0) != get_identity(1)
 
 

@@ -9,9 +9,8 @@ import pytest
 
 import hostdev
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.mesh import MeshPlace
 from hostdev.distributed.process_group import Ranks
-from hostdev.distributed.world import ALONE_WORLD, LocalChannel, World
+from hostdev.distributed.world import ALONE_WORLD, LocalChannel, MeshPlace, World
 from tests.conftest import ROOT
 
 GENERIC = {"at", "share", "has_parts", "leads"}  # follow from the mesh and the rank

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.mesh import Mesh
+from hostdev.distributed.world import Mesh
 
 
 class _Threads:

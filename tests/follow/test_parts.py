@@ -17,7 +17,7 @@ from hostdev.ext.streams.progressive import Histogram, OutputSums, ScoreWindow, 
 from hostdev.ext.streams.report import MOST_FILES, MOST_STEPS, RecentProgress, RecentQuality
 from hostdev.ext.streams.seen import MOST_DIGESTS, Seen
 from hostdev.ext.streams.state import FileLogs, FollowState
-from hostdev.train import metrics
+from hostdev.train import scores
 
 
 def digest(number):
@@ -188,9 +188,9 @@ def test_a_window_has_the_quality_of_its_rows(rows, scale):
         found, total = each.evaluation(), each.total()
         assert found.rows == total.rows == 2 * rows and len(each) == 2
         if 0 < labels.mean() < 1:
-            exact = metrics.auc(logits, labels)
+            exact = scores.auc(logits, labels)
             assert found.auc == exact if 2 * rows <= progressive.MOST_BINS else abs(found.auc - exact) < 1e-5
-        assert found.logloss == pytest.approx(metrics.log_loss(logits, labels))
+        assert found.logloss == pytest.approx(scores.log_loss(logits, labels))
         mean = (1 / (1 + np.exp(-logits.astype(np.float64)))).mean()
         if labels.any():
             assert total.calibration()[0] == pytest.approx(mean / labels.mean())
@@ -218,7 +218,7 @@ def test_several_labels_and_numbers():
     collector.add(outputs, labels)
     window.add(collector.result())
     found = window.evaluation()
-    assert found.auc == metrics.auc(outputs[:, 0], labels[:, 0])
+    assert found.auc == scores.auc(outputs[:, 0], labels[:, 0])
     errors = outputs[:, 1].astype(np.float64) - labels[:, 1]
     assert found.rmse == pytest.approx(np.sqrt((errors**2).mean())) and found.mae == pytest.approx(
         np.abs(errors).mean()

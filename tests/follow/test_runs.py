@@ -11,7 +11,7 @@ import hostdev
 from hostdev.checkpoint.folder import names_in
 from hostdev.ext.predict import cli as predict
 from hostdev.ext.training import cli as train
-from hostdev.train import metrics
+from hostdev.train import scores as metrics
 from tests.conftest import digest_of
 from tests.follow.arriving import DAYS, END, MODEL, NAMES, QUICK, ROWS, RULES, await_lines, lines, read_labels, start
 

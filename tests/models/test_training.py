@@ -11,7 +11,7 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
 from hostdev.models import make, names
-from hostdev.train import metrics
+from hostdev.train import scores
 from tests.models.samples import SMALL, batch_of, schema_of
 from tests.models.twins import Twin, train_twin
 from tests.trainers import make_trainer
@@ -46,7 +46,7 @@ def test_50_steps_on_real_rows(real, name):
     np.testing.assert_allclose([result.value.wide for result in trainer.train(batches)], losses, rtol=1e-5)
     rows = batches[:5]
     labels = np.concatenate([batch.label for batch in rows])
-    auc = metrics.auc(np.concatenate([predict(batch) for batch in rows]), labels)
+    auc = scores.auc(np.concatenate([predict(batch) for batch in rows]), labels)
     assert trainer.evaluate(rows).auc == pytest.approx(auc, abs=1e-5)
 
 
@@ -62,7 +62,7 @@ def test_two_epochs_on_real_rows(real, name, least):
             assert np.isfinite(result.value.wide)
     rows = list(batches_of("test"))
     labels = np.concatenate([batch.label for batch in rows])
-    expected = metrics.auc(np.concatenate([twin.predict(batch) for batch in rows]), labels)
+    expected = scores.auc(np.concatenate([twin.predict(batch) for batch in rows]), labels)
     found = trainer.evaluate(rows)
     assert found.auc == pytest.approx(expected, abs=1e-4)
     assert found.auc > least

@@ -14,8 +14,8 @@ import hostdev
 from hostdev.checkpoint.layers import Layers
 from hostdev.core import cli
 from hostdev.ext.checkpoints import cli as checkpoint
-from hostdev.ext.neighbours import METRICS, faiss_export, rows
-from hostdev.ext.neighbours.source import open_source
+from hostdev.ext.neighbours import METRICS, faiss_export, search
+from hostdev.ext.neighbours.search import open_source
 from hostdev.ext.training import cli as train
 
 faiss = pytest.importorskip("faiss")
@@ -54,7 +54,7 @@ def read(path):
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 @pytest.mark.parametrize("metric", METRICS)
 def test_an_index_finds_what_numpy_finds(run, in_process, monkeypatch, kind, metric):
-    monkeypatch.setattr(rows, "_BLOCK_BYTES", 7 * 4 * 4)  # blocks of 7 rows
+    monkeypatch.setattr(search, "_BLOCK_BYTES", 7 * 4 * 4)  # blocks of 7 rows
     given = ["export", run, "--format", "faiss", "--out", "out", "--index", kind, "--metric", metric]
     code, out, error = in_process(checkpoint, *given)
     assert (code, error) == (0, "")
@@ -180,14 +180,14 @@ def test_in_a_store(run, in_process, tmp_path, monkeypatch):
 
 
 def test_rows_that_are_not_finite(saved, in_process, monkeypatch):
-    whole = rows.NamedRows.lookup
+    whole = search.NamedRows.lookup
 
     def lookup(self, ids):
         found = whole(self, ids)
         found[np.asarray(ids) == 7] = np.nan
         return found
 
-    monkeypatch.setattr(rows.NamedRows, "lookup", lookup)
+    monkeypatch.setattr(search.NamedRows, "lookup", lookup)
     code, _, _ = in_process(checkpoint, "export", saved, "--format", "faiss", "--out", "out", "--table", "t")
     assert code == 0
     [entry] = json.loads(Path("out/indexes.json").read_text())

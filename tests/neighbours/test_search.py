@@ -7,7 +7,7 @@ import hostdev
 from hostdev.checkpoint import remote
 from hostdev.checkpoint.layers import Layers
 from hostdev.core.errors import UserError
-from hostdev.ext.neighbours import METRICS, rows
+from hostdev.ext.neighbours import METRICS, search
 from hostdev.ext.neighbours.search import find_nearest
 
 NONE = np.empty(0, np.int64)
@@ -18,7 +18,7 @@ def saved(path, weights):
     table = hostdev.HostTable(*weights.shape, hostdev.SGD(lr=0.0), name="t")
     table.write_rows(np.arange(len(weights)), weights[:, None], np.empty((len(weights), 0), np.float32))
     hostdev.Runtime({"x": table}, depth=0).save(path)
-    return rows.NamedRows(Layers(remote.newest(path).chain), "t", None, None)
+    return search.NamedRows(Layers(remote.newest(path).chain), "t", None, None)
 
 
 def naive(weights, query, metric):
@@ -33,7 +33,7 @@ def naive(weights, query, metric):
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("block", [1 << 22, 7 * 4 * 5])
 def test_equals_numpy(tmp_path, monkeypatch, metric, block):
-    monkeypatch.setattr(rows, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(search, "_BLOCK_BYTES", block)
     weights = np.random.default_rng(1).normal(size=(101, 5)).astype(np.float32)
     weights[50] = 0
     found = find_nearest(saved(tmp_path, weights), weights[[3, 77]], 9, metric, np.array([3]))
@@ -46,7 +46,7 @@ def test_equals_numpy(tmp_path, monkeypatch, metric, block):
 
 
 def test_equal_scores_are_in_the_order_of_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "_BLOCK_BYTES", 3 * 4 * 2)
+    monkeypatch.setattr(search, "_BLOCK_BYTES", 3 * 4 * 2)
     weights = np.tile(np.array([[1, 2]], np.float32), (20, 1))
     weights[[4, 11]] = [[2, 4], [-1, -2]]
     found = find_nearest(saved(tmp_path, weights), weights[:1], 19, "l2", np.array([0]))

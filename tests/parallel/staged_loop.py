@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hostdev.core.micro_batches import cut as cut_rows
-from hostdev.distributed.mesh import Mesh
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import find_rank_environment
+from hostdev.distributed.world import Mesh
 from hostdev.ext.parallel.pieces import cut, get_pieces, trace
 from hostdev.ext.parallel.stages import Stages
 

@@ -14,12 +14,11 @@ from torch import nn
 
 from hostdev.core.errors import UserError
 from hostdev.distributed.averages import Averages
-from hostdev.distributed.mesh import Layout, Mesh, parse_plan
-from hostdev.ext.parallel.layout import like, resolve_layout
-from hostdev.ext.parallel.local_parameters import LocalParameters
+from hostdev.distributed.world import Layout, Mesh, parse_plan
 from hostdev.ext.parallel.network import Network
-from hostdev.ext.parallel.plan import sliced
+from hostdev.ext.parallel.plan import like, resolve_layout, sliced
 from hostdev.ext.parallel.state import State
+from hostdev.ext.parallel.tied import LocalParameters
 from tests.conftest import ROOT
 
 LOOP = ("-m", "tests.parallel.network_loop")

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from hostdev.core.errors import UserError
-from hostdev.distributed.mesh import Layout, Mesh
+from hostdev.distributed.world import Layout, Mesh
 from hostdev.ext.parallel.auto import LayoutChoice, _order_measured, _pick_finalists, reason
 from hostdev.ext.parallel.costs import LayerCost, Machine, PieceCost, Profile, measure_profile
-from hostdev.ext.parallel.layout import like
 from hostdev.ext.parallel.pieces import best_cut, get_pieces
+from hostdev.ext.parallel.plan import like
 from hostdev.ext.parallel.search import Layers, SearchOptions, candidates, meshes
 
 FAST = Machine(bandwidth=1e12, latency=1e-7, memory=1e12, slicing=1e-7, available=1 << 40)

@@ -6,7 +6,7 @@ import numpy as np
 
 from hostdev.core.run_files import eval_line, loss_line
 from hostdev.data.schema import SINGLE_LABEL
-from hostdev.train.score_counts import ScoreCounts
+from hostdev.train.scores import ScoreCounts
 
 GIB = 1 << 30
 SUMMARY = {

@@ -12,10 +12,10 @@ import pytest
 from hostdev.core.run_files import eval_line, loss_line, read_evaluations, read_losses
 from hostdev.data.schema import SINGLE_LABEL, Targets
 from hostdev.ext.report import cli as report
+from hostdev.ext.report.charts import shorten
 from hostdev.ext.report.command import make
-from hostdev.ext.report.scores import calibrate, distribution, newest
-from hostdev.ext.report.series import shorten
-from hostdev.train.score_counts import ScoreCounts
+from hostdev.ext.report.reading import calibrate, distribution, newest
+from hostdev.train.scores import ScoreCounts
 from tests.report.runs import CONFIG, SUMMARY, scores, write_files, write_run
 
 
@@ -229,7 +229,7 @@ def test_a_report_replaces_a_report(in_process, tmp_path):
 def test_a_missing_package_is_named(in_process, tmp_path, monkeypatch):
     write_run(tmp_path / "run")
     find = importlib.util.find_spec
-    monkeypatch.setattr("hostdev.ext.report.extra.find_spec", lambda name: None if name == "vl_convert" else find(name))
+    monkeypatch.setattr("hostdev.ext.report.cli.find_spec", lambda name: None if name == "vl_convert" else find(name))
     code, _, error = in_process(report, "run", "--out", "x.html")
     assert code == 2 and "vl-convert-python" in error and "pip install 'hostdev[report]'" in error
 

@@ -77,6 +77,6 @@ def test_a_report_that_fails_leaves_the_run_well(run, small_data, tmp_path, monk
 
 
 def test_a_missing_package_ends_the_run_before_it_begins(in_process, small_data, tmp_path, monkeypatch):
-    monkeypatch.setattr("hostdev.ext.report.extra.find_spec", lambda name: None)
+    monkeypatch.setattr("hostdev.ext.report.cli.find_spec", lambda name: None)
     code, _, error = in_process(train, "--data", small_data, *OPTIONS, "--run-dir", "run", "--report")
     assert code == 2 and "--report needs" in error and not (tmp_path / "run").exists()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.runtime.loop import NonFiniteError
 from tests.combinations import pairs_first
 from tests.conftest import ROOT

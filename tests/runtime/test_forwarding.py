@@ -9,8 +9,8 @@ import torch
 
 import hostdev
 from hostdev.core.timeline import STAGES
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.pipeline.forwarding import Forwarding
-from hostdev.pipeline.hooks import PipelineHooks
 from tests.runtime.cases import BF16, Case, batches_of, differing
 from tests.runtime.test_tables_in_loops import write_body
 

@@ -10,7 +10,7 @@ import torch
 
 import hostdev
 from hostdev import UserError
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from tests.runtime.cases import ROWS, Case, batches_of, ids
 
 

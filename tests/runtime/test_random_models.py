@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import hostdev
 from hostdev import Bag, CacheSpec, DeviceTable, Feature, HostTable, Runtime
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from tests.conftest import devices
 from tests.runtime.cases import ROWS, Case, batches_of, bits, differing, tables_state
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hostdev
-from hostdev.runtime.own_generators import find_unknown
+from hostdev.runtime.generators import find_unknown
 from tests.runtime.cases import differing, tables_state
 
 MODES = [(0, None), (2, None), (4, None), (2, "10%"), (0, "50%"), (2, hostdev.CacheSpec("30%", "lru"))]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.runtime import refills
+from hostdev.runtime import reading
 from tests import forks
 from tests.conftest import environment
 
@@ -216,7 +216,7 @@ def test_tensors_of_any_dtype_are_looked_at(dtype):
     """Refilled through memory that torch does not see, in two dimensions and in none."""
     for shape in ((3, 4), ()):
         held = torch.zeros(shape).to(dtype)
-        before = refills._content(held)
+        before = reading._content(held)
         raw = held.view(-1).view(torch.uint8).numpy()
         raw[0] = 1
-        assert refills._content(held) != before
+        assert reading._content(held) != before

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 import hostdev
 from hostdev.core.errors import UserError
 from hostdev.data.batch import concatenate
-from hostdev.ext.serving.model import ServedModel
-from hostdev.ext.serving.together import encode_together
+from hostdev.ext.serving.model import ServedModel, encode_together
 from tests.serving.helpers import FILMS, repeated
 
 INTEGERS = st.integers(-3, 45) | st.sampled_from([2**53, 2**53 + 1, 2**63 - 1, 2**63, -(2**63)])

@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 from hostdev.core.errors import UserError
 from hostdev.core.run_files import MLFLOW
 from hostdev.ext.tracking import MLflowWriter
-from hostdev.ext.tracking import mlflow_sending as sending
+from hostdev.ext.tracking import mlflow_tracker as sending
 from hostdev.ext.training import cli as train
 from tests.conftest import digest_of
 from tests.tracking.cases import FLAGS, keep_checkpoint, read_evaluations, read_losses

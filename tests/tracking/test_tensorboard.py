@@ -7,8 +7,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hostdev
-from hostdev.ext.tracking.callback import EndInfo, EpochInfo, RunInfo
 from hostdev.ext.tracking.tensorboard import TensorBoardTracker
+from hostdev.ext.tracking.tracker import EndInfo, EpochInfo, RunInfo
 from hostdev.ext.training import cli as train
 from tests.conftest import digest_of
 from tests.tracking.cases import FLAGS, keep_checkpoint, read_evaluations, read_losses, read_scalars

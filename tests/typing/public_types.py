@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import hostdev
+from hostdev.runtime.body_batch import Step
 from hostdev.runtime.loaders import PredictLoader, TrainLoader
 from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.rows import Rows, Value
-from hostdev.runtime.step import Step
 from hostdev.runtime.table_optimizer import TableOptimizer
 
 

@@ -31,9 +31,8 @@ from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.clock import Bus, measure
-from hostdev.distributed.rank_environment import find_rank_environment
+from hostdev.distributed.rank_environment import find_rank_environment, start_processes, wait_for
 from hostdev.distributed.session import join
-from hostdev.distributed.start import start_processes, wait_for
 from hostdev.ext.advice.curves import CachePoint, Curves, TableGroup, flags, gains, recommend, simulate
 from hostdev.ext.advice.disk import advise_disk
 from hostdev.ext.training.config import CommandConfig
@@ -45,8 +44,7 @@ from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import TableSpec
 from hostdev.train.build import groups_of, ids_of, model_of
-from hostdev.train.config import TrainConfig
-from hostdev.train.options import REFERENCE_BATCH_SIZE
+from hostdev.train.options import REFERENCE_BATCH_SIZE, TrainConfig
 from hostdev.train.report import kind
 
 COUNTS = (1, 2, 3, 5, 10, 20)

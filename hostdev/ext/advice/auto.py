@@ -38,7 +38,7 @@ from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.build import device_of, ids_of, known_counts, model_of
-from hostdev.train.config import TrainConfig
+from hostdev.train.options import TrainConfig
 from hostdev.train.room import estimate_host_memory, measure_free_after_step
 
 _LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # limits of the simulation

@@ -23,8 +23,7 @@ from hostdev.host.disk.store import SegmentStore
 from hostdev.kernels.disk_records import Format
 from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
-from hostdev.train.build import groups_of, ids_of
-from hostdev.train.table_storage import LEAST_ROW
+from hostdev.train.build import LEAST_ROW, groups_of, ids_of
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 _SECONDS = 1.0  # of writing, and of reading

@@ -128,7 +128,11 @@ def _digests(chain: folder.Chain) -> list[str]:
 
 def _newest(path: Path, prog: str) -> folder.Chain:
     """Return the newest valid checkpoint, with its parents; report newer, damaged checkpoints on standard error."""
-    found = remote.newest(path)
+    return _report(remote.newest(path), prog)
+
+
+def _report(found: folder.Found, prog: str) -> folder.Chain:
+    """Return the checkpoint that was found; report newer, damaged ones on standard error."""
     for line in found.notes():
         note(f"{prog}: {line}")
     return found.chain
@@ -148,27 +152,16 @@ def _compact(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"compact changes a folder of this machine, not {address}; merge {address} --out DIR writes a new one"
         )
-    found = find_newest_valid(arguments.path, partial(verify, segments=True))
-    for line in found.notes():
-        note(f"{arguments.prog}: {line}")
-    print(compact.compact(found.chain, arguments.keep))
+    chain = _report(find_newest_valid(arguments.path, partial(verify, segments=True)), arguments.prog)
+    print(compact.compact(chain, arguments.keep))
     return 0
 
 
-def _merge(arguments: argparse.Namespace) -> int:
-    return _rewrite(arguments, None)
-
-
-def _reshard(arguments: argparse.Namespace) -> int:
-    return _rewrite(arguments, arguments.ranks)
-
-
-def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
-    found = find_newest_valid(arguments.path, partial(verify, segments=True))
-    for line in found.notes():
-        note(f"{arguments.prog}: {line}")
+def _rewrite(arguments: argparse.Namespace) -> int:
+    """Write the newest valid checkpoint for --ranks processes; `merge`, which has no --ranks, for one process."""
+    chain = _report(find_newest_valid(arguments.path, partial(verify, segments=True)), arguments.prog)
     with sending(arguments.out, FILE_NAME):
-        line = compact.rewrite(found.chain, arguments.out, ranks)
+        line = compact.rewrite(chain, arguments.out, getattr(arguments, "ranks", None))
     print(line)
     return 0
 
@@ -195,8 +188,8 @@ _COMMANDS = {
     "verify": _verify,
     "diff": _diff,
     "compact": _compact,
-    "merge": _merge,
-    "reshard": _reshard,
+    "merge": _rewrite,
+    "reshard": _rewrite,
     "deliver": _deliver,
 }
 

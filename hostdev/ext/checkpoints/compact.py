@@ -20,9 +20,8 @@ from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
 from hostdev.ext.checkpoints import best
 from hostdev.host.disk.segments import SegmentFile
+from hostdev.kernels.arrays import Rows
 from hostdev.kernels.shards import get_ids_at, range_of
-
-Rows = npt.NDArray[np.float32]
 
 
 class _MergedRows:

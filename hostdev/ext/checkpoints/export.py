@@ -1,4 +1,7 @@
-"""Export of a checkpoint's tables and dense layers to Parquet, .npy or safetensors, range by range."""
+"""Export of a checkpoint's tables and dense layers to Parquet, .npy or safetensors, range by range.
+
+Tables of ids are exported with the vocabulary of the checkpoint's data set: the column and value of each id.
+"""
 
 import io
 import json
@@ -17,12 +20,34 @@ import torch
 
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import CurrentLayers, Layers
-from hostdev.checkpoint.manifest import Table
+from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS
-from hostdev.checkpoint.state import read_values
+from hostdev.checkpoint.state import find_file, read_values
+from hostdev.core import arrow_files
+from hostdev.core.errors import in_words
 from hostdev.core.printable import printable
 from hostdev.core.progress import ProgressBar, bar
-from hostdev.ext.checkpoints.vocabulary import read_vocabulary
+
+VOCABULARY = "data/vocabulary.arrow"
+
+
+def read_vocabulary(layers: Layers) -> pa.Table | None:
+    """Return the columns `field` and `value` of each id, in a memory-mapped table; None if the checkpoint has none.
+
+    Raises:
+        BrokenCheckpointError: The file cannot be read, or has other columns.
+    """
+    path = find_file(layers, VOCABULARY)
+    if path is None:
+        return None
+    try:
+        table = arrow_files.read_table(path)
+        if table.schema.names[:2] != ["field", "value"]:
+            raise ValueError(f"its first columns must be field and value, not {', '.join(table.schema.names[:10])}")
+    except ValueError as error:
+        raise BrokenCheckpointError(f"{path} is broken ({in_words(error)})") from None
+    return table
+
 
 IDS, DENSE = "ids.parquet", "dense.pt"
 KEY, UNKNOWN = "key", "out_of_vocabulary"
@@ -121,21 +146,15 @@ def _tensors(layers: Layers, table: Table, columns: list[str], progress: Progres
             if last is not None and begin >= last:
                 return
 
-    def width(column: str) -> int:
-        return 1 if column in table.row_slots else table.dim
+    def tensor(column: str, prefix: str, rows: int, first: int, last: int | None) -> _Tensor:
+        shape = rows, 1 if column in table.row_slots else table.dim
+        return _Tensor(prefix + column, shape, partial(read, column, first, last))
 
-    found = [
-        _Tensor(column, (table.rows - unknown, width(column)), partial(read, column, unknown, None))
-        for column in columns
-    ]
+    found = [tensor(column, "", table.rows - unknown, unknown, None) for column in columns]
     if keys is None:
         return found
     of_keys = _Tensor(KEY, (keys.count,), lambda: iter([layers.merged(table.name).columns.keys]), is_int=True)
-    rest = [
-        _Tensor(f"{UNKNOWN}.{column}", (unknown, width(column)), partial(read, column, 0, unknown))
-        for column in columns
-    ]
-    return [of_keys, *found, *rest]
+    return [of_keys, *found, *(tensor(column, f"{UNKNOWN}.", unknown, 0, unknown) for column in columns)]
 
 
 def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: ProgressBar) -> None:
@@ -233,9 +252,7 @@ def _write_dense(out: Path, layers: Layers) -> None:
     state = layers.manifest.state
     dense = state.get("dense") if isinstance(state, dict) else None
     if isinstance(dense, dict) and "model" in dense:
-        content = io.BytesIO()  # torch's file writer hides the error of a full disk
-        torch.save(read_values(layers, dense["model"]), content)
-        (out / DENSE).write_bytes(content.getbuffer())
+        _save(out / DENSE, read_values(layers, dense["model"]))
 
 
 STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
@@ -266,14 +283,14 @@ def write_state(out: Path, layers: Layers) -> None:
     state = found.state if isinstance(found.state, dict) else {}
     dense = state.get("dense")
     if isinstance(dense, dict) and "optimizer" in dense:
-        _write_tree(out / OPTIMIZER, dense["optimizer"], layers)
+        _save(out / OPTIMIZER, _as_tensors(read_values(layers, dense["optimizer"])))
     if "extra" in state:
-        _write_tree(out / EXTRA, state["extra"], layers)
+        _save(out / EXTRA, _as_tensors(read_values(layers, state["extra"])))
 
 
-def _write_tree(path: Path, tree: Any, layers: Layers) -> None:
+def _save(path: Path, values: Any) -> None:
     content = io.BytesIO()  # torch's file writer hides the error of a full disk
-    torch.save(_as_tensors(read_values(layers, tree)), content)
+    torch.save(values, content)
     path.write_bytes(content.getbuffer())
 
 

@@ -1,12 +1,24 @@
-"""The command line of `neighbours`."""
+"""The command line of `neighbours`, and the options that say which rows are near to which."""
 
+import argparse
 from collections.abc import Sequence
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.ext.neighbours import METRICS
-from hostdev.ext.neighbours.options import add_rows
-from hostdev.ext.predict.options import add_checkpoint
+from hostdev.ext.predict.cli import add_checkpoint
+
+
+def add_rows(to: argparse.ArgumentParser, several: str, used: str = "") -> None:
+    """Add --table, --column and --metric; `several` says what holds without the first two, `used` with what they do."""
+    to.add_argument("--table", metavar="NAME", help=f"{used}the table of vectors ({several})")
+    to.add_argument("--column", metavar="NAME", help=f"{used}the column of the data with the values ({several})")
+    to.add_argument(
+        "--metric",
+        choices=METRICS,
+        help=f"{used}what is near: a large cosine or dot product, or a small distance (default cosine)",
+    )
+
 
 PROG = "hostdev.neighbours"
 HELP = "print the nearest rows of an embedding table"

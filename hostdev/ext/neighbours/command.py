@@ -14,9 +14,7 @@ from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
 from hostdev.data.preprocess.naming import listed, short
 from hostdev.data.schema import Column
-from hostdev.ext.neighbours.rows import NamedRows
-from hostdev.ext.neighbours.search import find_nearest
-from hostdev.ext.neighbours.source import Source, open_source
+from hostdev.ext.neighbours.search import NamedRows, Source, find_nearest, open_source
 
 _LONGEST = 80  # characters of a printed name
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hostdev.ext.checkpoints.exporter import Exporter
 from hostdev.ext.neighbours import INDEXES, METRICS
-from hostdev.ext.neighbours.options import add_rows
+from hostdev.ext.neighbours.cli import add_rows
 
 if TYPE_CHECKING:
     from hostdev.checkpoint.folder import Chain

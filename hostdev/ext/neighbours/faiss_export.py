@@ -17,9 +17,7 @@ from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.memory import require_memory
 from hostdev.core.printable import printable
 from hostdev.core.progress import bar, counted
-from hostdev.ext.neighbours.rows import NamedRows
-from hostdev.ext.neighbours.search import find_nearest, score
-from hostdev.ext.neighbours.source import Source, open_source
+from hostdev.ext.neighbours.search import NamedRows, Source, find_nearest, open_source, score
 from hostdev.kernels.arrays import Values
 
 LIST = "indexes.json"

@@ -12,12 +12,10 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.core.pieces import Piece
 from hostdev.device.backend import free_bytes
-from hostdev.distributed.mesh import Layout, Mesh
-from hostdev.distributed.world import World
+from hostdev.distributed.world import Layout, Mesh, World
 from hostdev.ext.parallel.costs import Machine, Profile, filled, measure_machine, measure_profile, now, take_slowest
-from hostdev.ext.parallel.layout import Inputs
 from hostdev.ext.parallel.pieces import get_pieces
-from hostdev.ext.parallel.plan import cuttable, divides, get_shared_layers, get_slice_dim, matched, pairable
+from hostdev.ext.parallel.plan import Inputs, cuttable, divides, get_shared_layers, get_slice_dim, matched, pairable
 from hostdev.ext.parallel.search import Candidate, Layers, SearchOptions, candidates
 
 _TRIAL_SECONDS = 6.0  # for all trials together

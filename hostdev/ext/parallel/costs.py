@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from hostdev.core.pieces import Piece, run
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.world import World
-from hostdev.ext.parallel.layout import Inputs
-from hostdev.ext.parallel.pieces import fake_mode
-from hostdev.ext.parallel.plan import cut_layers, cuttable, resolve_strategies
+from hostdev.ext.parallel.pieces import count_flops
+from hostdev.ext.parallel.plan import Inputs, cut_layers, cuttable, resolve_strategies
 
 _REPEATS = 4  # timed runs of each piece
 _BLOCK = 1 << 22  # bytes exchanged to measure the bandwidth
@@ -246,16 +245,9 @@ def _counted(network: nn.Module, pieces: Sequence[Piece], given: tuple[Any, ...]
         work = 2 * taken[0].numel() * result.shape[-1] if isinstance(module, nn.Linear) else 0
         found[name] = LayerCost(name, len(flops), work, size, taken[0].nbytes, result.nbytes)
 
-    from torch.utils.flop_counter import FlopCounterMode  # its import takes time
-
     hooks = [module.register_forward_hook(after) for module in network.modules() if id(module) in names]
     try:
-        with fake_mode([network]) as fake:
-            result: Any = fake(given)
-            for piece in pieces:
-                with FlopCounterMode(display=False) as counter:
-                    result = run([piece], *(result if isinstance(result, tuple) else (result,)))
-                flops.append(counter.get_total_flops())
+        count_flops(pieces, given, flops)
     finally:
         for hook in hooks:
             hook.remove()

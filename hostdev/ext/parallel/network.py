@@ -11,14 +11,11 @@ from hostdev.core.errors import UserError
 from hostdev.core.launched import require_alone
 from hostdev.core.micro_batches import EXCHANGES, TreeSum, cut
 from hostdev.device.backend import seed_generators
-from hostdev.distributed.dense import DenseExchange, Grads, add_lists
-from hostdev.distributed.dense_state import DenseState
-from hostdev.distributed.mesh import SCHEDULES, parse_layout
-from hostdev.distributed.world import ALONE_WORLD, World
+from hostdev.distributed.dense import DenseExchange, DenseState, Grads, add_lists
+from hostdev.distributed.world import ALONE_WORLD, SCHEDULES, World, parse_layout
 from hostdev.ext.parallel.auto import LayoutChoice, choose
-from hostdev.ext.parallel.layout import like
 from hostdev.ext.parallel.parts import Parts, StepResult
-from hostdev.ext.parallel.plan import get_slice_dim
+from hostdev.ext.parallel.plan import get_slice_dim, like
 from hostdev.kernels.counter import key64
 
 Inputs = Callable[[slice], tuple[Any, ...]]

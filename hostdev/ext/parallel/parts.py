@@ -13,18 +13,13 @@ from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.core.timeline import Timeline
 from hostdev.distributed.averages import Averages, require_own_averages
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.dense import Grads, add_lists, broadcast_tensors
-from hostdev.distributed.dense_state import DenseState
-from hostdev.distributed.mesh import Layout
-from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.ext.parallel.layout import Inputs, describe_layout, resolve_layout
-from hostdev.ext.parallel.local_parameters import LocalParameters
+from hostdev.distributed.dense import DenseState, Grads, add_lists, broadcast_tensors, take_grads
+from hostdev.distributed.world import ALONE_WORLD, Layout, World
 from hostdev.ext.parallel.pieces import get_pieces, trace, with_extra_value
-from hostdev.ext.parallel.plan import Traffic, cut_layers, get_slice_dim
-from hostdev.ext.parallel.saving import save
+from hostdev.ext.parallel.plan import Inputs, Traffic, cut_layers, describe_layout, get_slice_dim, resolve_layout
 from hostdev.ext.parallel.single_stage import SingleStage, called
-from hostdev.ext.parallel.state import State
-from hostdev.ext.parallel.tied import Tied
+from hostdev.ext.parallel.state import State, save
+from hostdev.ext.parallel.tied import LocalParameters, Tied
 
 
 class StepResult(NamedTuple):
@@ -175,7 +170,7 @@ class Parts:
         def back(stage: int, at: int) -> None:
             self.leaves.collect()
             here = self._passes.numbers.index(stage)
-            sums[here].put(numbers[at], _take_grads(own[here]))
+            sums[here].put(numbers[at], take_grads(own[here]))
             for one in tied[here]:
                 assert self._tied is not None
                 self._tied.put(stage, numbers[at], one)
@@ -296,10 +291,3 @@ class _OrderedSum:
     def nodes(self) -> list[Node[Grads]]:
         self._advance()
         return self._tree.nodes
-
-
-def _take_grads(parameters: Sequence[Tensor]) -> Grads:
-    grads = [one.grad for one in parameters]
-    for one in parameters:
-        one.grad = None
-    return grads

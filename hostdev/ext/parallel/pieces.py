@@ -198,11 +198,14 @@ def _require_crossing(name: str, values: Sequence[Any]) -> None:
         )
 
 
-def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
-    """Return the floating-point operations of each piece's forward pass, counted on fake tensors."""
+def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...], found: list[int] | None = None) -> list[int]:
+    """Return the floating-point operations of each piece's forward pass, counted on fake tensors.
+
+    They are also appended to the list `found`, piece by piece, for hooks that run during the passes.
+    """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton, which takes time at each start
 
-    found = []
+    found = [] if found is None else found
     with fake_mode(one for piece in pieces for one in piece.holds) as fake:
         result: Any = fake(inputs)
         for piece in pieces:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hostdev.core.errors import UserError
-from hostdev.distributed.mesh import Mesh, Plan
+from hostdev.distributed.world import Mesh, Plan
 from hostdev.ext.parallel.costs import LayerCost, Machine, PieceCost, Profile
 from hostdev.ext.parallel.pieces import best_cut
 

@@ -14,21 +14,19 @@ from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from hostdev.core.primitive import Primitive
 from hostdev.data.batch import Batch
-from hostdev.distributed.dense_state import DenseState
-from hostdev.distributed.mesh import Layout, Mesh
-from hostdev.distributed.world import World
+from hostdev.distributed.dense import DenseState
+from hostdev.distributed.world import Layout, Mesh, World
 from hostdev.ext.parallel.auto import choose
-from hostdev.ext.parallel.layout import resolve_layout
 from hostdev.ext.parallel.network import Network as Trial
 from hostdev.ext.parallel.parts import Parts
 from hostdev.ext.parallel.pieces import cut, get_pieces
-from hostdev.ext.parallel.plan import matched
+from hostdev.ext.parallel.plan import matched, resolve_layout
 from hostdev.ext.parallel.single_stage import called
 from hostdev.models.model import Model
-from hostdev.models.wide_deep.loss import deep_l2
-from hostdev.pipeline.outcome import Outcome
+from hostdev.models.wide_deep.network import deep_l2
+from hostdev.pipeline.results import Outcome
+from hostdev.runtime.body_batch import Step
 from hostdev.runtime.rows import Rows
-from hostdev.runtime.step import Step
 from hostdev.train.network import DEEP, Network, Result, Scored, Setup, inputs_like
 
 GetInputs = Callable[[int], tuple[Tensor, Any]]  # maps a micro-batch's number to its dense columns and rows

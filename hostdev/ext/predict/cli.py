@@ -1,13 +1,55 @@
-"""The command line of `predict`."""
+"""The command line of `predict`, and options of all commands that predict: the checkpoint, the model, raw rows."""
 
+import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from hostdev.core import cli
-from hostdev.core.addresses import address_of, require_input, result_path, shown_place, source_path
-from hostdev.core.errors import UserError
-from hostdev.ext.predict import options
+from hostdev.core.addresses import address_of, checkpoint_path, require_input, result_path, shown_place, source_path
+from hostdev.core.errors import UserError, in_words
+from hostdev.ext.predict import WHICH
+
+
+def add_checkpoint(to: cli.Parser, missing: str) -> None:
+    """Add --checkpoint and --which; `missing` is the message if the path {} does not exist."""
+    to.inputs["checkpoint"] = partial(require_input, said=missing)
+    to.add_argument(
+        "--checkpoint",
+        type=cli.checked(checkpoint_path),
+        required=True,
+        metavar="DIR",
+        help="a checkpoint, or a folder of checkpoints",
+    )
+    to.add_argument(
+        "--which", choices=WHICH, help="which checkpoint of a run (default: best with --early-stop, else newest)"
+    )
+
+
+def add_model(to: argparse.ArgumentParser) -> None:
+    """Add --model."""
+    to.add_argument("--model", metavar="package.module:Class", help="the model's class, if it is your own")
+
+
+def add_query(to: argparse.ArgumentParser) -> None:
+    """Add --query."""
+    to.add_argument(
+        "--query",
+        type=Path,
+        metavar="FILE",
+        help="a SELECT that computes the columns of raw rows, the table `rows` (default: the data set's query)",
+    )
+
+
+def read_query(path: Path | None) -> str | None:
+    """Return the text of the file that --query names, or None without --query."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--query {path}: the file cannot be read ({in_words(error)})") from None
+
 
 PROG = "hostdev.predict"
 HELP = "write probabilities for the rows of a file"
@@ -19,9 +61,9 @@ def parser(prog: str = PROG) -> cli.Parser:
         prog, "Write the probability of a positive label, or a number, for each row of a file or a data set."
     )
     made.inputs["data"] = partial(require_input, said="--data {}: there is no such file or data set")
-    options.add_checkpoint(made, "there is no file or folder {}")
-    options.add_model(made)
-    options.add_query(made)
+    add_checkpoint(made, "there is no file or folder {}")
+    add_model(made)
+    add_query(made)
     made.add_argument(
         "--data",
         type=cli.checked(source_path),
@@ -63,7 +105,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         raise UserError("--at has no effect without --by NAME; give both")
     if arguments.at is not None and arguments.at < 1:
         raise UserError(f"--at must be at least 1, not {arguments.at}")
-    arguments.query = options.read_query(arguments.query)
+    arguments.query = read_query(arguments.query)
     with cli.importing(prog):
         from hostdev.ext.predict.command import run
     run(arguments, prog)

@@ -25,11 +25,9 @@ from hostdev.data.preprocess.reading import ReadSettings, all_readings
 from hostdev.data.preprocess.unlabelled import EncodedPart, rows_in
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.ext.predict.groups import By
-from hostdev.ext.predict.measures import Measures
+from hostdev.ext.predict.measures import By, Measures
 from hostdev.ext.predict.output import Output, kept_columns
-from hostdev.ext.predict.predictor import Predictor
-from hostdev.ext.predict.unknown import UnknownValues
+from hostdev.ext.predict.predictor import Predictor, UnknownValues
 from hostdev.train.target_scores import TargetScores
 
 _AT = 10  # default k of NDCG@k and recall@k

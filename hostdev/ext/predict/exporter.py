@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hostdev.core.errors import UserError
 from hostdev.ext.checkpoints.exporter import Exporter
-from hostdev.ext.predict.options import add_model
+from hostdev.ext.predict.cli import add_model
 
 if TYPE_CHECKING:
     from hostdev.checkpoint.folder import Chain

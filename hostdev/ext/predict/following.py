@@ -5,7 +5,6 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from hostdev.checkpoint.folder import FOLDER, is_checkpoint
@@ -92,9 +91,7 @@ class FollowingPredictor(Generic[P]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _try_look(self) -> None:

@@ -141,16 +141,8 @@ def _describe(
         feature = predictor.model.features[one.feature]
         ids = read_ids(one.feature, feature, given[one.feature])
         names = [name for name in feature.unknown_names if name]  # of hostdev's models: the columns of ids
-        described.append(
-            {
-                "name": one.name,
-                "shape": shape,
-                "table": one.table,
-                "columns": names or None,
-                "pooling": feature.pooling,
-                "weighted": ids.weights is not None,
-            }
-        )
+        about = {"name": one.name, "shape": shape, "table": one.table, "columns": names or None}
+        described.append({**about, "pooling": feature.pooling, "weighted": ids.weights is not None})
     return {
         "format": "hostdev-dense",
         "hostdev": __version__,

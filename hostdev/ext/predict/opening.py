@@ -19,6 +19,10 @@ from hostdev.ext.checkpoints import best
 from hostdev.ext.predict import WHICH
 from hostdev.models import registry
 
+_DAMAGE = (
+    *(KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, RuntimeError),
+    OSError,
+)
 _LONGEST = 480  # maximum characters of a message about a file
 
 
@@ -162,16 +166,6 @@ def reading(path: Path) -> Iterator[None]:
         if len(str(error)) <= _LONGEST:
             raise
         raise type(error)(f"{str(error)[:_LONGEST]}...") from None  # names in a file may have any length
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-        RuntimeError,
-        OSError,
-    ) as error:
+    except _DAMAGE as error:
         why = in_words(error)[:200] or type(error).__name__
         raise BrokenCheckpointError(f"{path} is broken ({type(error).__name__}: {why})") from error

@@ -148,9 +148,13 @@ def _round_integers(values: Sequence[Any]) -> Sequence[Any]:
     kinds = set(map(type, values))
     if int not in kinds or not kinds <= {int, float, type(None)}:
         return values
-    if float in kinds or any(abs(value) >= 2**63 for value in values if value is not None):
+    if float in kinds or _exceed_int64(values):
         return [None if value is None else float(value) for value in values]
     return values
+
+
+def _exceed_int64(values: Sequence[Any]) -> bool:
+    return any(value is not None and abs(value) >= 2**63 for value in values)
 
 
 def _protect_values(name: str, values: Sequence[Any]) -> Any:
@@ -160,11 +164,7 @@ def _protect_values(name: str, values: Sequence[Any]) -> Any:
         UserError: Dates are mixed with times, times with and without zones are mixed, or times have nanoseconds.
     """
     kinds = {type(value) for value in values}
-    if (
-        int in kinds
-        and kinds <= {int, type(None)}
-        and any(value is not None and abs(value) >= 2**63 for value in values)
-    ):
+    if int in kinds and kinds <= {int, type(None)} and _exceed_int64(values):
         return [None if value is None else str(value) for value in values]
     if np.datetime64 in kinds and kinds <= {np.datetime64, type(None)}:
         return np.array(["NaT" if value is None else value for value in values], "datetime64")

@@ -2,14 +2,52 @@
 
 A specification is a dict, as the format's reference describes it; no library that generates such dicts is needed.
 Colours are CSS variables of the page, so that a chart follows the colour scheme, also when it is printed.
+
+Long series are shortened to a bounded number of points, without the loss of their extremes.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from hostdev.ext.report.scores import Counts, calibrate, distribution
-from hostdev.ext.report.series import Series
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.ext.report.reading import Counts, calibrate, distribution
+
+MOST_POINTS = 400
+
+Values = npt.NDArray[np.float64]
+
+
+class Series(NamedTuple):
+    """Consecutive values in groups: each group's middle position, mean, least and greatest value, float64 [groups]."""
+
+    at: Values
+    mean: Values
+    low: Values
+    high: Values
+    group: int  # most values in a group
+
+
+def shorten(values: Values, most: int = MOST_POINTS) -> Series:
+    """Return the finite values, at positions 1, 2, ..., in at most `most` groups of equally many positions.
+
+    Args:
+        values: float64 [n].
+    """
+    group = max(1, -(-len(values) // most))
+    positions = np.flatnonzero(np.isfinite(values))
+    kept, groups = values[positions], positions // group
+    starts = np.flatnonzero(np.concatenate([np.ones(len(groups[:1]), np.bool_), groups[1:] != groups[:-1]]))
+    if not len(starts):
+        none = np.empty(0)
+        return Series(none, none, none, none, group)
+    counts = np.diff([*starts, len(kept)])
+    at = np.add.reduceat(positions + 1.0, starts) / counts
+    mean = np.add.reduceat(kept, starts) / counts
+    return Series(at, mean, np.minimum.reduceat(kept, starts), np.maximum.reduceat(kept, starts), group)
+
 
 Spec = dict[str, Any]
 Rows = list[dict[str, Any]]
@@ -20,7 +58,6 @@ _HEIGHT = 240
 _BAR = 18  # pixels of a bar
 _GAP = 12
 _SPACE = 1.75  # length of the axis for the longest bar, which leaves space for its value
-_BAR_TOOLTIP = (("run", "run"), ("part", "part"), ("text", "value"))
 _MOST_TICKS = 10  # of a horizontal axis of whole numbers, each of which has a tick
 _MOST_POINTS = 60  # that are drawn on lines
 _MOST_LINES = 30  # vertical lines for the ends of epochs
@@ -110,10 +147,7 @@ def loss_curve(names: Sequence[str], runs: dict[str, Series], ends: Sequence[flo
     ]
     colours = _run_colour(names)
     layer: list[Spec] = [
-        {
-            "mark": {"type": "area", "opacity": 0.18},
-            "encoding": {"y": {**y, "field": "low"}, "y2": {"field": "high"}},
-        },
+        {"mark": {"type": "area", "opacity": 0.18}, "encoding": {"y": {**y, "field": "low"}, "y2": {"field": "high"}}},
         {"mark": {"type": "line", "strokeWidth": 1.8, "point": len(values) == len(runs)}, "encoding": {"y": y}},
         {"mark": {"type": "circle", "opacity": 0, "size": 90}, "encoding": {"y": y, "tooltip": tooltip}},
     ]
@@ -153,10 +187,7 @@ def lines(names: Sequence[str], rows: Rows, x: tuple[str, str], y: tuple[str, st
     }
     dashed = {**encoding, "strokeDash": _dashes(kinds)} if len(kinds) > 1 else encoding
     points = {"type": "circle", "size": 36, "opacity": 1 if len(positions) <= _MOST_POINTS else 0}
-    layer = [
-        {"mark": {"type": "line", "strokeWidth": 2}, "encoding": dashed},
-        {"mark": points, "encoding": encoding},
-    ]
+    layer = [{"mark": {"type": "line", "strokeWidth": 2}, "encoding": dashed}, {"mark": points, "encoding": encoding}]
     return _base(_HEIGHT, data={"values": rows}, layer=layer)
 
 
@@ -212,13 +243,9 @@ def score_distribution(names: Sequence[str], runs: dict[str, Counts]) -> Spec:
         "labelExpr": "format(1 / (1 + exp(-datum.value)), '.3~%')",
         "grid": False,
     }
+    scale = {"domain": [low, high], "nice": False}
     encoding: Spec = {
-        "x": _axis(
-            "x",
-            "predicted probability (on a scale of log-odds)",
-            axis=axis,
-            scale={"domain": [low, high], "nice": False},
-        ),
+        "x": _axis("x", "predicted probability (on a scale of log-odds)", axis=axis, scale=scale),
         "y": _axis("share", "share of these samples", axis={"format": "~%"}),
         "color": _run_colour(names),
         "tooltip": [
@@ -227,23 +254,12 @@ def score_distribution(names: Sequence[str], runs: dict[str, Counts]) -> Spec:
             {"field": "share", "format": ".2~%"},
         ],
     }
-    lines_of = {
-        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2},
-        "encoding": {
-            **encoding,
-            "strokeDash": _dashes(kinds),
-        },
-    }
-    layer: list[Spec] = [lines_of]
+    mark = {"type": "line", "interpolate": "step-after", "strokeWidth": 2}
+    layer: list[Spec] = [{"mark": mark, "encoding": {**encoding, "strokeDash": _dashes(kinds)}}]
     if len(runs) == 1:
         area = {"type": "area", "interpolate": "step-after", "opacity": 0.15}
-        layer.insert(
-            0,
-            {
-                "mark": area,
-                "encoding": {**encoding, "y": {**encoding["y"], "stack": None}, "detail": {"field": "kind"}},
-            },
-        )
+        apart = {**encoding, "y": {**encoding["y"], "stack": None}, "detail": {"field": "kind"}}
+        layer.insert(0, {"mark": area, "encoding": apart})
     return _base(_HEIGHT, data={"values": values}, layer=layer)
 
 

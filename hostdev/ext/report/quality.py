@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from hostdev.ext.report import charts
+from hostdev.ext.report.charts import shorten
 from hostdev.ext.report.page import Cell, Chart, Section, SortableTable
-from hostdev.ext.report.reading import RunData
-from hostdev.ext.report.scores import Counts
-from hostdev.ext.report.series import shorten
+from hostdev.ext.report.reading import Counts, RunData
 from hostdev.ext.report.values import NONE, clean, clean_name, count, entry, metric, number, share
 
 METRICS = {"auc": "AUC", "logloss": "log loss", "rmse": "RMSE", "mae": "MAE"}

@@ -1,45 +1,115 @@
-"""Everything that a report shows of a run, read from its run directory while it trains, or after it has ended."""
+"""Everything that a report shows of a run, read from its run directory while it trains, or after it has ended.
+
+The lines of scores.jsonl give the calibration and the distribution of predictions.
+"""
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint import folder, manifest
-from hostdev.core import json_files, locks
+from hostdev.core import json_files, locks, run_files
 from hostdev.core.addresses import is_remote
 from hostdev.core.errors import UserError, in_words
-from hostdev.core.run_files import (
-    ASIDE_LOG,
-    CONFIG,
-    EVAL_LOG,
-    FILES_LOG,
-    GROWN,
-    LOSS_LOG,
-    OPS_LOG,
-    REPLACED,
-    SCORES_LOG,
-    SUMMARY,
-    EvalLine,
-    read_evaluations,
-    read_json_lines,
-    read_losses,
-)
-from hostdev.ext.report.scores import Counts, newest
+from hostdev.core.run_files import SCORE_BINS, SCORE_LIMIT
 from hostdev.ext.report.values import clean, clean_name, entry, table
 
 RUNNING, KILLED = "running", "ended without a summary"
-_ANY = (LOSS_LOG, CONFIG, SUMMARY)  # a run directory has one of these
+_ANY = (run_files.LOSS_LOG, run_files.CONFIG, run_files.SUMMARY)  # a run directory has one of these
 _TAIL = 1 << 22  # bytes of ops.log that are read of a run without a summary
 _MOST_CHECKPOINTS = 100
 _OP = re.compile(r"Default/(?:([^/\n]+)/)?([^/\n]+)-op\d+ costs (\d+) us\.$", re.MULTILINE)
 
 T = TypeVar("T")
+
+
+_GROUPS = 15  # of equally many samples, for the calibration
+_MERGED = 5  # bins that are one bin of the distribution
+_ERRORS = 2.0  # standard errors
+
+Values = npt.NDArray[np.float64]
+
+
+class Counts(NamedTuple):
+    """The samples of an evaluation by bin of log-odds, each float64 [bins]."""
+
+    step: int
+    split: str
+    negatives: Values
+    positives: Values
+    sums: Values  # of predictions
+
+    @property
+    def samples(self) -> float:
+        """The number of samples."""
+        return float((self.negatives + self.positives).sum())
+
+
+class ScoreBin(NamedTuple):
+    """Samples with similar predictions: mean prediction, share of positives with two standard errors around it."""
+
+    predicted: float
+    observed: float
+    low: float
+    high: float
+    samples: int
+
+
+def newest(lines: Iterable[dict[str, Any]]) -> dict[str, Counts]:
+    """Return the counts of the last evaluation by label; lines of another form are left out."""
+    found: dict[str, Counts] = {}
+    for line in lines:
+        try:
+            found = {str(label): _parse(line, bins) for label, bins in line["labels"].items()} or found
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError):
+            continue
+    return {label: counts for label, counts in found.items() if counts.samples}
+
+
+def _parse(line: dict[str, Any], bins: Any) -> Counts:
+    made = np.zeros((3, SCORE_BINS))
+    values = np.array(bins, np.float64).reshape(-1, 4)
+    if not np.isfinite(values).all() or (values[:, :3] < 0).any() or (values[:, 0] >= SCORE_BINS).any():
+        raise ValueError
+    places = values[:, 0].astype(np.int64)
+    made[:, places] = values[:, 1:].T
+    return Counts(int(line["step"]), str(line["split"]), *made)
+
+
+def calibrate(counts: Counts) -> list[ScoreBin]:
+    """Return groups of about equally many samples, by rising prediction."""
+    samples = counts.negatives + counts.positives
+    middle = np.cumsum(samples) - samples / 2
+    groups = np.minimum((middle / samples.sum() * _GROUPS).astype(np.int64), _GROUPS - 1)
+    found = []
+    for number in np.unique(groups[samples > 0]):
+        some = groups == number
+        n, positives, total = (float(each[some].sum()) for each in (samples, counts.positives, counts.sums))
+        share = positives / n
+        error = _ERRORS * float(np.sqrt((share * (1 - share) + 1 / (4 * n)) / n))
+        found.append(ScoreBin(total / n, share, max(0.0, share - error), min(1.0, share + error), int(n)))
+    return found
+
+
+def distribution(counts: Counts) -> tuple[Values, Values, Values]:
+    """Return, for bins of log-odds, the left edges, and the shares of negatives and of positives, each float64 [bins].
+
+    Empty bins at the ends are left out.
+    """
+    shares: list[Values] = [
+        each.reshape(-1, _MERGED).sum(axis=1) / max(1.0, each.sum()) for each in (counts.negatives, counts.positives)
+    ]
+    width = 2.0 * SCORE_LIMIT / SCORE_BINS * _MERGED
+    edges = -SCORE_LIMIT + width * np.arange(len(shares[0]), dtype=np.float64)
+    used = np.flatnonzero(shares[0] + shares[1])
+    kept = slice(max(0, int(used[0]) - 1), int(used[-1]) + 2)
+    return edges[kept], shares[0][kept], shares[1][kept]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +144,7 @@ class RunData:
     config: dict[str, Any]
     summary: dict[str, Any]
     losses: npt.NDArray[np.float64]
-    evaluations: list[EvalLine]
+    evaluations: list[run_files.EvalLine]
     scores: dict[str, Counts]
     files: list[dict[str, Any]]
     set_aside: int
@@ -124,11 +194,11 @@ def _read(path: Path, name: str) -> RunData:
             notes.append(clean(f"{name}: {file} cannot be read: {reason}"))
             return otherwise
 
-    summary, config = (table(read(file, json_files.read, {})) for file in (SUMMARY, CONFIG))
+    summary, config = (table(read(file, json_files.read, {})) for file in (run_files.SUMMARY, run_files.CONFIG))
     is_running = _is_running(path)
     summary = {} if is_running else summary  # of an earlier part, if the run was resumed
     none: tuple[dict[str, Any], int] = {}, 0
-    ops, calls = (table(summary, "ops"), 0) if summary else read(OPS_LOG, _read_last_ops, none)
+    ops, calls = (table(summary, "ops"), 0) if summary else read(run_files.OPS_LOG, _read_last_ops, none)
     status = RUNNING if is_running else clean(str(entry(summary, "status") or KILLED))
     return RunData(
         name=name,
@@ -136,11 +206,11 @@ def _read(path: Path, name: str) -> RunData:
         status=status,
         config=config,
         summary=summary,
-        losses=read(LOSS_LOG, read_losses, np.empty((0, 4))),
-        evaluations=read(EVAL_LOG, lambda file: list(read_evaluations(file)), []),
-        scores=read(SCORES_LOG, lambda file: newest(read_json_lines(file)), {}),
-        files=read(FILES_LOG, lambda file: list(read_json_lines(file)), []),
-        set_aside=read(ASIDE_LOG, _count_aside, 0),
+        losses=read(run_files.LOSS_LOG, run_files.read_losses, np.empty((0, 4))),
+        evaluations=read(run_files.EVAL_LOG, lambda file: list(run_files.read_evaluations(file)), []),
+        scores=read(run_files.SCORES_LOG, lambda file: newest(run_files.read_json_lines(file)), {}),
+        files=read(run_files.FILES_LOG, lambda file: list(run_files.read_json_lines(file)), []),
+        set_aside=read(run_files.ASIDE_LOG, _count_aside, 0),
         ranks=_read_ranks(path, read),
         ops=ops,
         ops_calls=calls,
@@ -152,8 +222,10 @@ def _read(path: Path, name: str) -> RunData:
 def _is_running(path: Path) -> bool:
     """Return whether a process trains in the run directory; the lock is held for a moment if none does."""
     try:
-        loss = path / LOSS_LOG
-        if (path / SUMMARY).exists() and (path / SUMMARY).stat().st_mtime_ns > loss.stat().st_mtime_ns:
+        loss = path / run_files.LOSS_LOG
+        if (path / run_files.SUMMARY).exists() and (
+            path / run_files.SUMMARY
+        ).stat().st_mtime_ns > loss.stat().st_mtime_ns:
             return False
         with loss.open("rb") as file:
             return locks.lock_state(file.fileno()) == "held"
@@ -163,7 +235,7 @@ def _is_running(path: Path) -> bool:
 
 def _count_aside(path: Path) -> int:
     """Return the number of files in set_aside.jsonl that were set aside, without those that were only changed."""
-    return sum(line.get("why") not in (GROWN, REPLACED) for line in read_json_lines(path))
+    return sum(line.get("why") not in (run_files.GROWN, run_files.REPLACED) for line in run_files.read_json_lines(path))
 
 
 def _read_ranks(path: Path, read: Callable[[str, Callable[[Path], Any], Any], Any]) -> dict[int, dict[str, Any]]:
@@ -171,7 +243,7 @@ def _read_ranks(path: Path, read: Callable[[str, Callable[[Path], Any], Any], An
     numbers = sorted(
         int(each.name.removeprefix("rank")) for each in path.glob("rank*") if re.fullmatch(r"rank[1-9]\d*", each.name)
     )
-    found = {rank: table(read(f"rank{rank}/{SUMMARY}", json_files.read, {})) for rank in numbers}
+    found = {rank: table(read(f"rank{rank}/{run_files.SUMMARY}", json_files.read, {})) for rank in numbers}
     return {rank: summary for rank, summary in found.items() if summary}
 
 

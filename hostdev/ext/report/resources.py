@@ -191,9 +191,8 @@ def memory(runs: Sequence[RunData]) -> Section:
         if not run.summary:
             missing.append(f"{run.name}: memory is known when the run has ended and written summary.json.")
         elif not table(run.summary, "memory"):
-            missing.append(
-                f"{run.name}: it was made by an earlier version of hostdev, which did not write memory by part."
-            )
+            why = "it was made by an earlier version of hostdev, which did not write memory by part."
+            missing.append(f"{run.name}: {why}")
     more = _exchange(runs, names), _caches(runs, names)
     return Section(
         "memory",
@@ -231,11 +230,8 @@ def _caches(runs: Sequence[RunData], names: list[str]) -> Found:
                     Cell(clean(str(entry(cache, "policy")))),
                     _cell(number(cache, "rows"), count),
                     _cell(hits, share),
-                    *(
-                        _cell(_by(number(cache, each), steps), lambda v: f"{v:,.1f}")
-                        for each in ("admitted", "evicted", "bypassed")
-                    ),
-                    *(_cell(_by(number(cache, each), steps), size) for each in ("bytes_to_device", "bytes_to_host")),
+                    *(_cell(_by(number(cache, each), steps), _decimal) for each in _CACHED_ROWS),
+                    *(_cell(_by(number(cache, each), steps), size) for each in _CACHED_BYTES),
                 ]
             )
         if not found:
@@ -244,11 +240,8 @@ def _caches(runs: Sequence[RunData], names: list[str]) -> Found:
     if not rows:
         return [], [], missing
     order = list(dict.fromkeys(row["part"] for row in bars))
-    chart = Chart(
-        "Bytes that the cache moves",
-        "; ".join(findings),
-        charts.bars(names, bars, "MiB per step", order=order, form=",~r"),
-    )
+    spec = charts.bars(names, bars, "MiB per step", order=order, form=",~r")
+    chart = Chart("Bytes that the cache moves", "; ".join(findings), spec)
     several = ["run"] if len(runs) > 1 else []
     head = [*several, "cache of", "policy", "rows", "hit rate", "admitted/step", "evicted/step", "bypassed/step"]
     return [chart], [SortableTable("Caches", [*head, "to device/step", "to host/step"], rows)], missing
@@ -266,20 +259,15 @@ def _exchange(runs: Sequence[RunData], names: list[str]) -> Found:
     for run in runs:
         ranks = table(run.summary, "ranks")
         if not ranks:
-            known = (
-                "one process trained, so nothing was exchanged."
-                if run.summary
-                else "exchange is known at the run's end."
-            )
+            known = "one process trained, so nothing was exchanged."
+            known = known if run.summary else "exchange is known at the run's end."
             missing.append(f"{run.name}: {known}")
             continue
         steps = max(1.0, number(run.summary, "steps") or 1.0)
         for name, value in numbers(ranks, "sent_bytes").items():
             if value:
-                text = size(value / steps)
-                bars.append(
-                    {"run": run.name, "part": _SENT.get(name, name), "value": value / steps / _MIB, "text": text}
-                )
+                part, text = _SENT.get(name, name), size(value / steps)
+                bars.append({"run": run.name, "part": part, "value": value / steps / _MIB, "text": text})
         more = "" if entry(ranks, "exact") is not False else ", not exact"
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         hosts = number(ranks, "hosts")
@@ -292,15 +280,8 @@ def _exchange(runs: Sequence[RunData], names: list[str]) -> Found:
         order += sorted({row["part"] for row in bars} - set(order))
         spec = charts.bars(names, bars, "MiB per step, sent by all processes", order=order, form=",~r")
         made.append(Chart("Exchange between processes", "; ".join(findings), spec))
-    head = [
-        *(["run"] if len(runs) > 1 else []),
-        "rank",
-        "status",
-        "peak memory",
-        "host busy",
-        "device busy",
-        "step waited",
-    ]
+    several = ["run"] if len(runs) > 1 else []
+    head = [*several, "rank", "status", "peak memory", "host busy", "device busy", "step waited"]
     return made, [SortableTable("Processes", head, rows)] if rows else [], missing
 
 

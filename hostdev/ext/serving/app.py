@@ -1,7 +1,6 @@
 """The HTTP API: its endpoints, as an ASGI application of Starlette."""
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -17,10 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hostdev import __version__
 from hostdev.core.errors import in_words
-from hostdev.ext.serving import columns, openapi, page, protocol
-from hostdev.ext.serving.access import Token, is_local_name
+from hostdev.ext.serving import columns, openapi, protocol
 from hostdev.ext.serving.body import BINARY, JSON, BodyReader, RequestBody
 from hostdev.ext.serving.collector import paused
+from hostdev.ext.serving.connection import Token, is_local_name
 from hostdev.ext.serving.gathering import ClientGoneError, Gatherer, Predicted, wrong_version
 from hostdev.ext.serving.json_input import PIECE_BYTES, Structure, parse_json, scan
 from hostdev.ext.serving.limits import Limits
@@ -71,10 +70,7 @@ class Service:
             *(
                 (method, path + rest, end)
                 for path in (model, model + "/versions/{version}")
-                for method, rest, end in (
-                    ("GET", "", self._metadata),
-                    ("GET", "/ready", self._model_ready),
-                )
+                for method, rest, end in (("GET", "", self._metadata), ("GET", "/ready", self._model_ready))
             ),
             ("POST", model + "/versions/{version}/infer", self._infer),
             ("GET", "/metrics", self._show_metrics),
@@ -114,9 +110,12 @@ class Service:
     async def _live(self, request: Request) -> Response:
         return _json({"live": True})
 
-    async def _ready(self, request: Request) -> Response:
+    def _ready_json(self, about: dict[str, Any]) -> Response:
         is_ready = not self._gatherer.is_closing
-        return _json({"ready": is_ready}, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+        return _json({**about, "ready": is_ready}, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _ready(self, request: Request) -> Response:
+        return self._ready_json({})
 
     async def _metadata(self, request: Request) -> Response:
         self._require_model(request)
@@ -130,9 +129,7 @@ class Service:
 
     async def _model_ready(self, request: Request) -> Response:
         self._require_model(request)
-        is_ready = not self._gatherer.is_closing
-        content = {"name": self._name, "ready": is_ready}
-        return _json(content, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+        return self._ready_json({"name": self._name})
 
     async def _infer(self, request: Request) -> Response:
         version = self._require_model(request)
@@ -152,8 +149,7 @@ class Service:
         return await _beside(inference.rows, partial(self._inferred, inference, answer))
 
     def _inferred(self, inference: protocol.Inference, answer: Predicted) -> Response:
-        model = answer.model
-        wanted = inference.outputs
+        model, wanted = answer.model, inference.outputs
         if wanted is None:
             wanted = dict.fromkeys(model.labels, inference.is_binary)
         outputs = [(name, answer.values[:, model.labels.index(name)], binary) for name, binary in wanted.items()]
@@ -197,7 +193,7 @@ class Service:
         found: Any = answer.values[:, 0].tolist()
         if len(labels) > 1:
             found = [dict(zip(labels, row, strict=True)) for row in answer.values.tolist()]
-        about = _dumps({"model": self._name, "step": answer.model.step})[:-1]
+        about = protocol.dump({"model": self._name, "step": answer.model.step})[:-1]
         return _as_json(about + b',"predictions":' + protocol.dump_list(found) + b"}")
 
     async def _parsed(
@@ -235,7 +231,7 @@ class Service:
 
     async def _page(self, request: Request) -> Response:
         address = str(request.base_url).rstrip("/")  # as the reader's browser has reached it
-        return HTMLResponse(page.write(openapi.describe(self._name, self._model), self._name, self._model, address))
+        return HTMLResponse(openapi.write(openapi.describe(self._name, self._model), self._name, self._model, address))
 
     def _require_model(self, request: Request) -> str | None:
         """Return the version in the request's path, or None; raise RefusedError if it, or the model, is not served."""
@@ -269,12 +265,10 @@ class _Front:
             await send(message)
 
         app: ASGIApp = self._app
-        if self._token is not None and not self._token.allows(
-            scope["path"], next(_headers(scope, b"authorization"), None)
-        ):
-            app = _error(
-                RefusedError(HTTPStatus.UNAUTHORIZED, "give the header Authorization: Bearer TOKEN", closes=True)
-            )
+        shown = next(_headers(scope, b"authorization"), None)
+        if self._token is not None and not self._token.allows(scope["path"], shown):
+            needed = "give the header Authorization: Bearer TOKEN"
+            app = _error(RefusedError(HTTPStatus.UNAUTHORIZED, needed, closes=True))
         elif self._local_name is not None:
             for host in _headers(scope, b"host"):
                 if not is_local_name(host, self._local_name):
@@ -308,16 +302,12 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _dumps(content: Any) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode()
-
-
 def _as_json(body: bytes, status: int = HTTPStatus.OK) -> Response:
     return Response(body, status, headers={"Content-Type": JSON})
 
 
 def _json(content: Any, status: int = HTTPStatus.OK) -> Response:
-    return _as_json(_dumps(content), status)
+    return _as_json(protocol.dump(content), status)
 
 
 def _error(refusal: RefusedError) -> Response:

@@ -9,7 +9,7 @@ from hostdev.core import cli
 from hostdev.core.addresses import require_input
 from hostdev.core.errors import UserError
 from hostdev.core.memory import parse_bytes
-from hostdev.ext.predict import options
+from hostdev.ext.predict.cli import add_checkpoint, add_model, add_query, read_query
 
 PROG = "hostdev.serving"
 HELP = "answer requests for predictions over HTTP"
@@ -22,11 +22,11 @@ def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Answer requests for predictions over HTTP (Open Inference Protocol v2, and JSON rows).")
     add = made.add_argument
-    options.add_checkpoint(made, "--checkpoint {}: there is no such checkpoint or folder")
+    add_checkpoint(made, "--checkpoint {}: there is no such checkpoint or folder")
     made.inputs["token_file"] = partial(require_input, said="--token-file {}: there is no such file")
     add("--follow", action="store_true", help="take newer checkpoints of the folder while serving")
-    options.add_model(made)
-    options.add_query(made)
+    add_model(made)
+    add_query(made)
     add("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="the address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=8000, metavar="N", help="the port (default 8000; 0 chooses a free one)")
@@ -59,7 +59,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line and serve."""
     arguments = vars(parser(prog).parse_args(argv))
     _check(arguments)
-    arguments["query"] = options.read_query(arguments["query"])
+    arguments["query"] = read_query(arguments["query"])
     host, port, _ = (arguments.pop(name) for name in ("host", "port", "debug"))
     with cli.importing(prog):
         from hostdev.ext.serving.settings import Settings

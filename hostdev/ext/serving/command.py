@@ -1,5 +1,9 @@
-"""The command `serve`, after its flags are parsed."""
+"""The command `serve`, after its flags are parsed.
 
+`announce_lost_files` prints the last line of a process whose served file was cut: no Python code can run then.
+"""
+
+import ctypes
 import ipaddress
 import signal
 import socket
@@ -7,12 +11,37 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numba
+
 from hostdev.core.addresses import shown_place
 from hostdev.core.progress import note
 from hostdev.ext.serving.collector import settled
-from hostdev.ext.serving.lost_file import announce_lost_files
 from hostdev.ext.serving.server import ServerEnd, Serving, address_of, listen, show_change
 from hostdev.ext.serving.settings import Settings
+
+_libc = ctypes.CDLL(None)
+_write, _signal = _libc.write, _libc.signal
+_write.argtypes, _write.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_ssize_t
+_signal.argtypes, _signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+_kept: list[object] = []  # what the handler uses
+
+
+def announce_lost_files(prog: str) -> None:
+    """Print a line on SIGBUS, which is sent at a look at a part of a mapped file that is gone; then end by it."""
+    line = (
+        f"{prog}: error: a file that is served was cut, or its disk failed (SIGBUS); serve a folder in which nothing "
+        "changes files\n"
+    ).encode()
+    buffer = ctypes.create_string_buffer(line)
+    address, size, write, reset = ctypes.addressof(buffer), len(line), _write, _signal
+
+    def handle(number):  # type: ignore[no-untyped-def]
+        write(2, address, size)
+        reset(number, 0)  # the default: the same look, once more, ends the process
+
+    handler = numba.cfunc("void(int32)")(handle)
+    _kept[:] = [buffer, handler]
+    _signal(signal.SIGBUS, handler.address)
 
 
 def run(settings: Settings, host: str, port: int) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NamedTuple, Protocol
 
@@ -35,20 +36,16 @@ class Observer(Protocol):
         """Report the number of rows that wait."""
 
 
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """A request's rows on their way through the queue. Its future is cancelled if nobody waits for them any more."""
 
-    __slots__ = ("arrived", "columns", "future", "rows", "values", "version")
-
-    def __init__(
-        self, columns: Columns, rows: int, values: int, version: str | None, future: "asyncio.Future[Predicted]"
-    ) -> None:
-        self.columns, self.rows, self.values, self.version, self.future = columns, rows, values, version, future
-        self.arrived = time.monotonic()
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self.future.cancelled()
+    columns: Columns
+    rows: int
+    values: int
+    version: str | None
+    future: "asyncio.Future[Predicted]"
+    arrived: float = field(default_factory=time.monotonic)
 
 
 _Results = list[tuple[_Ticket, Predicted | Exception]]
@@ -120,9 +117,7 @@ class Gatherer:
             ClientGoneError: The client has gone; its rows are not computed unless that has begun.
         """
         future: asyncio.Future[Predicted] = asyncio.get_running_loop().create_future()
-        ticket = _Ticket(columns, rows, values, version, future)
-        is_next = self._enter(ticket)
-        if is_next:
+        if self._enter(_Ticket(columns, rows, values, version, future)):
             return await future
         watched = gone()
         try:
@@ -141,14 +136,9 @@ class Gatherer:
             if self.is_closing:
                 raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is ending", closes=True)
             if self._queue and self._rows + ticket.rows > self._most_waiting:
-                raise RefusedError(
-                    HTTPStatus.SERVICE_UNAVAILABLE, f"{self._rows:,} rows wait already, and there is no room for more"
-                )
+                raise _full(f"{self._rows:,} rows")
             if self._queue and self._values + ticket.values > values_of(self._most_waiting):
-                raise RefusedError(
-                    HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"rows with {self._values:,} values wait already, and there is no room for more",
-                )
+                raise _full(f"rows with {self._values:,} values")
             is_next = not self._queue and not self._is_busy
             self._queue.append(ticket)
             self._rows += ticket.rows
@@ -189,7 +179,7 @@ class Gatherer:
                     ticket = self._queue.popleft()
                     self._rows -= ticket.rows
                     self._values -= ticket.values
-                    if not ticket.is_cancelled:
+                    if not ticket.future.cancelled():
                         found.append(ticket)
                         rows += ticket.rows
                         values += ticket.values
@@ -223,7 +213,7 @@ class Gatherer:
             found = model.predict(
                 [batch for _, batch in encoded],
                 self._most_rows,
-                lambda: not all(ticket.is_cancelled for ticket in waiting),
+                lambda: not all(ticket.future.cancelled() for ticket in waiting),
             )
             for ticket, each in zip(waiting, found or [], strict=found is not None):
                 results.append((ticket, bad(str(each)) if isinstance(each, UserError) else Predicted(each, model)))
@@ -246,6 +236,10 @@ def wrong_version(version: str, model: ServedModel) -> RefusedError:
     return RefusedError(
         HTTPStatus.NOT_FOUND, f"there is no version {version!r} of the model; version {model.version} is served"
     )
+
+
+def _full(what: str) -> RefusedError:
+    return RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, f"{what} wait already, and there is no room for more")
 
 
 def _deliver(results: "_Results") -> None:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,39 +41,24 @@ class Metrics:
             prometheus_client.values.ValueClass = prometheus_client.values.MultiProcessValue(  # type: ignore[no-untyped-call]
                 lambda: _Writer(os.getpid(), self._openings)
             )
-        self._registry = CollectorRegistry()
-        mine = self._registry
-        self._requests = Counter(
-            "hostdev_requests", "Answered requests by end and status.", ["end", "status"], registry=mine
-        )
-        self._seconds = Histogram(
-            "hostdev_request_seconds",
-            "Time from a request's head to its answer.",
-            ["end"],
-            buckets=_SECONDS,
-            registry=mine,
-        )
-        self._rows = Counter("hostdev_rows", "Rows with predictions, or with errors.", registry=mine)
-        self._batch_rows = Histogram("hostdev_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=mine)
-        self._batch_requests = Histogram("hostdev_batch_requests", "Requests of a batch.", buckets=_ROWS, registry=mine)
-        self._compute = Histogram(
-            "hostdev_batch_seconds", "Time to encode and compute a batch.", buckets=_SECONDS, registry=mine
-        )
+        self._registry = mine = CollectorRegistry()
+        counter, histogram = partial(Counter, registry=mine), partial(Histogram, registry=mine)
+        gauge = partial(Gauge, registry=mine)
+        self._requests = counter("hostdev_requests", "Answered requests by end and status.", ["end", "status"])
+        taken = "Time from a request's head to its answer."
+        self._seconds = histogram("hostdev_request_seconds", taken, ["end"], buckets=_SECONDS)
+        self._rows = counter("hostdev_rows", "Rows with predictions, or with errors.")
+        self._batch_rows = histogram("hostdev_batch_rows", "Rows of a batch.", buckets=_ROWS)
+        self._batch_requests = histogram("hostdev_batch_requests", "Requests of a batch.", buckets=_ROWS)
+        self._compute = histogram("hostdev_batch_seconds", "Time to encode and compute a batch.", buckets=_SECONDS)
         waiting = "Rows that wait for a batch."
-        self._waiting = Gauge("hostdev_queue_rows", waiting, multiprocess_mode="livesum", registry=mine)
+        self._waiting = gauge("hostdev_queue_rows", waiting, multiprocess_mode="livesum")
         step = "Step of the checkpoint that is served; of several processes, the lowest."
-        self._step = Gauge("hostdev_model_step", step, multiprocess_mode="livemin", registry=mine)
+        self._step = gauge("hostdev_model_step", step, multiprocess_mode="livemin")
         written = "When the served checkpoint was written, in seconds since 1970; of several processes, the earliest."
-        self._written = Gauge(
-            "hostdev_model_written_timestamp_seconds", written, multiprocess_mode="livemin", registry=mine
-        )
-
-        self._changes = Counter(
-            "hostdev_model_changes", "Newer checkpoints that were taken, by all processes.", registry=mine
-        )
-        self._problems = Counter(
-            "hostdev_model_problems", "Checkpoints that could not be used, by all processes.", registry=mine
-        )
+        self._written = gauge("hostdev_model_written_timestamp_seconds", written, multiprocess_mode="livemin")
+        self._changes = counter("hostdev_model_changes", "Newer checkpoints that were taken, by all processes.")
+        self._problems = counter("hostdev_model_problems", "Checkpoints that could not be used, by all processes.")
 
     def request(self, end: str, status: int, seconds: float) -> None:
         """Count an answered request."""

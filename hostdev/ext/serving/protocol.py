@@ -223,10 +223,10 @@ def write(
         if is_binary:
             binary.append(values.astype("<f4", copy=False).tobytes())
             entry["parameters"] = {BINARY_SIZE: len(binary[-1])}
-            described.append(_dump(entry))
+            described.append(dump(entry))
         else:
-            described.append(_dump(entry)[:-1] + b',"data":' + dump_list(values.tolist()) + b"}")
-    head = _dump(dict(about))[:-1] + b',"outputs":[' + b",".join(described) + b"]}"
+            described.append(dump(entry)[:-1] + b',"data":' + dump_list(values.tolist()) + b"}")
+    head = dump(dict(about))[:-1] + b',"outputs":[' + b",".join(described) + b"]}"
     if not binary:
         return head, {"Content-Type": "application/json"}
     return b"".join([head, *binary]), {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
@@ -234,9 +234,10 @@ def write(
 
 def dump_list(values: list[Any]) -> bytes:
     """Return a list as JSON; it is written in pieces, between which other threads run."""
-    parts = (_dump(values[start : start + _PIECE])[1:-1] for start in range(0, len(values), _PIECE))
+    parts = (dump(values[start : start + _PIECE])[1:-1] for start in range(0, len(values), _PIECE))
     return b"[" + b",".join(parts) + b"]"
 
 
-def _dump(content: Any) -> bytes:
+def dump(content: Any) -> bytes:
+    """Return a value as JSON without spaces."""
     return json.dumps(content, separators=(",", ":")).encode()

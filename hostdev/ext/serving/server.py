@@ -25,9 +25,8 @@ from hostdev.core.progress import note
 from hostdev.device import backend
 from hostdev.ext.predict.following import SECONDS, FollowingPredictor, list_checkpoints
 from hostdev.ext.predict.predictor import Predictor
-from hostdev.ext.serving.access import read_token
 from hostdev.ext.serving.app import Service
-from hostdev.ext.serving.connection import BoundedConnection
+from hostdev.ext.serving.connection import BoundedConnection, read_token
 from hostdev.ext.serving.gathering import Gatherer
 from hostdev.ext.serving.limits import Limits
 from hostdev.ext.serving.metrics import Metrics
@@ -138,13 +137,9 @@ class Serving:
         if not self._settings.follow:
             yield
             return
+        predictor, settings = self.gatherer.model.predictor, self._settings
         following = FollowingPredictor(
-            self.gatherer.model.predictor,
-            self._settings.checkpoint,
-            self._settings.which,
-            SECONDS,
-            self._take,
-            self._refuse,
+            predictor, settings.checkpoint, settings.which, SECONDS, self._take, self._refuse
         )
         try:
             yield
@@ -265,9 +260,8 @@ def listen(host: str, port: int) -> socket.socket:
         UserError: The address is unknown, or the port is taken.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found_all = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found_all[0]
         found = socket.socket(family, kind, protocol)
     except OSError as error:
         raise UserError(f"--host {host}: {in_words(error)}") from None

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.data.schema import Targets, columns_of
-from hostdev.train.evaluation import Evaluation, evaluation_of
-from hostdev.train.metrics import losses, make_auc
-from hostdev.train.scores import Figures, make_keys
+from hostdev.train.scores import Figures, losses, make_auc, make_keys
+from hostdev.train.target_scores import Evaluation, evaluation_of
 
 MOST_BINS = 1 << 14
 _SUMS = 4  # of predictions, of labels, of losses or squared errors, of absolute errors

@@ -24,7 +24,7 @@ from hostdev.ext.streams.converting import Converted
 from hostdev.ext.streams.progressive import Scored, ScoreWindow
 from hostdev.ext.streams.state import FollowState
 from hostdev.train.checkpointing import Progress
-from hostdev.train.evaluation import Evaluation
+from hostdev.train.target_scores import Evaluation
 
 MOST_STEPS = 1 << 14  # whose losses are kept
 MOST_FILES = 1 << 12  # whose quality is kept for the picture

@@ -25,10 +25,9 @@ from hostdev.ext.streams.report import RecentProgress, RecentQuality, WaitingLin
 from hostdev.ext.streams.state import FileLogs, FollowState
 from hostdev.ext.streams.watcher import Watcher
 from hostdev.train.checkpointing import Progress
-from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop
-from hostdev.train.schedule import ENDLESS, Schedule
-from hostdev.train.session import BatchSource, TrainingData
+from hostdev.train.options import TrainConfig
+from hostdev.train.session import ENDLESS, BatchSource, Schedule, TrainingData
 
 
 class FollowedFiles(BatchSource):

@@ -1,9 +1,9 @@
 # The public names, each with its module.
-from .callback import Callback as Callback
-from .callback import CheckpointInfo as CheckpointInfo
-from .callback import EndInfo as EndInfo
-from .callback import EpochInfo as EpochInfo
-from .callback import RunInfo as RunInfo
-from .callback import StepInfo as StepInfo
-from .mlflow_writer import MLflowWriter as MLflowWriter
+from .mlflow_tracker import MLflowWriter as MLflowWriter
+from .tracker import Callback as Callback
+from .tracker import CheckpointInfo as CheckpointInfo
+from .tracker import EndInfo as EndInfo
+from .tracker import EpochInfo as EpochInfo
+from .tracker import RunInfo as RunInfo
+from .tracker import StepInfo as StepInfo
 from .tracker import Tracker as Tracker

@@ -1,20 +1,237 @@
-"""Writes a run of `hostdev train` to MLflow: parameters, metrics, the run's files, and its end."""
+"""Writes to MLflow: a run of `hostdev train`, with its parameters, metrics, files and end, and `Runtime.log_to`.
+
+A thread of its own sends the values, so that a slow or missing server does not hold training up.
+"""
 
 import logging
 import os
+import re
+import time
+import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple, Self
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
 
 from hostdev.core import json_files
-from hostdev.core.errors import HostdevError, UserError
+from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.core.outputs import write_json
 from hostdev.core.printable import printable
 from hostdev.core.run_files import CONFIG, CURVE, MLFLOW, REPORT, SUMMARY
-from hostdev.ext.tracking.callback import EndInfo, RunInfo
-from hostdev.ext.tracking.mlflow_sending import Names, Sender, Value, connect, describe_error, make_send
-from hostdev.ext.tracking.mlflow_writer import add_quantiles
-from hostdev.ext.tracking.tracker import Norms, Tracker, clean, files_of, final_figures, flatten
+from hostdev.core.workers import Worker
+from hostdev.ext.tracking.tracker import EndInfo, Norms, RunInfo, Tracker, clean, files_of, final_figures, flatten
+
+MOST_WAITING = 100_000  # values that wait to be sent; more are dropped
+_BATCH = 1000  # values in a request: MLflow's limit
+_LONGEST = 250  # characters of a name: MLflow's limit
+_PAUSE_SECONDS = 2.0  # between two requests with fewer values
+_USER = re.compile(r"//[^/@\s]*@")
+_OTHERS = re.compile(r"[^\w\-. /:]")  # characters that MLflow allows in no name
+
+
+class Value(NamedTuple):
+    """A value to send."""
+
+    name: str
+    value: float
+    step: int
+    milliseconds: int  # when it was logged, since 1970
+
+
+class Sender:
+    """Gathers values, and sends them from a thread.
+
+    Args:
+        begin: Called first, in the thread; returns a function that sends at most 1,000 values.
+
+    Attributes:
+        dropped: The number of values that were dropped because too many waited.
+    """
+
+    def __init__(self, begin: Callable[[], Callable[[list[Value]], object]]) -> None:
+        self._begin = begin
+        self._send: Callable[[list[Value]], object] | None = None
+        self._names, self._waiting = Names(), deque[Value]()
+        self.dropped = 0
+        self._worker = Worker("hostdev-mlflow", self._work, seconds=_PAUSE_SECONDS, drains=True)
+        self._worker.ask()
+
+    def add(self, name: str, value: float, step: int) -> None:
+        """Queue a value; it is dropped if 100,000 already wait."""
+        with self._worker.changed:
+            if len(self._waiting) >= MOST_WAITING:
+                self.dropped += 1
+                return
+            self._waiting.append(Value(self._names.clean(name), float(value), step, int(time.time() * 1000)))
+            if len(self._waiting) >= _BATCH:
+                self._worker.ask()
+
+    def check(self) -> None:
+        """Raise the error that ended the thread, if there is one."""
+        self._worker.check()
+
+    def flush(self, seconds: float) -> bool:
+        """Send the values that wait; return whether that was done within this time."""
+        return self._worker.wait(self._worker.ask(), seconds)
+
+    def close(self, end: Callable[[], object] | None, seconds: float) -> bool:
+        """Send the values that wait, call `end` in the thread, and end it; return whether that was done in time."""
+        return self._worker.close(seconds, end)
+
+    def _work(self) -> None:
+        if self._send is None:
+            self._send = self._begin()
+        while some := self._take():
+            self._send(some)
+
+    def _take(self) -> list[Value]:
+        with self._worker.changed:
+            return [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+
+
+class Names:
+    """Turns names into names that MLflow takes: an underscore for each other character, and at most 250 characters.
+
+    Different names stay different: if two become equal, the later one ends with a checksum of what it was.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def clean(self, name: str) -> str:
+        """Return the name for MLflow, always the same one."""
+        if name not in self._names:
+            made = "/".join(map(_clean_part, name.split("/")))[:_LONGEST]
+            if made in self._taken:
+                made = f"{made[: _LONGEST - 9]}-{zlib.crc32(name.encode(errors='surrogatepass')):08x}"
+            self._names[name] = made
+            self._taken.add(made)
+        return self._names[name]
+
+
+def _clean_part(part: str) -> str:
+    made = _OTHERS.sub("_", part.encode(errors="replace").decode())
+    return f"_{made}" if not made.strip(".") or made.startswith("..") else made  # refused, as parts of paths
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error as one line without the user names, passwords and tokens with which MLflow may be reached."""
+    text = _USER.sub("//", in_words(error))
+    uri = urlsplit(os.environ.get("MLFLOW_TRACKING_URI", ""))
+    secrets = [uri.password, uri.query, os.environ.get("MLFLOW_TRACKING_TOKEN")]
+    secrets.append(os.environ.get("MLFLOW_TRACKING_PASSWORD"))
+    for secret in secrets:
+        for form in {secret or "", unquote(secret or "")} - {""}:
+            text = text.replace(form, "***")
+    return printable(text)
+
+
+def connect() -> Any:
+    """Import MLflow, which takes seconds, and return its client."""
+    # MLflow prints the address of a run that ends, and tries for four minutes to reach a server.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient()
+
+
+def make_send(client: Any, run_id: str) -> Callable[[list[Value]], object]:
+    """Return a function that sends values to a run."""
+    from mlflow.entities import Metric
+
+    def send(values: list[Value]) -> None:
+        metrics = [Metric(one.name, one.value, one.milliseconds, one.step) for one in values]
+        client.log_batch(run_id, metrics=metrics)
+
+    return send
+
+
+_SECONDS = 30.0  # that `flush` and `close` wait at most
+_QUANTILES = {"p1": 1, "p50": 50, "p99": 99}
+
+
+def add_quantiles(sender: Sender, tag: str, values: Any, step: int) -> None:
+    """Send a distribution, for which MLflow has no type, as mean and quantiles."""
+    sender.add(f"{tag}/mean", float(np.mean(values, dtype=np.float64)), step)
+    for (name, _), value in zip(_QUANTILES.items(), np.percentile(values, list(_QUANTILES.values())), strict=True):
+        sender.add(f"{tag}/{name}", float(value), step)
+
+
+class MLflowWriter:
+    """Writes values to a run of MLflow, with the methods of a SummaryWriter; needs mlflow or mlflow-skinny.
+
+    Values are gathered, and sent by a thread every two seconds, so that the loop does not wait for the server. If
+    100,000 values wait, more are dropped, and `close` says how many. Use it in a `with` statement, or call `close`.
+
+    Args:
+        run_id: The run; None for the active run of `mlflow.start_run()`.
+
+    Raises:
+        UserError: MLflow is not installed, or no run is active.
+    """
+
+    def __init__(self, run_id: str | None = None) -> None:
+        try:
+            client = connect()
+            import mlflow
+        except ImportError:
+            raise UserError("MLflowWriter needs MLflow; run pip install mlflow-skinny, or pip install mlflow") from None
+        active = mlflow.active_run() if run_id is None else None
+        if run_id is None and active is None:
+            raise UserError("no run of MLflow is active; call mlflow.start_run(), or give MLflowWriter(run_id)")
+        self.run_id = str(run_id or active.info.run_id)  # type: ignore[union-attr]
+        self._sender = Sender(partial(make_send, client, self.run_id))
+        self._is_closed = False
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Queue a value; raise UserError if earlier values could not be sent."""
+        self._check()
+        self._sender.add(tag, scalar_value, global_step)
+
+    def add_histogram(self, tag: str, values: Any, global_step: int) -> None:
+        """Queue the mean, the median, and the 1st and 99th percentiles of values."""
+        self._check()
+        add_quantiles(self._sender, tag, values, global_step)
+
+    def _check(self) -> None:
+        try:
+            self._sender.check()
+        except Exception as error:
+            raise UserError(f"MLflow: {describe_error(error)}") from None
+
+    def flush(self) -> None:
+        """Send what is queued; raise UserError if that fails, or takes more than 30 seconds."""
+        self._finish(self._sender.flush)
+
+    def close(self) -> None:
+        """Send what is queued and end the thread, as `flush`; MLflow's run stays open. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._finish(partial(self._sender.close, None))
+        if self._sender.dropped:
+            raise UserError(f"MLflow: {self._sender.dropped:,} values were dropped, because the server is too slow")
+
+    def _finish(self, how: Any) -> None:
+        try:
+            done = how(_SECONDS)
+        except Exception as error:
+            raise UserError(f"MLflow: {describe_error(error)}") from None
+        if not done:
+            raise UserError(f"MLflow: not all values could be sent within {_SECONDS:g} seconds")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
 
 EXPERIMENT = "hostdev"
 END_SECONDS, INTERRUPTED_SECONDS = 30.0, 5.0  # that the end of training waits at most

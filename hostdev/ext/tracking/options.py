@@ -7,8 +7,7 @@ from hostdev.core import registry
 from hostdev.core.errors import UserError
 from hostdev.core.options import OptionError, OptionGroup, option
 from hostdev.core.registry import load_class
-from hostdev.ext.tracking.callback import METHODS
-from hostdev.ext.tracking.tracker import Tracker
+from hostdev.ext.tracking.tracker import METHODS, Tracker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ from typing import Any
 from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 from hostdev.core.run_files import TENSORBOARD
-from hostdev.ext.tracking.callback import EndInfo, RunInfo, StepInfo
-from hostdev.ext.tracking.tracker import Norms, Tracker, clean, final_figures, flatten
+from hostdev.ext.tracking.tracker import EndInfo, Norms, RunInfo, StepInfo, Tracker, clean, final_figures, flatten
 
 _FLUSH_SECONDS = 10
 _QUEUE = 1000  # events

@@ -28,26 +28,24 @@ from hostdev.data.folder import describe_place
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import synthetic
 from hostdev.device import backend
-from hostdev.distributed.rank_environment import find_rank_environment
-from hostdev.distributed.start import start_processes, wait_for
+from hostdev.distributed.rank_environment import find_rank_environment, start_processes, wait_for
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.ext.advice.auto import choose_cache
 from hostdev.ext.tracking.options import require_tracking
 from hostdev.ext.training import starting
 from hostdev.ext.training.config import CommandConfig
-from hostdev.ext.training.initial_vectors import make_model
 from hostdev.ext.training.layouts import choose_layout, get_layout, require_layout, require_shares, resolve_mesh
 from hostdev.ext.training.run_callbacks import make_run_callbacks
+from hostdev.ext.training.starting import make_model
 from hostdev.kernels.arrays import in_words
 from hostdev.train import checkpointing, report
 from hostdev.train.assembly import RunParts, build
-from hostdev.train.ending import Ending
+from hostdev.train.ending import Ending, get_data_set
 from hostdev.train.epochs import Epochs
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
-from hostdev.train.lean import without_compiler
+from hostdev.train.network import without_compiler
 from hostdev.train.processes import ProcessSession, join_processes, resolve_batch
 from hostdev.train.session import BatchSource, Session, TrainingData
-from hostdev.train.summary import get_data_set
 
 _RANKS_DEADLINE_SECONDS = 10.0
 Processes = ProcessSession[CommandConfig]

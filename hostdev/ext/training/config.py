@@ -4,12 +4,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from hostdev.core.options import When, choice, option
-from hostdev.distributed.mesh import SCHEDULES, parse_mesh, parse_plan
-from hostdev.ext.report.extra import ReportOptions
+from hostdev.distributed.world import SCHEDULES, parse_mesh, parse_plan
+from hostdev.ext.report.cli import ReportOptions
 from hostdev.ext.streams.options import FollowOptions
 from hostdev.ext.tracking.options import TrackingOptions
-from hostdev.train.config import TrainConfig
-from hostdev.train.options import ProcessOptions
+from hostdev.train.options import ProcessOptions, TrainConfig
 
 _STAGES = When("may_have_stages", shown="--mesh pipe=N")
 

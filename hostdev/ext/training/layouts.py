@@ -12,8 +12,7 @@ from hostdev.data import manifest
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
-from hostdev.distributed.mesh import Layout, Mesh, parse_layout, parse_mesh
-from hostdev.distributed.world import World
+from hostdev.distributed.world import Layout, Mesh, World, parse_layout, parse_mesh
 from hostdev.ext.training.config import CommandConfig
 from hostdev.models.model import Model
 from hostdev.train.build import device_of, model_of, seed_torch

@@ -13,8 +13,8 @@ from hostdev.core.run_events import CallbackError, CheckpointInfo, EndInfo, Epoc
 from hostdev.distributed.monitor import run_within
 from hostdev.ext.tracking.options import TrackingOptions, make_callbacks, make_trackers
 from hostdev.ext.tracking.tracker import Tracker
-from hostdev.runtime.figures import RuntimeFigures
 from hostdev.runtime.generators import get_generators
+from hostdev.runtime.logged import RuntimeFigures
 from hostdev.runtime.runtime import Runtime
 from hostdev.train.interrupt import GracefulStop
 

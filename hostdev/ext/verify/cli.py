@@ -8,40 +8,17 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
 from hostdev.data import folder
-from hostdev.distributed.mesh import SCHEDULES, Mesh, parse_layout, parse_mesh
+from hostdev.distributed.world import SCHEDULES, Mesh, parse_layout, parse_mesh
 from hostdev.ext.training.config import CommandConfig
 
 PROG = "hostdev.verify"
 HELP = "show on your data that every mode gives the same bits"
 EXIT_DIFFERENT = 1
 OPTIONS = (
-    "data",
-    "model",
-    "table_optimizer",
-    "table_lr",
-    "table_weight_decay",
-    "table_dtype",
-    "table_slots",
-    "lr",
-    "device",
-    "batch_size",
-    "emb_dim",
-    "l2",
-    "tables",
-    "capacity",
-    "admit_count",
-    "unknown_ids",
-    "evict_unused",
-    "table_dir",
-    "table_memory",
-    "table_window",
-    "initial_vectors",
-    "frozen_vectors",
-    "precision",
-    "tf32",
-    "host_threads",
-    "seed",
-    "shuffle_window",
+    *("data", "model", "table_optimizer", "table_lr", "table_weight_decay", "table_dtype", "table_slots", "lr"),
+    *("device", "batch_size", "emb_dim", "l2", "tables", "capacity", "admit_count", "unknown_ids", "evict_unused"),
+    *("table_dir", "table_memory", "table_window", "initial_vectors", "frozen_vectors", "precision", "tf32"),
+    *("host_threads", "seed", "shuffle_window"),
 )
 
 

@@ -18,20 +18,18 @@ from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.distributed.dense_state import DenseState
-from hostdev.distributed.mesh import Layout
-from hostdev.distributed.world import ALONE_WORLD, World
-from hostdev.ext.training.initial_vectors import make_model
+from hostdev.distributed.dense import DenseState
+from hostdev.distributed.world import ALONE_WORLD, Layout, World
+from hostdev.ext.training.starting import make_model
 from hostdev.kernels.arrays import identity
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.xxhash import hash_rows
 from hostdev.models.model import Model
-from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.context import PipelineHooks
 from hostdev.runtime.digest import dense_arrays
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.build import groups_of, ids_of, seed_torch
-from hostdev.train.config import TrainConfig
-from hostdev.train.options import REFERENCE_BATCH_SIZE
+from hostdev.train.options import REFERENCE_BATCH_SIZE, TrainConfig
 from hostdev.train.trainer import StepSettings, Trainer
 
 DEPTHS = (1, 2, 4)
@@ -100,14 +98,8 @@ def _all_modes(threads: int, groups: int) -> Iterator[Mode]:
         yield Mode(True, DEPTHS[1], 1)
     for depth in (0, DEPTHS[1]):
         yield Mode(True, depth, threads, "10%")
-    for cache, policy in (
-        ("1%", "lookahead"),
-        ("100%", "lookahead"),
-        ("10%", "lru"),
-        ("10%", "lfu"),
-        ("10%", "static"),
-        *([("some", "and none")] if groups > 1 else []),
-    ):
+    policies = ("1%", "lookahead"), ("100%", "lookahead"), ("10%", "lru"), ("10%", "lfu"), ("10%", "static")
+    for cache, policy in (*policies, *([("some", "and none")] if groups > 1 else [])):
         yield Mode(True, DEPTHS[1], threads, cache, policy)
     if threads > 1:
         yield Mode(True, DEPTHS[1], 1, "10%")

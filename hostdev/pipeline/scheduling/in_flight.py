@@ -2,17 +2,19 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from hostdev.distributed.gradients import SelectedRows
 from hostdev.kernels.arrays import Positions
+from hostdev.pipeline.batch_ids import ConcatenatedIds, RowSubset
 from hostdev.pipeline.forwarding import Forwarded
-from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 from hostdev.pipeline.rows import FetchedRows
 from hostdev.pipeline.tiers import BatchPins
 
 
+@dataclass(slots=True, eq=False)
 class InFlight:
     """The shared state of an in-flight batch; threads change it under the condition of `InFlightBatches`.
 
@@ -20,40 +22,21 @@ class InFlight:
     `awaits`.
     """
 
-    __slots__ = (
-        "after",
-        "awaits",
-        "claimed",
-        "first",
-        "forwarded",
-        "held",
-        "missing",
-        "number",
-        "pinned",
-        "pins",
-        "ready",
-        "rows",
-        "shared",
-        "updating",
-        "writes",
-    )
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.writes: ConcatenatedIds | None = None  # host rows that its update writes
-        self.rows: FetchedRows | None = None  # set once they are looked up
-        self.first: list[SelectedRows] | None = None  # rows for which the next batch waits, if all ranks know them
-        self.missing = 0  # number of subsets of its rows that are not fetched yet
-        self.ready: list[RowSubset] = []  # conflicting rows that may be looked up now
-        self.shared: SharedRows | None = None  # rows that the next batch waits for
-        self.after: list[tuple[InFlight, RowSubset]] = []  # later batches, with the rows that they wait for
-        self.updating = False  # whether the update has begun; from then on, `shared` is not set any more
-        self.pinned = False  # whether rows are being read to forward them; the update must not begin meanwhile
-        self.pins: BatchPins | None = None  # of tables on disk
-        self.forwarded: Forwarded | None = None  # rows that the previous batch forwards to it
-        self.awaits = 0  # number of the last batch for whose update its conflicting rows wait; 0 for none
-        self.claimed = True  # whether the batch is recorded as the last writer of its rows
-        self.held = True  # False once the caller or the updater has released the batch
+    number: int
+    writes: ConcatenatedIds | None = None  # host rows that its update writes
+    rows: FetchedRows | None = None  # set once they are looked up
+    first: list[SelectedRows] | None = None  # rows for which the next batch waits, if all ranks know them
+    missing: int = 0  # number of subsets of its rows that are not fetched yet
+    ready: list[RowSubset] = field(default_factory=list)  # conflicting rows that may be looked up now
+    shared: "SharedRows | None" = None  # rows that the next batch waits for
+    after: "list[tuple[InFlight, RowSubset]]" = field(default_factory=list)  # later batches, the rows they wait for
+    updating: bool = False  # whether the update has begun; from then on, `shared` is not set any more
+    pinned: bool = False  # whether rows are being read to forward them; the update must not begin meanwhile
+    pins: BatchPins | None = None  # of tables on disk
+    forwarded: Forwarded | None = None  # rows that the previous batch forwards to it
+    awaits: int = 0  # number of the last batch for whose update its conflicting rows wait; 0 for none
+    claimed: bool = True  # whether the batch is recorded as the last writer of its rows
+    held: bool = True  # False once the caller or the updater has released the batch
 
 
 class SharedRows(NamedTuple):

@@ -28,8 +28,7 @@ from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.results import Gradients, SentBatch, StepBatch
 from hostdev.pipeline.scheduling.in_flight import InFlight
-from hostdev.pipeline.scheduling.passes import PassOptions, raise_held
-from hostdev.pipeline.scheduling.queues import End, PipelineQueues
+from hostdev.pipeline.scheduling.passes import End, PassOptions, PipelineQueues, raise_held
 from hostdev.pipeline.scheduling.workers import PassWorkers
 from hostdev.pipeline.stages.look_up import (
     reload,

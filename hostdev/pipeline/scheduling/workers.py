@@ -14,18 +14,17 @@ from hostdev.pipeline.forwarding import ForwardedRows
 from hostdev.pipeline.hazards import record_writer
 from hostdev.pipeline.results import PlannedBatch, SentBatch, SteppedBatch
 from hostdev.pipeline.scheduling.in_flight import InFlight, Unfinished
-from hostdev.pipeline.scheduling.passes import PassOptions, look_ahead
-from hostdev.pipeline.scheduling.queues import End, PipelineQueues, Stopped
+from hostdev.pipeline.scheduling.passes import End, PassOptions, PipelineQueues, Stopped, look_ahead
+from hostdev.pipeline.stages.deduplicate import read
 from hostdev.pipeline.stages.look_up import (
     look_up,
     look_up_conflicting,
     read_forwarded,
+    send,
     take_forwarded,
     take_memory,
 )
 from hostdev.pipeline.stages.plan import plan
-from hostdev.pipeline.stages.read import read
-from hostdev.pipeline.stages.send import send
 from hostdev.pipeline.stages.update import await_step, receive_sums, update, update_first
 from hostdev.pipeline.tiers import PassPins
 

@@ -1,13 +1,25 @@
-"""Deduplicate: find each group's unique ids, send them to the ranks with the rows, and announce them to the caches."""
+"""Read the next request, and deduplicate: find each group's unique ids, and send them to their ranks and caches.
 
-from collections.abc import Sequence
+A request's ids are flat and have no padding. The unique ids go to the ranks that have the rows.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hostdev.cache.plan import renumber
 from hostdev.kernels.pool import run_tasks
-from hostdev.pipeline.batch_ids import ReadBatch, UniqueBatch, UniqueGroup
+from hostdev.pipeline.batch_ids import ReadBatch, Request, UniqueBatch, UniqueGroup
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.keys import Assigned, assign_on_ranks
+
+
+def read(context: Context, source: Iterator[Request], number: int) -> ReadBatch | None:
+    """Return the next batch, or None after the last."""
+    context.before_stage("read", number)
+    with context.timeline.span("read", number, flow="s") as span:
+        request = next(source, None)
+        span["rows"] = request.rows if request is not None else 0
+    return None if request is None else ReadBatch(number, request)
 
 
 def deduplicate(

@@ -1,18 +1,22 @@
-"""Look up: read from the tables on the host the rows that bypass the caches, and the rows that the caches admit."""
+"""Look up: read from the tables on the host the rows that bypass the caches, and the rows that the caches admit.
+
+The stage that follows, send, copies a batch's rows, inverses and tensors to the device.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from hostdev.device.staging import PinnedBuffer
 from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.claims import others
 from hostdev.kernels.pool import run_tasks
+from hostdev.pipeline.batch_ids import RowSubset
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.forwarding import ForwardedRows, count_forwarded_bytes, make_forwarded
-from hostdev.pipeline.results import LookedUpBatch, PlannedBatch
-from hostdev.pipeline.row_ids import RowSubset
+from hostdev.pipeline.results import LookedUpBatch, PlannedBatch, SentBatch
 from hostdev.pipeline.rows import BatchRows, FetchedRows, count_bytes, fetch_late, make_rows
 
 _MANY_CONFLICTS = 4  # if more than one row in 4 conflicts, conflicting rows are looked up only once, when ready
@@ -112,3 +116,26 @@ def reload(context: Context, rows: FetchedRows, table: Any, ids: AnyIds | None, 
 def _pair(context: Context, rows: FetchedRows, subset: RowSubset) -> Sequence[tuple[BatchRows, RowSubset]]:
     subsets = context.offsets.split(subset, rows.ids.starts)
     return [(table, share) for group, share in zip(rows.groups, subsets, strict=True) for table in group]
+
+
+def send(context: Context, batch: LookedUpBatch) -> SentBatch:
+    """Begin to copy a batch to the device, and return the batch. Conflicting rows may be copied later."""
+    number, position, request, groups, inverses, writes, rows, memory, early = batch
+    context.before_stage("send", number)
+    with context.timeline.span("send", number):
+        arrays = [*inverses]
+        arrays += [mine.ids for group, mine in zip(context.groups, groups, strict=True) if not group.on_host]
+        tensors = [*(torch.from_numpy(array) for array in arrays), *request.tensors]
+        sent, mark = context.staging.send(tensors, memory)
+        left = iter(sent)
+        on_device = [next(left) for _ in groups]
+        device_ids = [None if group.on_host else next(left) for group in context.groups]
+        for tables in rows.groups:
+            for table in tables:
+                table.send()
+        for forwarded in rows.forwarded:
+            if forwarded is not None:
+                forwarded.send()
+    return SentBatch(
+        number, position, request, groups, writes, rows, memory, early, on_device, device_ids, list(left), sent, mark
+    )

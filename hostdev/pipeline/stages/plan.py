@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hostdev.kernels.arrays import Positions
 from hostdev.kernels.pool import run_tasks
-from hostdev.pipeline.batch_ids import Inverse, PlannedGroup, UniqueBatch
+from hostdev.pipeline.batch_ids import ConcatenatedIds, PlannedGroup, UniqueBatch
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.hazards import find_conflicts
 from hostdev.pipeline.results import PlannedBatch
-from hostdev.pipeline.row_ids import ConcatenatedIds
 from hostdev.pipeline.scheduling.in_flight import Conflicts, Unfinished
 
 
@@ -43,7 +43,7 @@ def plan(
     return PlannedBatch(number, position, request, groups, inverses, reads, writes, conflicts)
 
 
-def _plan(number: int, _: int, context: Context, groups: list[PlannedGroup], inverses: list[Inverse]) -> None:
+def _plan(number: int, _: int, context: Context, groups: list[PlannedGroup], inverses: list[Positions]) -> None:
     group, cache = groups[number], context.groups[number].cache
     made = cache.plan()
     assert made.ids is group.ids

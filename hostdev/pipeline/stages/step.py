@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from hostdev.device.forwarding import StepGradients
+from hostdev.pipeline.batch_ids import RowSubset
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.remote import exchange_late, send_gradients
 from hostdev.pipeline.results import Gradients, SentBatch, StepBatch, StepGroup, SteppedBatch
-from hostdev.pipeline.row_ids import RowSubset
 from hostdev.pipeline.rows import BatchRows, find_on_device, receive_rows
 from hostdev.pipeline.scheduling.in_flight import InFlight
 

@@ -1,10 +1,10 @@
 """Update: apply a batch's gradients to the tables on the host, and write back the rows that left the caches."""
 
 from hostdev.kernels.pool import Task, run_tasks, urgent
+from hostdev.pipeline.batch_ids import RowSubset
 from hostdev.pipeline.context import Context
 from hostdev.pipeline.remote import exchange_gradients, exchange_rest
 from hostdev.pipeline.results import SteppedBatch
-from hostdev.pipeline.row_ids import RowSubset
 from hostdev.pipeline.scheduling.in_flight import SharedRows
 
 
