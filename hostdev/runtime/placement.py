@@ -295,7 +295,7 @@ def make_cache(
     if counts is not None:
         counts = world.take_part(counts, lambda: table.ids(0, table.rows))  # type: ignore[union-attr]
     options: dict[str, Any] = {"counts": counts, "record": spec.record, "log": log}
-    return EmbeddingCache(group.tables, rows, spec.policy, device, spec.window, **options)  # type: ignore[arg-type]
+    return EmbeddingCache(group.tables, rows, spec.policy, device, spec.window, **options)
 
 
 def make_groups(

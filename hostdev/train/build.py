@@ -207,7 +207,7 @@ def _decay(model: Model, decay: float) -> None:
     tables = dict(model.tables)
     for name, spec in vector_tables(model).items():
         try:
-            optimizer: Any = replace(spec.optimizer, weight_decay=decay)  # type: ignore[type-var]
+            optimizer: Any = replace(spec.optimizer, weight_decay=decay)
         except TypeError as error:
             raise UserError(f"--table-weight-decay {decay}: {error}") from None
         if optimizer.lr * decay >= 1:
