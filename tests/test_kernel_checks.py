@@ -145,7 +145,7 @@ def kernels_in(path: Path) -> list[ast.FunctionDef]:
     """Return the functions of a file that numba compiles."""
     tree = ast.parse(path.read_text())
     typing = [each.names for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and each.module == "typing"]
-    compiled = {"kernel", "inline", "overload", "njit", "numba.njit"} - {
+    compiled = {"kernel", "inline", "inline_code", "overload", "njit", "numba.njit"} - {
         each.name for names in typing for each in names
     }
     found = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))

@@ -142,6 +142,6 @@ def test_a_file_system_without_direct_io_works(tmp_path, small, monkeypatch):
 
     monkeypatch.setattr(segments_module.os, "open", refuse)
     table = filled(tmp_path)
-    assert not table.storage.tier.store.direct
+    assert not table.storage.tier.store.segments.direct
     row = int(on_disk(table)[0])
     assert np.isfinite(table.lookup(np.array([row]))).all()
