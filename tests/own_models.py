@@ -6,7 +6,7 @@ from torch import nn
 
 from hostdev import SGD, Bag, Feature, LazyAdam, TableSpec
 from hostdev.core.pieces import Piece, run
-from hostdev.models.deepfm.network import DeepFM
+from hostdev.models.deepfm import DeepFM
 
 
 class ThreeTables(nn.Module):

@@ -25,14 +25,12 @@ from hostdev.distributed.averages import require_own_averages
 from hostdev.distributed.dense import DenseState
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.host.table import HostTable, ParameterServer
-from hostdev.models.losses import TargetLoss
-from hostdev.models.model import Model
+from hostdev.models.model import Model, TargetLoss
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature, TableSpec
 from hostdev.train.build import NOTHING_FROZEN, agree_on_capacity, freeze_columns
-from hostdev.train.micro_batches import MicroBatches
-from hostdev.train.network import DEEP, Network, Result, Setup, Table, WholeNetwork
+from hostdev.train.network import DEEP, MicroBatches, Network, Result, Setup, Table, WholeNetwork
 from hostdev.train.options import TrainConfig
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
 from hostdev.train.target_scores import Evaluation, TargetScores, collect_scores, evaluation_of

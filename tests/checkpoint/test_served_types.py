@@ -23,7 +23,7 @@ from hostdev.ext.predict import cli as predict
 from hostdev.ext.predict.rows import as_columns
 from hostdev.ext.training import cli as train
 from hostdev.kernels import forms as kernel
-from hostdev.models.deepfm.network import DeepFM
+from hostdev.models.deepfm import DeepFM
 
 OPTIONS = ["--batch-size", 50, "--emb-dim", 4, "--epochs", 1, "--device", "cpu", "--table-lr", 0.01]
 
@@ -195,7 +195,7 @@ def test_a_module_that_a_checkpoint_names_is_not_imported(copied, capsys):
     assert told in capsys.readouterr().err
     assert "this" not in sys.modules
     rows = {"u": [1], "flag": [True]}
-    for model in ("deepfm", DeepFM, "hostdev.models.deepfm.network:DeepFM"):
+    for model in ("deepfm", DeepFM, "hostdev.models.deepfm:DeepFM"):
         assert hostdev.Predictor(copied, model=model)(rows).shape == (1,)
     with pytest.raises(hostdev.UserError, match="is of a different model"):
         hostdev.Predictor(copied, model="wide_deep")

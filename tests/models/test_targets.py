@@ -7,7 +7,7 @@ import torch
 from hostdev.core.errors import UserError
 from hostdev.data.schema import Schema, Targets
 from hostdev.models import make, names
-from hostdev.models.losses import TargetLoss
+from hostdev.models.model import TargetLoss
 from hostdev.train.target_scores import Errors
 from tests.models.samples import SMALL, batch_of, schema_of
 from tests.models.twins import train_twin
