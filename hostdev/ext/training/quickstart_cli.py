@@ -63,5 +63,5 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     CommandConfig.from_flags(arguments)  # check the options before the work begins
     options = parse_options(arguments, threshold=THRESHOLD)
     with cli.importing(prog):
-        from hostdev.ext.training.quickstart import run
-    run(arguments, options, ROWS)
+        from hostdev.ext.training.command import quickstart
+    quickstart(arguments, options, ROWS)
