@@ -84,7 +84,7 @@ import itertools
 import numpy as np
 from hostdev.host.warm_up import warm_up_feature
 from hostdev.kernels.arrays import Strided
-from hostdev.kernels import bags, gather
+from hostdev.kernels import bags, lookup
 from hostdev.kernels.pool import set_host_threads
 
 kinds = list(itertools.product((1, 8), (False, True), (False, True), (False, True)))
@@ -104,7 +104,7 @@ for threads, mean, in_order in itertools.product((2, 4), (False, True), (False, 
         if pooled:
             bags.pool(rows, feature, out)
         elif weighted:
-            gather.gather_scaled(rows, feature.inverse, weights, out)
+            lookup.gather_scaled(rows, feature.inverse, weights, out)
         bags.Uses([feature], 50, in_order=in_order).sum([Strided(out)], rows)
 print(*sorted(map(str, compiled() - before)), sep="\\n")
 """

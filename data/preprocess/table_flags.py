@@ -359,11 +359,11 @@ def _pair(flag: str, text: str) -> tuple[str, str]:
 
 
 _MOST = 120  # characters of a column list in a message
-_SAME = "leave the flag out: --vocabulary takes the keep_columns from that data set"
+_SAME = "leave the flag out: --vocabulary takes the columns from that data set"
 
 
 def has_columns(arguments: argparse.Namespace) -> bool:
-    """Return whether the command's rows have named keep_columns: `table`, and the registered sources."""
+    """Return whether the command's rows have named columns: `table`, and the registered sources."""
     return arguments.command == "table" or getattr(arguments, "source", None) is not None
 
 
@@ -400,7 +400,7 @@ def keep_defaults(earlier: Earlier | None) -> dict[str, Any]:
 
 
 def keep_columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
-    """Return the arguments of `TableOptions` about keep_columns, with the earlier data set's values and order of names.
+    """Return the arguments of `TableOptions` about columns, with the earlier data set's values and order of names.
 
     `given` has the flags' values for some of these arguments, None or empty if the flag is not set. Raises UserError if
     a flag that is set differs from the earlier data set in more than the order of names.

@@ -21,11 +21,13 @@ from hostdev.core.errors import UserError
 from hostdev.core.initializers import from_text
 from hostdev.core.keys import INITIAL, SHARED
 from hostdev.core.optimizer_base import LAST
-from hostdev.core.table_dtypes import BF16, rounding_key
+from hostdev.core.rounding import rounding_key
+from hostdev.core.table_dtypes import BF16
 from hostdev.kernels.arrays import AnyIds, Keys, LongIds, Rows, identity
-from hostdev.kernels.bfloat16 import BFLOAT16, round_rows
+from hostdev.kernels.bfloat16 import round_rows
 from hostdev.kernels.counter import hashed, mix64
 from hostdev.kernels.jit import address_of, array_at, inline, kernel
+from hostdev.kernels.plane_formats import BFLOAT16
 from hostdev.kernels.pool import get_grain, parallel_for
 from hostdev.kernels.shards import get_positions
 

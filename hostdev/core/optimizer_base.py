@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from hostdev.kernels.arrays import Scalars
-from hostdev.kernels.catch_up import FEW_TERMS, MOST_TERMS
+from hostdev.kernels.clock import FEW_TERMS, MOST_TERMS
 
 LAST = "last"  # name of the per-row state that holds the table's step count at the row's last write
 SMALL = 2.0**-26  # a moment below this fraction of its value at the last write no longer moves a weight

@@ -18,22 +18,16 @@ from hostdev.core.history import History, make_history
 from hostdev.core.initializers import Given, Initializer, Normal, initializer
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.table_dtypes import (
-    BF16,
-    FP32,
-    initial_slots,
-    plane_formats,
-    require_slots_dtype,
-    require_table_dtype,
-    rounding_key,
-)
+from hostdev.core.rounding import initial_slots, plane_formats, rounding_key
+from hostdev.core.table_dtypes import BF16, FP32, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import Capabilities, ColumnCopies, Owned, initial_seed
 from hostdev.device.backend import free_bytes, require
 from hostdev.device.ops import get_ops
 from hostdev.device.ops.catch_up import Clocks, bring, pack, unpack
 from hostdev.kernels.arrays import Rows, identity
-from hostdev.kernels.bfloat16 import BFLOAT16, require_exact, round_rows, round_to_nearest
+from hostdev.kernels.bfloat16 import require_exact, round_rows, round_to_nearest
 from hostdev.kernels.norm import PART, partial_squares, total
+from hostdev.kernels.plane_formats import BFLOAT16
 
 
 class DeviceWriting(ColumnCopies):

@@ -17,7 +17,8 @@ from hostdev.core.history import make_history
 from hostdev.core.initializers import Initializer
 from hostdev.core.memory import require_memory
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.table_dtypes import plane_formats, require_slots_dtype, require_table_dtype
+from hostdev.core.rounding import plane_formats
+from hostdev.core.table_dtypes import require_slots_dtype, require_table_dtype
 from hostdev.core.tables import Capabilities, Owned
 from hostdev.host.layouts import ReadOnlyRows, current_columns, stored_columns
 from hostdev.host.storage import Storage

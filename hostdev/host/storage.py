@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from hostdev.core.initializers import Initializer
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.table_dtypes import FP32, TableStep, initial_slots
+from hostdev.core.rounding import initial_slots
+from hostdev.core.table_dtypes import FP32, TableStep
 from hostdev.kernels import catch_up
 from hostdev.kernels.apply import apply_occurrences, apply_tasks
 from hostdev.kernels.arrays import AnyIds, Positions, Rows, aligned_empty, interleave, reserved

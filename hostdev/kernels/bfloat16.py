@@ -28,6 +28,7 @@ from hostdev.kernels.arrays import AnyIds, Rows
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.eight_bits import round_plane, to_nearest
 from hostdev.kernels.jit import bare, inline_code, kernel
+from hostdev.kernels.plane_formats import BFLOAT16, EIGHT_BITS, FLOAT32, UNSIGNED_8
 from hostdev.kernels.pool import get_grain, parallel_for
 
 
@@ -92,15 +93,6 @@ def _overload_as_stored(to: Any, x: Any) -> Any:
         return uint16(0x7FC0) if x != x else uint16(rounded)
 
     return round_to_bfloat16
-
-
-FLOAT32, BFLOAT16, SIGNED_8, UNSIGNED_8 = range(4)
-EIGHT_BITS = (SIGNED_8, UNSIGNED_8)  # for slots of both signs, and for slots that are never negative
-
-
-def plane_bytes(dim: int) -> int:
-    """Return the size in bytes of an 8-bit slot of `dim` values: codes, padded to a multiple of 4, and the scale."""
-    return (dim + 3) // 4 * 4 + 4
 
 
 Bfloat16 = npt.NDArray[np.uint16]

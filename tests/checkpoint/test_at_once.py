@@ -14,7 +14,7 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.checkpoints import compact
 from hostdev.ext.predict import cli as predict
-from hostdev.ext.training import quickstart
+from hostdev.ext.training.command import quickstart
 from hostdev.train.rundir import RunDir
 from tests.checkpoint.runs import MIX, small
 

@@ -6,10 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.core.table_dtypes import rounding_key
+from hostdev.core.rounding import rounding_key
 from hostdev.device.ops import torch_operations
 from hostdev.kernels import bfloat16
-from hostdev.kernels.bfloat16 import BFLOAT16, FLOAT32
+from hostdev.kernels.bfloat16 import FLOAT32
+from hostdev.kernels.plane_formats import BFLOAT16
 from hostdev.kernels.pool import set_host_threads
 from tests import naive
 from tests.combinations import pairs_first

@@ -123,7 +123,7 @@ def test_copies_that_others_remove_are_fetched_again(root, tmp_path):
         for _ in range(5):
             assert labels(root, found) == expected
     except UserError as error:  # it was removed each time
-        assert "has no room for the shards that are in use" in str(error)
+        assert "has no room for the files that are in use" in str(error)
     finally:
         ends.set()
         thread.join()

@@ -50,7 +50,7 @@ class InputRange(NamedTuple):
 
 
 def plan(source: Source, number: int) -> list[InputRange] | None:
-    """Return the ranges of an input, or None if tasks must look_at at it first (`looks`)."""
+    """Return the ranges of an input, or None if tasks must look at it first (`looks`)."""
     if isinstance(source, Synthetic):
         return [InputRange(0, "chunk", chunk, CHUNK_ROWS) for chunk in range(-(-source.total // CHUNK_ROWS))]
     if isinstance(source, CriteoText):
@@ -76,7 +76,7 @@ def _windows(number: int, windows: int | None, size: int) -> list[InputRange]:
 
 
 def looks(source: Source, number: int) -> list[tuple[int, int, int]]:
-    """Return the arguments of the tasks `look_at` that an input needs: its number, and a range of windows."""
+    """Return the arguments of the tasks "look" that an input needs: its number, and a range of windows."""
     file = _file(source, number)
     if not isinstance(file, DelimitedFile):
         return [(number, 0, 0)]

@@ -99,16 +99,16 @@ class ClusterFirstPass:
         """Yield the ranges of all inputs; after an error, which ends the source there, nothing."""
         inputs = range(len(self._source.inputs) or 1)
         plans = [plan(self._source, number) for number in inputs]
-        looks = {
+        looked = {
             number: [Task(f"look-{number:06d}-{at[1]:06d}", "look", at) for at in looks(self._source, number)]
             for number in inputs
             if plans[number] is None
         }
-        results = self._runner.map(task for some in looks.values() for task in some)
+        results = self._runner.map(task for some in looked.values() for task in some)
         for number, planned in enumerate(plans):
             error = None
             if planned is None:
-                mine = [one for task in looks[number] for one in results[task.key]["looked"]]
+                mine = [one for task in looked[number] for one in results[task.key]["looked"]]
                 planned, error = divide(self._source, number, mine)
             yield from planned
             if error is not None:
