@@ -53,9 +53,6 @@ def compile_others():
             warm_up(id_dtype, (dtype, "fp32"))
     warm_up("int32", ("bf16", "bf16"))
     warm_up_keys()
-
-
-def compile_optimizers():
     for dtype in ("fp32", "bf16"):
         compile_updates((dtype, "fp32"), directly=True)
         compile_updates((dtype, "bf16"), directly=False)
@@ -69,9 +66,4 @@ def compile_every_row():
 
 
 if __name__ == "__main__":
-    {
-        "others": compile_others,
-        "8-bits": compile_eight_bits,
-        "optimizers": compile_optimizers,
-        "every-row": compile_every_row,
-    }[sys.argv[1]]()
+    {"8-bits": compile_eight_bits, "every-row": compile_every_row, "others": compile_others}[sys.argv[1]]()
