@@ -207,7 +207,7 @@ class Waiting:
         most = max(ids.size for ids in batches[0])
         self.device = Simulated(most, [DIM])
         for group in runtime.pipeline.groups:
-            if group.cache is not None:
+            if group.is_cached:
                 group.cache.slots = [FreeSlots(slots, most, self.device) for slots in group.cache.slots]
                 for embedding, slots in zip(group.embeddings, group.cache.slots, strict=True):
                     embedding.use_cache(slots)
