@@ -26,7 +26,8 @@ from hostdev.core.keys import KeyArrays, KeyColumns, decayed, join_columns
 from hostdev.core.optimizer_base import LAST, CatchUp
 from hostdev.core.optimizers import Adam
 from hostdev.kernels.arrays import Rows, reserved
-from hostdev.kernels.catch_up import Clock, bring_tasks
+from hostdev.kernels.catch_up import bring_tasks
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.pool import run_tasks
 

@@ -13,8 +13,8 @@ from hostdev.core.optimizer_base import SMALL, CatchUp, adam_rate, central_step,
 from hostdev.core.optimizers import SparseOptimizer, take_over_form
 from hostdev.kernels.arrays import AnyIds, Positions, Rows
 from hostdev.kernels.bfloat16 import round_to_nearest
-from hostdev.kernels.catch_up import Clock, bring_tasks, packed_planes, packed_width, record, write_recent
-from hostdev.kernels.clock import LEAST, MOST_TERMS
+from hostdev.kernels.catch_up import bring_tasks, packed_planes, packed_width, record, write_recent
+from hostdev.kernels.clock import LEAST, MOST_TERMS, Clock
 from hostdev.kernels.pool import Task, run_tasks
 
 Formats = tuple[int, ...]  # the storage format of each plane of a row

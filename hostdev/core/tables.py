@@ -14,7 +14,7 @@ from hostdev.core.history import History, NoHistory
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.rounding import get_rounding
 from hostdev.core.table_dtypes import TableStep
-from hostdev.kernels.catch_up import Clock
+from hostdev.kernels.clock import Clock
 
 
 class Capabilities(NamedTuple):

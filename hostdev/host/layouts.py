@@ -15,12 +15,12 @@ from hostdev.core.rounding import plane_formats, rounding_key
 from hostdev.host.storage import Shape, Storage, taken
 from hostdev.kernels import eight_bits, rounding
 from hostdev.kernels.arrays import AnyIds, Positions, Rows, identity
-from hostdev.kernels.bfloat16 import FLOAT32, UNSIGNED_8, require_exact, round_into, round_rows
+from hostdev.kernels.bfloat16 import require_exact, round_into, round_rows
 from hostdev.kernels.bits import copy_to_columns
 from hostdev.kernels.eight_bits import Codes, decode_rows
 from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
-from hostdev.kernels.plane_formats import BFLOAT16, plane_bytes
+from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, UNSIGNED_8, plane_bytes
 from hostdev.kernels.pool import Task
 from hostdev.kernels.rounding import SplitRows
 from hostdev.kernels.shards import get_inverse

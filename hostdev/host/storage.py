@@ -19,7 +19,7 @@ from hostdev.kernels import catch_up
 from hostdev.kernels.apply import apply_occurrences, apply_tasks
 from hostdev.kernels.arrays import AnyIds, Positions, Rows, aligned_empty, interleave, reserved
 from hostdev.kernels.bits import gather_rows
-from hostdev.kernels.catch_up import Clock
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.norm import partial_squares

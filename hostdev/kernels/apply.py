@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from hostdev.kernels.adagrad import LANES, adagrad, mean_square, momentum, row_wise_adagrad, sgd
 from hostdev.kernels.arrays import Rows, Strided, identity, scratch
-from hostdev.kernels.catch_up import Clock, decay, last_step, moved
-from hostdev.kernels.clock import MOST_TERMS
+from hostdev.kernels.catch_up import decay, last_step, moved
+from hostdev.kernels.clock import MOST_TERMS, Clock
 from hostdev.kernels.jit import bare, kernel, prefetch_update
 from hostdev.kernels.norm import clip_rows
 from hostdev.kernels.pool import Kernel, Task, get_grain, run_tasks, tasks_over

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from hostdev.core.rounding import rounding_key
 from hostdev.kernels import bfloat16, eight_bits, rounding
-from hostdev.kernels.bfloat16 import FLOAT32, UNSIGNED_8
-from hostdev.kernels.plane_formats import BFLOAT16, SIGNED_8, plane_bytes
+from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, SIGNED_8, UNSIGNED_8, plane_bytes
 from hostdev.kernels.pool import run_tasks, set_host_threads
 from tests import naive
 from tests.combinations import pairs_first

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hostdev.core.rounding import rounding_key
 from hostdev.device.ops import torch_operations
 from hostdev.kernels import bfloat16
-from hostdev.kernels.bfloat16 import FLOAT32
-from hostdev.kernels.plane_formats import BFLOAT16
+from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32
 from hostdev.kernels.pool import set_host_threads
 from tests import naive
 from tests.combinations import pairs_first

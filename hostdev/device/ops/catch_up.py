@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hostdev.kernels.catch_up import Clock, bring_tasks, packed_planes, unpack_tasks
+from hostdev.kernels.catch_up import bring_tasks, packed_planes, unpack_tasks
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.pool import run_tasks
 
 _ROUNDED = {"cuda", "xpu"}  # device types on which torch rounds square roots once

@@ -15,7 +15,7 @@ from hostdev.device.ops.uses import Expansion, FeatureUses
 from hostdev.kernels import bags, bfloat16, norm
 from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.arrays import Strided, identity
-from hostdev.kernels.catch_up import Clock
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.lookup import gather_scaled, lookup_tasks, store
 from hostdev.kernels.lookup import lookup as look_up
 from hostdev.kernels.pool import run_tasks

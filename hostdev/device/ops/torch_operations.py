@@ -16,9 +16,9 @@ from hostdev.device.ops.catch_up import Clocks, bring, square_root
 from hostdev.device.ops.uses import Expansion, FeatureUses, concatenate, expand, get_bag_sizes, get_bags
 from hostdev.kernels import eight_bits
 from hostdev.kernels.adagrad import LANES
-from hostdev.kernels.bfloat16 import FLOAT32, UNSIGNED_8, WEYL
-from hostdev.kernels.catch_up import Clock
-from hostdev.kernels.plane_formats import BFLOAT16
+from hostdev.kernels.bfloat16 import WEYL
+from hostdev.kernels.clock import Clock
+from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, UNSIGNED_8
 
 _LOW32 = 0xFFFFFFFF
 

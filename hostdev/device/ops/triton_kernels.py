@@ -10,7 +10,7 @@ from hostdev.device.ops import torch_operations
 from hostdev.device.ops.catch_up import Clocks
 from hostdev.device.ops.uses import Expansion, FeatureUses, concatenate, expand, get_bag_sizes, get_bags
 from hostdev.device.triton import ops as fused
-from hostdev.kernels.catch_up import Clock
+from hostdev.kernels.clock import Clock
 
 lookup = fused.lookup
 assemble = fused.assemble

@@ -19,7 +19,7 @@ from hostdev.host.disk.tier import Tier
 from hostdev.host.layouts import Float32, Split, make_layout
 from hostdev.host.storage import Shape, Storage
 from hostdev.kernels.arrays import AnyIds, Positions, Rows, identity
-from hostdev.kernels.catch_up import Clock
+from hostdev.kernels.clock import Clock
 from hostdev.kernels.norm import PART
 from hostdev.kernels.pool import Task, run_tasks
 
