@@ -91,6 +91,12 @@ def _parse_numbers(match: re.Match[str]) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
+def numbers_of(name: str) -> tuple[int, int]:
+    """Return the step in a checkpoint's name, and the checkpoint's number within that step; zeros for another name."""
+    match = _NAME.fullmatch(name)
+    return (0, 0) if match is None else _parse_numbers(match)
+
+
 def is_name(name: str) -> bool:
     """Return whether this may be the name of a checkpoint's folder."""
     return _NAME.fullmatch(name) is not None

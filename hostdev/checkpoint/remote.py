@@ -329,10 +329,17 @@ def newest(path: Path) -> Found:
 
     If it rejects all, raise its error for the newest.
     """
-    broken: dict[str, BrokenCheckpointError] = {}  # by message: several checkpoints may share a broken parent
+    broken: dict[str, tuple[Path, BrokenCheckpointError]] = {}  # by message: several may share a broken parent
     for each in candidates(path):
         try:
-            return Found(read_chain(each), list(broken))
+            chain = read_chain(each)
         except BrokenCheckpointError as error:
-            broken.setdefault(str(error), error)
-    raise next(iter(broken.values()))
+            broken.setdefault(str(error), (each, error))
+            continue
+        return Found(chain, [line for line, (other, _) in broken.items() if not _is_removed(other, each)])
+    raise next(iter(broken.values()))[1]
+
+
+def _is_removed(path: Path, found: Path) -> bool:
+    """Return whether a checkpoint is about to be gone: its manifest is, and its step is before that of another one."""
+    return not (path / FILE_NAME).exists() and folder.numbers_of(path.name) < folder.numbers_of(found.name)

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from hostdev import LazyAdam, RowWiseAdagrad, UserError
-from hostdev.checkpoint import folder, loading, manifest, ranges
+from hostdev.checkpoint import folder, loading, manifest, ranges, remote
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import HashedFile
@@ -375,6 +375,20 @@ def test_the_newest_is_the_one_written_last(tmp_path):
         other.save(path, keep=2)
         again.load(path)
         assert get_dense_state(again) == get_dense_state(other)
+
+
+def test_one_that_is_being_removed_is_no_damage(tmp_path):
+    """Its manifest goes first. A folder without one after the newest may be a save that was lost, and is told."""
+    path, runtime = tmp_path / "c", runtime_of()
+    runtime.pipeline.steps = 300
+    runtime.save(path)
+    (path / "step-0000000100").mkdir()
+    assert folder.names_in(path)[-1] == "step-0000000100"  # it has no number
+    found = remote.newest(path)
+    assert (found.chain[-1].path.name, found.broken) == ("step-0000000300", [])
+    (path / "step-0000000400").mkdir()
+    [line] = remote.newest(path).broken
+    assert "step-0000000400 is not a complete checkpoint" in line
 
 
 def test_another_checkpoint_of_the_same_name_is_no_parent(tmp_path):
