@@ -14,7 +14,7 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.ext.checkpoints import cli as checkpoint
 from hostdev.ext.checkpoints import compact
 from hostdev.ext.predict import cli as predict
-from hostdev.ext.training.command import quickstart
+from hostdev.ext.training import command as training
 from hostdev.train.rundir import RunDir
 from tests.checkpoint.runs import MIX, small
 
@@ -149,7 +149,7 @@ def test_two_quickstarts_make_one_data_set(tmp_path):
                 write_text(Synthetic(2000, 1), text, wait=True)
             except UserError:
                 assert text.exists()
-            found.append(quickstart.prepare(text, tmp_path, Options(threshold=2)))
+            found.append(training.prepare(text, tmp_path, Options(threshold=2)))
         except BaseException as error:
             failed.append(error)
 
