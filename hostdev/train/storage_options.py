@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hostdev.cache.options import AUTO, MOST_WINDOW, POLICIES, WINDOW, rows_of
 from hostdev.core.addresses import local_path
@@ -28,6 +28,19 @@ def parse_capacity(capacity: str | None) -> int | str | None:
     if int(capacity) < 1:
         raise OptionError("capacity", f" must be at least 1 key, not {capacity}")
     return int(capacity)
+
+
+def _own_rule(effect: str, kind: str, *, instead_of: str) -> Any:
+    """Return the field of an option that names a rule of one's own."""
+    return option(
+        f"your rule for which keys {effect}, as package.module:NAME: an object of hostdev.{kind}, or a class of it",
+        str,
+        metavar="RULE",
+        needs={_DYNAMIC: ""},
+        excludes={instead_of: ""},
+        is_flag=False,
+        is_fixed=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,24 +82,8 @@ class KeyOptions(OptionGroup):
     evict_unused: int | None = count(
         "remove keys that N steps have not used (default: never)", unit="step", needs={_DYNAMIC: ""}, is_fixed=True
     )
-    admission: str | None = option(
-        "your rule for which keys get a row, as package.module:NAME: an object of hostdev.Admission, or a class of it",
-        str,
-        metavar="RULE",
-        needs={_DYNAMIC: ""},
-        excludes={"admit_count": ""},
-        is_flag=False,
-        is_fixed=True,
-    )
-    eviction: str | None = option(
-        "your rule for which keys lose their row, as package.module:NAME: an object of hostdev.Eviction, or a class",
-        str,
-        metavar="RULE",
-        needs={_DYNAMIC: ""},
-        excludes={"evict_unused": ""},
-        is_flag=False,
-        is_fixed=True,
-    )
+    admission: str | None = _own_rule("get a row", "Admission", instead_of="admit_count")
+    eviction: str | None = _own_rule("lose their row", "Eviction", instead_of="evict_unused")
 
 
 @dataclass(frozen=True, kw_only=True)
