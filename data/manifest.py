@@ -38,6 +38,13 @@ SCALING_STATISTICS = (*_SCALES, CLIP)
 STATISTICS_OF = {"max": _SCALES[:1], "log": _SCALES[:1], "standard": _SCALES[1:]}
 BY_COLUMN = "by column"  # numeric columns have different scalings, given by options.scaling
 _ALL = {**STATISTICS_OF, BY_COLUMN: SCALING_STATISTICS}
+UNKNOWN, APART, SQUEEZED = "out_of_vocabulary_by_column", "apart", "squeezed"  # statistics in the manifest
+PADDED = "padded"  # statistic: for each bag, a likely padding value and its share of the bag's training values
+_MOST_UNKNOWN = 0.5  # warn if the share of unknown values in test rows exceeds this and twice that in training rows
+FORMAT = "hostdev-shards"
+VERSION = 2
+SPLITS = ("train", "test", "validation")
+REJECTED_FILE = "rejected.tsv"
 
 
 def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
@@ -97,11 +104,6 @@ def check_learned(
             raise ValueError(f"an invalid value of {what}")
 
 
-UNKNOWN, APART, SQUEEZED = "out_of_vocabulary_by_column", "apart", "squeezed"  # statistics in the manifest
-PADDED = "padded"  # statistic: for each bag, a likely padding value and its share of the bag's training values
-_MOST_UNKNOWN = 0.5  # warn if the share of unknown values in test rows exceeds this and twice that in training rows
-
-
 def warn_of_unknown(statistics: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning for each column with too many out-of-vocabulary values in training or test rows."""
     shares = statistics.get(UNKNOWN, {})
@@ -130,12 +132,6 @@ def format_warnings(statistics: Mapping[str, Any]) -> Iterator[str]:
             f"{name}: {share:.1%} of its values are {value!r}; if this value is only padding, give "
             f"--padding {name}={value}"
         )
-
-
-FORMAT = "hostdev-shards"
-VERSION = 2
-SPLITS = ("train", "test", "validation")
-REJECTED_FILE = "rejected.tsv"
 
 
 def shard_schema(schema: Schema, id_type: str) -> pa.Schema:

@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from hostdev.core.json_files import parse
 
+KINDS = ("id", "bag")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
@@ -77,9 +79,6 @@ def find_wrong(
         if len(wrong):
             return targets.weight, "not a finite weight of at least 0", wrong, weight
     return None
-
-
-KINDS = ("id", "bag")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.shard_files import ShardFiles
 from hostdev.kernels.counter import key64, permutation
 
+_THREADS = 2
+_AHEAD = 2  # open whole windows in advance until they have at least this many shards
+
 
 @dataclass(frozen=True)
 class Window:
@@ -62,10 +65,6 @@ def windows_of(rows: Sequence[int], seed: int | None, epoch: int, width: int) ->
         Window(numbers, sum(rows[number] for number in numbers), key64(seed, "window order", epoch, place))
         for place, numbers in enumerate(mixed)
     ]
-
-
-_THREADS = 2
-_AHEAD = 2  # open whole windows in advance until they have at least this many shards
 
 
 class ShardReader:

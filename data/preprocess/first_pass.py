@@ -30,6 +30,8 @@ MAX_REJECTED = 0.01
 _MISSING = re.compile(r"column '(.+)': the value is missing")
 _TEXT = ("columns", "delimiter", "skipped_lines")  # options that a query would need in another form
 _SOME, _MOST = 10_000, 0.5  # stop early if more than _MOST of at least _SOME rows are malformed
+_CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
+Written = tuple[dict[str, Any], Survey | None]
 
 
 class RowCounts:
@@ -135,11 +137,6 @@ def _remedy(first: Rejected) -> str:
 
 def _sql_text(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-_CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
-
-Written = tuple[dict[str, Any], Survey | None]
 
 
 class FirstPass:

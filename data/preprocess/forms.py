@@ -20,6 +20,8 @@ from hostdev.kernels import forms as kernel
 from hostdev.kernels.forms import classify_texts
 
 _ZONES = ("", "Z", "+00:00", "+0000", "+00", "+01:00", "+0100", "+01")
+_SECONDS = 19  # characters of a date and a time to the second
+_NANOSECONDS = 9  # digits
 
 
 def _examples() -> dict[int, str]:
@@ -167,10 +169,6 @@ def find_forms(texts: pa.Array) -> frozenset[int]:
 def each_form(texts: pa.Array) -> npt.NDArray[np.uint16]:
     """Return the form of each text [N], uint16."""
     return classify_texts(*arrow.get_buffers(texts))
-
-
-_SECONDS = 19  # characters of a date and a time to the second
-_NANOSECONDS = 9  # digits
 
 
 def timestamps_from_text(texts: pa.StringArray, *, zoned: bool) -> pa.Array:

@@ -19,6 +19,14 @@ from hostdev.data.schema import Column, Schema
 _MOST_NAME = 24  # characters of a column's name
 _NO_FIGURE = "-"
 _Group = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, cells [head][line]
+_COLORS = {"train": "C0", "test": "C1", "validation": "C4"}
+_SHOWN = ("train", "test")  # splits that are drawn as bars
+_NAMED = 6  # curves with a color and a name
+_SIDE_BY_SIDE = 30  # columns that fit a half-width panel
+_MOST_NAMES = 120  # names on an axis
+_MOST_LETTERS = 18  # letters of a name
+_LETTERS = 90  # letters in a line under a half-width panel
+_DEVIATIONS = 2  # half-width of the 95% interval of a part's mean, in standard deviations
 
 
 def format_lines(info: Information) -> Iterator[str]:
@@ -132,16 +140,6 @@ def _label(column: Column) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else _NO_FIGURE
-
-
-_COLORS = {"train": "C0", "test": "C1", "validation": "C4"}
-_SHOWN = ("train", "test")  # splits that are drawn as bars
-_NAMED = 6  # curves with a color and a name
-_SIDE_BY_SIDE = 30  # columns that fit a half-width panel
-_MOST_NAMES = 120  # names on an axis
-_MOST_LETTERS = 18  # letters of a name
-_LETTERS = 90  # letters in a line under a half-width panel
-_DEVIATIONS = 2  # half-width of the 95% interval of a part's mean, in standard deviations
 
 
 def draw(info: Information, out: Path) -> None:

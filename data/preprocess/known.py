@@ -29,6 +29,9 @@ from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.kernels.arrays import Lengths, LongIds
 from hostdev.kernels.strings import TextMap, hash_texts
 
+_PLAIN_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}", re.ASCII)
+_NONE = type(None)
+
 
 class ValueIds:
     """Map from values to ids.
@@ -117,10 +120,6 @@ def written_by_space(data: Manifest, inferred: Mapping[str, Written]) -> dict[st
         before = found.get(column.space)
         found[column.space] = written if before is None else before.merge(written)
     return found
-
-
-_PLAIN_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}", re.ASCII)
-_NONE = type(None)
 
 
 class PlainColumn(NamedTuple):

@@ -21,6 +21,8 @@ from hostdev.data.preprocess.reading import ReadSettings, readable
 from hostdev.kernels.arrays import Mask, Numbers, Values
 
 MOST = 1 << 16  # numbers in a vector
+_LARGEST = float(np.finfo(np.float32).max)
+Get = Callable[[str], pa.Array]
 
 
 class Vector(NamedTuple):
@@ -191,11 +193,6 @@ def _lists(column: pa.Array, reading: ReadSettings) -> tuple[pa.Array, Mask]:
     if reading.separator is None:
         return pc.split_pattern_regex(pc.replace_substring_regex(texts, r"\s*,\s*", " "), r"\s+"), no_text
     return pc.split_pattern(texts, reading.separator), no_text
-
-
-_LARGEST = float(np.finfo(np.float32).max)
-
-Get = Callable[[str], pa.Array]
 
 
 class WeightedValues(NamedTuple):

@@ -17,6 +17,12 @@ from hostdev.core.keys import RAW, is_raw
 from hostdev.data import folder
 
 FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "validation_fraction", "rows_per_shard")
+MODES = ("max", "log", "standard")  # of scaling
+TASKS = ("binary", "regression")
+_LOCAL = re.compile(r"local:([0-9]+)")
+_ADDRESS = re.compile(r"(tcp|tls)://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
+MOST_LOCAL = 1024  # workers of --scheduler local:N
+THRESHOLD = 1  # values seen once carry no information; they train the out-of-vocabulary id instead
 
 
 def ids_in_words(ids: int) -> str:
@@ -131,14 +137,6 @@ def parse_options(arguments: argparse.Namespace, **defaults: object) -> Options:
     if arguments.seed is not None:
         given["seed"] = arguments.seed
     return Options(**{**defaults, **given})
-
-
-MODES = ("max", "log", "standard")  # of scaling
-TASKS = ("binary", "regression")
-_LOCAL = re.compile(r"local:([0-9]+)")
-_ADDRESS = re.compile(r"(tcp|tls)://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
-MOST_LOCAL = 1024  # workers of --scheduler local:N
-THRESHOLD = 1  # values seen once carry no information; they train the out-of-vocabulary id instead
 
 
 def add_table(to: cli.Parser) -> None:

@@ -18,6 +18,9 @@ from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.stores import About, Store
 
+_FIRST, _MOST = 1 << 16, 1 << 23  # bytes of the first request of a stream, and of later ones
+_AHEAD = 2  # requests
+
 
 def is_file(path: Path) -> bool:
     """Return whether there is a file."""
@@ -73,10 +76,6 @@ def identities(paths: list[Path]) -> Iterator[tuple[Path, Any]]:
         elif path.exists():
             found = path.stat()
             yield path, (found.st_dev, found.st_ino)
-
-
-_FIRST, _MOST = 1 << 16, 1 << 23  # bytes of the first request of a stream, and of later ones
-_AHEAD = 2  # requests
 
 
 @lru_cache(maxsize=64)

@@ -16,6 +16,7 @@ from hostdev.data.preprocess.scaling import ColumnScaling
 from hostdev.data.schema import SINGLE_LABEL, Column, Targets
 
 _AT_ONCE = 4096  # lines held as objects at a time
+Bags = tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]], ...]
 
 
 class Rejected(NamedTuple):
@@ -90,9 +91,6 @@ def read_rejected(columns: dict[str, pa.Array]) -> Iterator[Rejected]:
         some = (columns[name].slice(start, _AT_ONCE).to_pylist() for name in Rejected._fields[1:])
         for line in zip(*some, strict=True):
             yield Rejected(file, *line)
-
-
-Bags = tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]], ...]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from hostdev.kernels.strings import hash_texts
 ENDS = ("first", "last")
 DECIMALS = (".", ",")
 _QUOTED = "^(?s:'[^']*'|\"[^\"]*\"|[^'\"]*)$"  # one value of a list, quoted or not
+GetColumn = Callable[[str], pa.Array]  # from a column's name to the column [n]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,9 +289,6 @@ def all_readings(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
         trimmed = bool(options.get("trimmed", False))
         found[name] = own.get(name, ReadSettings()).within(missing, decimal, separator, trimmed=trimmed)
     return found
-
-
-GetColumn = Callable[[str], pa.Array]  # from a column's name to the column [n]
 
 
 class Labels:

@@ -26,6 +26,77 @@ ROWS = 100_000  # maximum number of rows to examine
 _MARKS = ("?", r"\N", "-", "unknown", "Unknown", "UNKNOWN", "missing", "none", "<NA>", "(null)")
 _RARE = 0.01  # one of _MARKS is a missing-value marker if at least this share of the rows has it
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_LABELS = re.compile(
+    r"((is|was|has)_)?(label|click(ed|s)?|clk|target|y|conver(sion|t|ted)|purchased?|buy|bought|liked?|churn(ed)?)"
+)
+_RATINGS = re.compile(r"((book|film|item|movie|product|review|song|user)_)?(ratings?|stars?|score)|overall")
+_OUTCOMES = {
+    *("label", "target", "click", "clicks", "clicked", "clk", "nonclk", "convert", "converted", "conversion"),
+    *("purchase", "purchased", "buy", "bought", "order", "ordered", "reordered", "install", "installed", "like"),
+    *("liked", "share", "shared", "follow", "followed", "comment", "commented", "cart", "fav", "favorite", "favourite"),
+    *("churn", "churned", "subscribed", "signup", "registered", "watched", "finished", "completed", "skipped", "cvr"),
+}
+_BEFORE = {"last", "prior", "previous", "prev", "past", "ever", "before", "history", "old"}
+_POSITIVE = {"1", "1.0", "true", "t", "yes", "y", "positive", "pos", "click", "clicked", "buy", "bought", "converted"}
+_NEGATIVE = ("0", "0.0", "false", "no", "n", "f", "-1", "")
+_BINARY = ({"0", "1", "0.0", "1.0", "true", "false"}, {"yes", "no"}, {"y", "n"}, {"t", "f"}, {"-1", "1"}, {"-1", "+1"})
+_WEIGHTS = re.compile(
+    r"((sample|row|instance|example|case|importance|loss|train|training|ips|inverse_propensity)_weights?|ips|fnlwgt"
+    r"|weight_?column)"
+)
+_MAYBE_WEIGHTS = re.compile(
+    r"w|((sampling|class|pos|neg|positive|negative|label|user|event|click|inverse)_)?(weights?|wgt|importance)"
+    r"|(.*_)?(propensity|propensity_score|ips_score)"
+)
+_IDS = re.compile(
+    r"(.*[^a-z])?(id|code|no|nr|number|zip|postcode|sku|isbn|asin|category|type|class)(_?\d+)?|C_?\d+"
+    r"|(user|item|movie|film|ad|product|session|device|customer|client|article|site|app|book|song|query|shop)_?id"
+    r"|([acgipsuv]|gu|uu)id",
+    re.I,
+)
+_CHANCE = 1e-4  # a value beside which all labels are equal is suspicious if chance makes it so more rarely than this
+_LEAST = 20  # rows with either label, for a number to be found to separate them
+_YEAR, _MONTH, _DAY = r"(?:19|20|21)\d\d", r"(?:0?[1-9]|1[0-2])", r"(?:0?[1-9]|[12]\d|3[01])"
+_MONTH_NAME = r"(?i:jan|feb|mar|mär|apr|may|mai|jun|jul|aug|sep|okt|oct|nov|dec|dez)[a-zäé]*\.?"
+_WEEKDAY = r"(?:(?i:mon|tue|wed|thu|fri|sat|sun)[a-z]*,? )?"
+_DATE = "|".join([
+    rf"{_YEAR}[-/.]{_MONTH}[-/.]{_DAY}",
+    rf"{_YEAR}-(?:0[1-9]|1[0-2]|W\d\d(?:-\d)?)",
+    rf"{_YEAR}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])",
+    rf"\d{{1,2}}([-/]|\. ?)\d{{1,2}}([-/]|\. ?){_YEAR}",
+    r"\d\d[-/.]\d\d[-/.]\d\d|\d{1,2}/\d{1,2}/\d\d",
+    rf"{_DAY}[-/. ]{{1,2}}{_MONTH_NAME}[-/, ]{{1,2}}(?:{_YEAR}|\d\d)",
+    rf"{_MONTH_NAME} {_DAY}(?:st|nd|rd|th)?,? {_YEAR}",
+])  # fmt: skip
+_CLOCK = r"(?:[01]?\d|2[0-4]):?[0-5]\d(?::?[0-6]\d(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\.?)?"
+_COLONS = r"(?:[01]?\d|2[0-4]):[0-5]\d(?::[0-6]\d(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\.?)?"
+_ZONE = r"(?: ?(?:Z|UTC|GMT|[A-Z]{3,4}|[-+]\d\d(?::?\d\d)?))?(?: ?\[[A-Za-z_/]+\])?(?: \([A-Z]+\))?"
+_TIME_TEXT = (
+    rf"{_WEEKDAY}(?:{_DATE})(?:(?:[T:_]| at |,? +){_CLOCK}{_ZONE})?"
+    rf"|(?:T?{_COLONS}{_ZONE})"
+    rf"|{_WEEKDAY}{_MONTH_NAME} {{1,2}}{_DAY} {_COLONS}(?: [A-Z]{{3,4}})? {_YEAR}"
+)
+_TIME_WORDS = {*("time", "timestamp", "stamp", "date", "datetime", "day", "ts", "dt", "epoch", "unixtime", "when")}
+_AT = {"created", "updated", "clicked", "seen", "shown", "viewed", "event", "modified", "posted", "visited", "logged"}
+_PERIOD = re.compile(r"(.*_)?(hour|minute|month|weekday|dow|quarter|day_of_(the_)?(week|month|year)|of_day)")
+_UNITS = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
+_EPOCH = (1e9, 2.1e9)  # seconds from 1970: 2001 to 2036
+_FEW_ROWS = 100  # up to this many rows may have ids that increase with every row
+_POSITIONS = {
+    "",
+    "index",
+    "idx",
+    "row",
+    "rowid",
+    "row_id",
+    "rownum",
+    "row_number",
+    "unnamed_0",
+    "n",
+    "no",
+    "nr",
+    "line",
+}
 
 
 @dataclass
@@ -120,80 +191,6 @@ def _column(name: str, found: pa.DataType, values: pa.ChunkedArray) -> SampledCo
 
 def _missing(marks: list[str]) -> pa.Array:
     return pa.array([*MISSING_NUMBERS, *marks])
-
-
-_LABELS = re.compile(
-    r"((is|was|has)_)?(label|click(ed|s)?|clk|target|y|conver(sion|t|ted)|purchased?|buy|bought|liked?|churn(ed)?)"
-)
-_RATINGS = re.compile(r"((book|film|item|movie|product|review|song|user)_)?(ratings?|stars?|score)|overall")
-_OUTCOMES = {
-    *("label", "target", "click", "clicks", "clicked", "clk", "nonclk", "convert", "converted", "conversion"),
-    *("purchase", "purchased", "buy", "bought", "order", "ordered", "reordered", "install", "installed", "like"),
-    *("liked", "share", "shared", "follow", "followed", "comment", "commented", "cart", "fav", "favorite", "favourite"),
-    *("churn", "churned", "subscribed", "signup", "registered", "watched", "finished", "completed", "skipped", "cvr"),
-}
-_BEFORE = {"last", "prior", "previous", "prev", "past", "ever", "before", "history", "old"}
-_POSITIVE = {"1", "1.0", "true", "t", "yes", "y", "positive", "pos", "click", "clicked", "buy", "bought", "converted"}
-_NEGATIVE = ("0", "0.0", "false", "no", "n", "f", "-1", "")
-_BINARY = ({"0", "1", "0.0", "1.0", "true", "false"}, {"yes", "no"}, {"y", "n"}, {"t", "f"}, {"-1", "1"}, {"-1", "+1"})
-_WEIGHTS = re.compile(
-    r"((sample|row|instance|example|case|importance|loss|train|training|ips|inverse_propensity)_weights?|ips|fnlwgt"
-    r"|weight_?column)"
-)
-_MAYBE_WEIGHTS = re.compile(
-    r"w|((sampling|class|pos|neg|positive|negative|label|user|event|click|inverse)_)?(weights?|wgt|importance)"
-    r"|(.*_)?(propensity|propensity_score|ips_score)"
-)
-_IDS = re.compile(
-    r"(.*[^a-z])?(id|code|no|nr|number|zip|postcode|sku|isbn|asin|category|type|class)(_?\d+)?|C_?\d+"
-    r"|(user|item|movie|film|ad|product|session|device|customer|client|article|site|app|book|song|query|shop)_?id"
-    r"|([acgipsuv]|gu|uu)id",
-    re.I,
-)
-_CHANCE = 1e-4  # a value beside which all labels are equal is suspicious if chance makes it so more rarely than this
-_LEAST = 20  # rows with either label, for a number to be found to separate them
-
-_YEAR, _MONTH, _DAY = r"(?:19|20|21)\d\d", r"(?:0?[1-9]|1[0-2])", r"(?:0?[1-9]|[12]\d|3[01])"
-_MONTH_NAME = r"(?i:jan|feb|mar|mär|apr|may|mai|jun|jul|aug|sep|okt|oct|nov|dec|dez)[a-zäé]*\.?"
-_WEEKDAY = r"(?:(?i:mon|tue|wed|thu|fri|sat|sun)[a-z]*,? )?"
-_DATE = "|".join([
-    rf"{_YEAR}[-/.]{_MONTH}[-/.]{_DAY}",
-    rf"{_YEAR}-(?:0[1-9]|1[0-2]|W\d\d(?:-\d)?)",
-    rf"{_YEAR}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])",
-    rf"\d{{1,2}}([-/]|\. ?)\d{{1,2}}([-/]|\. ?){_YEAR}",
-    r"\d\d[-/.]\d\d[-/.]\d\d|\d{1,2}/\d{1,2}/\d\d",
-    rf"{_DAY}[-/. ]{{1,2}}{_MONTH_NAME}[-/, ]{{1,2}}(?:{_YEAR}|\d\d)",
-    rf"{_MONTH_NAME} {_DAY}(?:st|nd|rd|th)?,? {_YEAR}",
-])  # fmt: skip
-_CLOCK = r"(?:[01]?\d|2[0-4]):?[0-5]\d(?::?[0-6]\d(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\.?)?"
-_COLONS = r"(?:[01]?\d|2[0-4]):[0-5]\d(?::[0-6]\d(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\.?)?"
-_ZONE = r"(?: ?(?:Z|UTC|GMT|[A-Z]{3,4}|[-+]\d\d(?::?\d\d)?))?(?: ?\[[A-Za-z_/]+\])?(?: \([A-Z]+\))?"
-_TIME_TEXT = (
-    rf"{_WEEKDAY}(?:{_DATE})(?:(?:[T:_]| at |,? +){_CLOCK}{_ZONE})?"
-    rf"|(?:T?{_COLONS}{_ZONE})"
-    rf"|{_WEEKDAY}{_MONTH_NAME} {{1,2}}{_DAY} {_COLONS}(?: [A-Z]{{3,4}})? {_YEAR}"
-)
-_TIME_WORDS = {*("time", "timestamp", "stamp", "date", "datetime", "day", "ts", "dt", "epoch", "unixtime", "when")}
-_AT = {"created", "updated", "clicked", "seen", "shown", "viewed", "event", "modified", "posted", "visited", "logged"}
-_PERIOD = re.compile(r"(.*_)?(hour|minute|month|weekday|dow|quarter|day_of_(the_)?(week|month|year)|of_day)")
-_UNITS = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
-_EPOCH = (1e9, 2.1e9)  # seconds from 1970: 2001 to 2036
-_FEW_ROWS = 100  # up to this many rows may have ids that increase with every row
-_POSITIONS = {
-    "",
-    "index",
-    "idx",
-    "row",
-    "rowid",
-    "row_id",
-    "rownum",
-    "row_number",
-    "unnamed_0",
-    "n",
-    "no",
-    "nr",
-    "line",
-}
 
 
 class Label(NamedTuple):

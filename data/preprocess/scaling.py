@@ -15,6 +15,7 @@ from hostdev.kernels.arrays import Numbers
 
 LARGEST = 3e38  # about the largest_of_mode float32
 BLOCK = 4096  # rows summed at once
+_DIGIT = 16  # bits of a key that each selection pass resolves
 
 
 class Scaling(Protocol):
@@ -219,9 +220,6 @@ def _rounded(scaled: Numbers, names: tuple[str, ...]) -> npt.NDArray[np.float32]
             "cannot hold; leave such rows out, or use --dense log"
         )
     return rounded
-
-
-_DIGIT = 16  # bits of a key that each selection pass resolves
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,8 @@ from hostdev.kernels.columns import place_column
 _SOME = 20  # `find_apart` and `find_squeezed` ignore columns with fewer values
 MOST_VALUES = 2**31 - 1  # per bag in a record batch: offsets are int32
 _NEARLY_ALL = 0.999  # share of a column's numbers
+_OVERHEAD = 16 << 20  # bytes per thread, besides rows
+_NUMBER_BYTES = 24  # per number of a piece during scaling: three float64 copies
 
 
 def get_numbers(piece: PieceFile, columns: int) -> Numbers:
@@ -316,10 +318,6 @@ class Shards:
             for split in self.found
         }
         return {"out_of_vocabulary": whole, **({} if self._hashed else {UNKNOWN: by_column}), **self._told}
-
-
-_OVERHEAD = 16 << 20  # bytes per thread, besides rows
-_NUMBER_BYTES = 24  # per number of a piece during scaling: three float64 copies
 
 
 class ShardMemory:

@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 MOST_ROWS = 1 << 16  # maximum number of rows in a part
 REMEDY = "preprocess the data again, or copy it again from an intact source"
+_MOST_IDS = 1 << 20  # per chunk
+Counted = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # distinct ids, and how often each occurs
 
 
 class DamagedError(UserError):
@@ -163,9 +165,6 @@ def wrong_values(part: StoredRows, schema: Schema) -> list[Wrong]:
         first = f"row {part.start + row}, column {schema.dense[number]!r}: {part.dense[row, number]}"
         found.append(Wrong("number", "not finite", int((~finite).sum()), first))
     return found
-
-
-_MOST_IDS = 1 << 20  # per chunk
 
 
 class StoredVocabulary:
@@ -309,9 +308,6 @@ def _pieces(values: pa.ChunkedArray) -> Iterator[pa.StringArray]:
 
 def _hashes(texts: pa.StringArray) -> npt.NDArray[np.uint64]:
     return hash_texts(*arrow.get_buffers(texts))
-
-
-Counted = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # distinct ids, and how often each occurs
 
 
 def count_bytes(uses: int) -> int:

@@ -53,6 +53,9 @@ SPREAD = 1.3
 BIAS = -0.2
 VALUE_EFFECT = 0.28
 SLOPES = np.array([0.25, 0.05, 0.05, -0.1, -0.2, -0.15, 0.25, 0.05, 0.05, 0.15, 0.15, 0.05, -0.1])
+LOOKALIKE_ROWS = 60_000
+_SEED = 2020
+_OPTIONS = Options(threshold=5, dense="log", seed=_SEED)
 
 
 class Synthetic(FileSource):
@@ -163,11 +166,6 @@ def _text_table(rows: RawRows) -> pa.Table:
         columns.append(pc.fill_null(pa.array(integers[:, i], mask=missing[:, i]).cast(pa.string()), ""))
     columns += [hex_text(rows.keys[:, i]) for i in range(CATEGORICAL)]
     return pa.table(columns, names=COLUMNS)
-
-
-LOOKALIKE_ROWS = 60_000
-_SEED = 2020
-_OPTIONS = Options(threshold=5, dense="log", seed=_SEED)
 
 
 def find_lookalike() -> Path | None:

@@ -45,6 +45,19 @@ _KINDS: dict[str, dict[str, type]] = {
     "bag": {**_IDS, "separator": str, "length": int, "end": str, "weights": str, "weights_column": str},
 }
 _TYPES = {str: "a quoted string", int: "an integer", list: 'a list, such as ["NA", "?"]', dict: "a table"}
+_ESCAPES = {"\\t": "\t", "tab": "\t"}
+_ROLES = (
+    "numeric",
+    "vector",
+    "categorical",
+    "bag",
+    "share",
+    "padding",
+    "last",
+    "bag_weights",
+)  # flags that a features file replaces
+_MOST = 120  # characters of a column list in a message
+_SAME = "leave the flag out: --vocabulary takes the columns from that data set"
 
 
 @dataclass(frozen=True)
@@ -196,19 +209,6 @@ def _check_keys(where: str, content: Mapping[str, Any], known: Mapping[str, type
         raise UserError(f"{where}: the values of missing must be quoted strings, also those that are numbers")
 
 
-_ESCAPES = {"\\t": "\t", "tab": "\t"}
-_ROLES = (
-    "numeric",
-    "vector",
-    "categorical",
-    "bag",
-    "share",
-    "padding",
-    "last",
-    "bag_weights",
-)  # flags that a features file replaces
-
-
 def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:
     """Build `TableOptions` from parsed flags; an earlier data set, if given, determines the columns' roles."""
     for name, given in vars(arguments).items():
@@ -356,10 +356,6 @@ def _pair(flag: str, text: str) -> tuple[str, str]:
     if not (name and equals and value):
         raise UserError(f"{flag} {text}: write it as NAME=VALUE")
     return name, value
-
-
-_MOST = 120  # characters of a column list in a message
-_SAME = "leave the flag out: --vocabulary takes the columns from that data set"
 
 
 def has_columns(arguments: argparse.Namespace) -> bool:

@@ -18,6 +18,8 @@ from hostdev.data.preprocess.inputs import AnyInput, Stream
 from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 
 _AT_ONCE = 1 << 22  # bytes
+STATES = 4  # of `scan_quotes`
+_UNCHANGED = -1
 
 
 class Recoded:
@@ -215,10 +217,6 @@ def _last_line_end(source: AnyInput | Recoded, before: int, most: int, too_long:
         if size >= most:
             raise too_long()
         size = min(most, size * 8)
-
-
-STATES = 4  # of `scan_quotes`
-_UNCHANGED = -1
 
 
 class Scan(NamedTuple):

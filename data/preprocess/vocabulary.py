@@ -21,6 +21,13 @@ from hostdev.kernels.strings import BYTES_A_TEXT, BYTES_A_VALUE, Dictionary, Tex
 
 FormatKeys = Callable[[LongIds], pa.Array]
 DIGITS = 20  # maximum number of characters of an integer
+_WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
+_WRITTEN_BYTES = 1 << 28  # maximum bytes of text in a batch
+_AT_ONCE = 1 << 20  # values handled at a time
+_ID_BYTES = 8  # bytes per value for the assigned ids
+_WRITTEN_ROW = 64  # bytes per row during writing, plus two copies of its text
+MOST_OF_A_BAG = 0.5  # a value above this share of a bag's values is probably padding
+_MARGIN = 1.03  # error margin of the estimates (see kernels/cardinality.py)
 
 
 def make_values(format_keys: FormatKeys | None) -> "IntegerValues | TextValues":
@@ -94,15 +101,6 @@ class TextValues:
     def lengths(self, numbers: LongIds) -> LongIds:
         """Return the number of bytes of each value."""
         return self._seen.lengths(numbers)
-
-
-_WRITTEN_AT_ONCE = 1 << 20  # rows per batch of the vocabulary's file
-_WRITTEN_BYTES = 1 << 28  # maximum bytes of text in a batch
-_AT_ONCE = 1 << 20  # values handled at a time
-_ID_BYTES = 8  # bytes per value for the assigned ids
-_WRITTEN_ROW = 64  # bytes per row during writing, plus two copies of its text
-MOST_OF_A_BAG = 0.5  # a value above this share of a bag's values is probably padding
-_MARGIN = 1.03  # error margin of the estimates (see kernels/cardinality.py)
 
 
 class KnownIds(NamedTuple):

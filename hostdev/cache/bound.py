@@ -34,6 +34,8 @@ VISITS = 4e8  # uses visited over all steps, which takes a few seconds
 _GRAIN = 1 << 13  # rows per task
 _SHRINK_AFTER = 12  # steps without a clearly better bound, after which `gap` is halved
 _DEFLECTION = 1.5  # a parameter of the modified gradient (Camerini et al.)
+_NEVER = np.float32(np.inf)
+_VISITS_A_BATCH = 1000  # the fixed cost of a batch, in visits to rows
 
 
 class RowUses(NamedTuple):
@@ -187,10 +189,6 @@ def _pay(
                 held_more[batches[begin + k] + 1 if k < uses else last] -= 1
             held = choice[k, np.int64(held)]
     totals[piece] = total
-
-
-_NEVER = np.float32(np.inf)
-_VISITS_A_BATCH = 1000  # the fixed cost of a batch, in visits to rows
 
 
 def optimum_fits(batches: Sequence[tuple[AnyIds, Positions]], rows: int, capacity: int) -> bool:

@@ -36,6 +36,8 @@ _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 # Not those of `core.outputs`: all ranks write to one folder, and a reader of another host may see it.
 _PARTIAL, _LOCK, _REMOVED = ".partial-", ".lock", ".removed-"
 FOLDER = "checkpoints"  # a run directory's folder of checkpoints
+_PIECE = 1 << 22  # bytes
+SOME_BYTES = 1 << 30  # that are read again where reading everything would take too long
 
 
 class FolderInUseError(UserError):
@@ -313,10 +315,6 @@ def prune(
                 check(chains[name])
                 kept |= {checkpoint.name for checkpoint in chains[name]}
                 found += 1
-
-
-_PIECE = 1 << 22  # bytes
-SOME_BYTES = 1 << 30  # that are read again where reading everything would take too long
 
 
 _mapped: WeakValueDictionary[tuple[int, ...], Any] = WeakValueDictionary()  # by device, inode, size and time

@@ -35,6 +35,8 @@ from hostdev.core.outputs import is_text
 
 Tree = Any
 _MARKS = ("$tensor", "$array", "$tuple", "$dict")
+DENSE = "dense.safetensors"
+DigestNames = list[tuple[str, str]]  # for each dense array: its name in the digest, and in the file
 
 
 def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
@@ -127,10 +129,6 @@ def _key(value: Any) -> Any:
 
 def _join(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
-
-
-DENSE = "dense.safetensors"
-DigestNames = list[tuple[str, str]]  # for each dense array: its name in the digest, and in the file
 
 
 def state_digest(

@@ -42,6 +42,7 @@ _QUEUED = 2  # queued calls per thread
 
 Digests = npt.NDArray[np.uint8]  # [ranges, 32]
 Fetch = Callable[[], Any]  # returns rows, float32
+_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
 
 
 class DigestColumn(NamedTuple):
@@ -230,7 +231,6 @@ def _sha256(rows: Any) -> bytes:
     return digest.digest()
 
 
-_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
 _madvise: Any = None
 
 

@@ -19,6 +19,7 @@ from hostdev.kernels.counter import key64, uniform
 
 MOST_USES = (1 << 24) - 1
 LEAST_SKETCH = 1 << 16  # bytes
+Recorded = npt.NDArray[np.uint32]  # [N], steps or numbers of uses
 
 
 class Admission:
@@ -125,9 +126,6 @@ class Probability(Admission):
         """See `Admission`."""
         drawn: Mask = uniform(key64(seed, name, "admit", step), keys.view(np.uint64)) < self.p
         return drawn
-
-
-Recorded = npt.NDArray[np.uint32]  # [N], steps or numbers of uses
 
 
 def _require_steps(name: str, value: int) -> None:

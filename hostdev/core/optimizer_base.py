@@ -19,6 +19,8 @@ LAST = "last"  # name of the per-row state that holds the table's step count at 
 SMALL = 2.0**-26  # a moment below this fraction of its value at the last write no longer moves a weight
 _TRUNCATED = 2.0**-24  # largest relative error of the sum of the terms
 _MOST_SUMMED = 1 << 15  # maximum number of steps in which a decaying moment may move a weight
+_LEAST_NORM = 1e-12
+SQUARED = 2.0**46  # the largest gradient whose sums of squares are finite
 
 
 class CatchUp(NamedTuple):
@@ -84,12 +86,6 @@ def get_terms(beta1: float, beta2: float) -> int:
         f"beta2 = {beta2} is too small for beta1 = {beta1}: the effect of steps on unused rows would be inaccurate; "
         "for beta1 = 0.9, use a beta2 of at least 0.989, or use LazyAdam, which accepts any betas"
     )
-
-
-_LEAST_NORM = 1e-12
-
-
-SQUARED = 2.0**46  # the largest gradient whose sums of squares are finite
 
 
 @dataclass(kw_only=True, unsafe_hash=True, repr=False)

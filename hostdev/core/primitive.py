@@ -21,6 +21,10 @@ from hostdev.kernels.pool import Task, timed
 EXACT = 1 << 16  # durations, 8 bytes each
 _BITS = 7  # log2 of the number of buckets per power of two
 _BUCKETS = (63 - _BITS + 1) << _BITS
+TARGETS = ("CPU", "DEVICE")
+Report = Callable[[int], None]
+_MOST_WAITING = 1 << 16  # lines queued for the writer thread
+_EVERY_SECONDS = 1.0
 
 
 class Durations:
@@ -101,13 +105,6 @@ def _percentiles(histogram: npt.NDArray[np.int64], of: list[int]) -> list[float]
 def _middle(bucket: int) -> float:
     shift = max(0, (bucket >> _BITS) - 1)
     return float((bucket - (shift << _BITS)) << shift) + ((1 << shift) - 1) / 2
-
-
-TARGETS = ("CPU", "DEVICE")
-Report = Callable[[int], None]
-
-_MOST_WAITING = 1 << 16  # lines queued for the writer thread
-_EVERY_SECONDS = 1.0
 
 
 class OpClock:

@@ -13,6 +13,7 @@ _CUT = " ... "
 # Lone surrogates stand for undecodable bytes of file names (PEP 383), and are printed as those bytes, except 0x80 to
 # 0x9f, which some terminals interpret as control characters.
 _RAW_BYTES = range(0xDCA0, 0xDD00)
+_BYTES = range(0xDC80, 0xDD00)  # surrogates for undecodable bytes of a file name (PEP 383)
 
 
 def printable(text: str, most: int = MOST_CHARACTERS) -> str:
@@ -40,9 +41,6 @@ def _shown(character: str) -> str:
     if code < 0x100:
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-_BYTES = range(0xDC80, 0xDD00)  # surrogates for undecodable bytes of a file name (PEP 383)
 
 
 def prepare_streams() -> None:

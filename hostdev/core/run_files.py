@@ -28,6 +28,8 @@ _LOSS = re.compile(rb"^epoch: (\d+) step: (\d+), wide_loss is (\S+), deep_loss i
 _PLACE = re.compile(r"epoch: (\d+) step: (\d+), ")
 _FIGURE = re.compile(r"(training )?(\w+) is ([^\s,]+)")
 _BLOCK = 1 << 24  # bytes of loss.log that are parsed at a time
+LARGEST = 64 << 20  # bytes of one file
+_FEWEST = 4  # files, if the limit is small
 
 
 def loss_line(epoch: int, step: int, wide: float, deep: float) -> str:
@@ -115,10 +117,6 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(found, dict):
                 yield found
-
-
-LARGEST = 64 << 20  # bytes of one file
-_FEWEST = 4  # files, if the limit is small
 
 
 class RotatedFile:

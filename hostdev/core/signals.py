@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+_AGAIN_SECONDS = 0.02
+
 
 @contextmanager
 def deferred() -> Iterator[None]:
@@ -54,9 +56,6 @@ def uninterruptible(call: Callable[[], Any]) -> None:
             interrupted = error
     if interrupted is not None:
         raise interrupted
-
-
-_AGAIN_SECONDS = 0.02
 
 
 @contextmanager

@@ -32,6 +32,14 @@ _PAUSES = 0.5, 30.0  # seconds: the first one, which doubles, and the longest
 _POLL_SECONDS = 0.2  # between checks whether the result is still needed
 
 T = TypeVar("T")
+KIND, DEFAULT = "store", "fsspec"  # of the registry
+_PIECE = 1 << 23  # bytes of a request
+_MD5 = re.compile(r"([0-9a-f]{32})(?:-(\d+))?")
+_PART_SIZES = 5, 8, 16, 50, 64, 100, 5120  # MiB, of files that are written in parts
+_DAMAGED = "an answer had a wrong checksum"
+_SAME = 3  # times that a file arrives with the same wrong content before the store is taken to have it so
+_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_PERMANENT_NUMBERS = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EREMCHG if hasattr(errno, "EREMCHG") else -1}
 
 
 class Patience:
@@ -109,16 +117,6 @@ def _get_limit() -> float:
         return float(text) if text else LONGEST_SECONDS
     except ValueError:
         raise StoreError(f"HOSTDEV_STORE_PATIENCE must be a number of seconds, not {text!r}") from None
-
-
-KIND, DEFAULT = "store", "fsspec"  # of the registry
-_PIECE = 1 << 23  # bytes of a request
-_MD5 = re.compile(r"([0-9a-f]{32})(?:-(\d+))?")
-_PART_SIZES = 5, 8, 16, 50, 64, 100, 5120  # MiB, of files that are written in parts
-_DAMAGED = "an answer had a wrong checksum"
-_SAME = 3  # times that a file arrives with the same wrong content before the store is taken to have it so
-_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-_PERMANENT_NUMBERS = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EREMCHG if hasattr(errno, "EREMCHG") else -1}
 
 
 class About(NamedTuple):

@@ -28,6 +28,12 @@ from hostdev.core.stores import Store
 from hostdev.core.workers import call_all
 
 _THREADS = 4
+_LOCK = ".lock"
+_SHA256 = re.compile("[0-9a-f]{64}")
+_SHARE = 0.25  # of the disk's free space, by default
+_PAUSE = 0.05  # seconds between looks at a file that another process fetches
+_MOST_REMOVED, _MOST_DAMAGED = 20, 3  # times that a copy is removed or damaged before it is used
+T = TypeVar("T")
 
 
 def require_new(path: Path, manifest: str | None = None) -> None:
@@ -109,15 +115,6 @@ def sync(
             for name, _ in zip(some, call_all(_THREADS, "hostdev-upload", calls), strict=True):
                 done(name)
                 progress.update(sizes[name])
-
-
-_LOCK = ".lock"
-_SHA256 = re.compile("[0-9a-f]{64}")
-_SHARE = 0.25  # of the disk's free space, by default
-_PAUSE = 0.05  # seconds between looks at a file that another process fetches
-_MOST_REMOVED, _MOST_DAMAGED = 20, 3  # times that a copy is removed or damaged before it is used
-
-T = TypeVar("T")
 
 
 def get_limit(folder: Path) -> int:

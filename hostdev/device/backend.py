@@ -21,6 +21,8 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, cache_room
 
 _TF32_CAPABILITY = (8, 0)  # Ampere
+_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # set by the user, or by `hostdev.core.environment`
+_started = threading.Lock()
 
 
 def select(name: str, option: str = "--device ") -> torch.device:
@@ -175,10 +177,6 @@ def seed_generators(device: torch.device, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
-
-
-_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # set by the user, or by `hostdev.core.environment`
-_started = threading.Lock()
 
 
 def limit_spinning() -> None:

@@ -29,6 +29,10 @@ from hostdev.kernels.bfloat16 import require_exact, round_rows, round_to_nearest
 from hostdev.kernels.norm import PART, partial_squares, total
 from hostdev.kernels.plane_formats import BFLOAT16
 
+_ERASED = 1 << 16  # rows erased at a time
+_FILL_BYTES = 1 << 26  # bytes of rows filled at a time
+_FOLD_BYTES = 1 << 28  # bytes of squares at a time
+
 
 class DeviceWriting(ColumnCopies):
     """The copies that `DeviceTable.writing` yields.
@@ -99,11 +103,6 @@ class DeviceWriting(ColumnCopies):
         at = rows if self._ids is None else self._ids[rows]
         for name, column in self._columns.items():
             column.index_copy_(0, at, self._held.get(name, current[name])[rows])
-
-
-_ERASED = 1 << 16  # rows erased at a time
-_FILL_BYTES = 1 << 26  # bytes of rows filled at a time
-_FOLD_BYTES = 1 << 28  # bytes of squares at a time
 
 
 class DeviceTable(Owned):

@@ -12,6 +12,9 @@ from hostdev.core.printable import printable
 
 Values = Mapping[str, Any]  # by name: JSON values, or results of `shown`
 _MOST_SHOWN = 160  # maximum number of characters of a value in a message
+ADVICE = "all ranks must make the same calls in the same order (docs/guides/networks-in-parts.md)"
+_MOST_RECENT = 8
+LEFT = "left"  # kind of a call that leaves a loop early, perhaps because of an error yet to be reported
 
 
 class UnlikeError(UserError):
@@ -66,11 +69,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return printable(str(value[1]), _MOST_SHOWN)
     return "not given" if value is None else printable(str(value), _MOST_SHOWN)
-
-
-ADVICE = "all ranks must make the same calls in the same order (docs/guides/networks-in-parts.md)"
-_MOST_RECENT = 8
-LEFT = "left"  # kind of a call that leaves a loop early, perhaps because of an error yet to be reported
 
 
 class Call(NamedTuple):

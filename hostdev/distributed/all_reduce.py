@@ -23,6 +23,10 @@ from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.distributed.channel import Channel
 from hostdev.distributed.host_memory import BufferLayout, Bytes, HostExchange, Links, Part
 
+_FREE = 2  # sys.getrefcount of unused memory: one reference from the attribute, one from getrefcount's argument
+_LEAST_VALUES = 4096  # minimum length of a vector that is summed within hosts first
+Nodes = Sequence[tuple[int, int]]
+
 
 class TwoLevelChannel(Channel):
     """A channel in host memory whose ranks are on several hosts, some with several ranks.
@@ -148,11 +152,6 @@ def _make_part(values: Tensor, counts: Sequence[int]) -> Part:
     sizes = np.array(counts, np.int64) * values.element_size()
     flat = values.detach().as_strided(values.shape, (1,))  # a single value may have any stride
     return Part(flat.view(torch.uint8).numpy(), np.cumsum(sizes) - sizes, sizes)
-
-
-_FREE = 2  # sys.getrefcount of unused memory: one reference from the attribute, one from getrefcount's argument
-_LEAST_VALUES = 4096  # minimum length of a vector that is summed within hosts first
-Nodes = Sequence[tuple[int, int]]
 
 
 class Tree:

@@ -21,6 +21,10 @@ from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, get_nodes
 from hostdev.distributed.all_reduce import AllReduce, Tree, make_tree
 from hostdev.distributed.channel import Channel
 
+BUCKET_BYTES = 4 << 20
+Grads = list[Tensor | None]
+Sum = tuple[Tensor, Any]  # a sum, and its completion event (None in host memory)
+
 
 class DenseState(NamedTuple):
     """The whole state of dense layers and their optimizer, in the format of torch's `state_dict()`."""
@@ -44,11 +48,6 @@ def get_buffer_names(network: nn.Module) -> list[str]:
     return [
         name for name, value in network.state_dict().items() if name not in parameters and isinstance(value, Tensor)
     ]
-
-
-BUCKET_BYTES = 4 << 20
-Grads = list[Tensor | None]
-Sum = tuple[Tensor, Any]  # a sum, and its completion event (None in host memory)
 
 
 def take_grads(tensors: Sequence[Tensor]) -> Grads:

@@ -16,6 +16,8 @@ from hostdev.kernels.lookup import lookup_tasks
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.tree import tree_sums, uses_of
 
+Parts = Sequence[Sequence[Sequence[Rows] | None]]
+
 
 def count_values(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:
     """Return the number of values in each rank's part of the buffer.
@@ -52,9 +54,6 @@ def find_positions(counts: Sequence[int], mask: Mask | None) -> list[Any]:
         return [range(start, stop) for start, stop in pairwise(edges)]
     chosen = np.flatnonzero(mask).astype(np.int32)
     return np.split(chosen, np.searchsorted(chosen, edges[1:-1]))
-
-
-Parts = Sequence[Sequence[Sequence[Rows] | None]]
 
 
 class SelectedRows(NamedTuple):

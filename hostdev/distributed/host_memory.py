@@ -28,6 +28,12 @@ _INDEX = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, as the kernel states them
 
 Links = list[socket.socket]
+Bytes = npt.NDArray[np.uint8]
+Sizes = npt.NDArray[np.int64]
+_ATTACHED_BYTES = 32 << 10  # a rank with at most this many bytes for others attaches them to its first message
+_STEP_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20  # bytes that a thread copies at a time
+_SPARE = 4  # new memory has the needed size plus 1 / _SPARE of it
 
 
 def get_identity(rank: int) -> str:
@@ -131,15 +137,6 @@ def _read_index(link: socket.socket) -> int:
         with contextlib.suppress(struct.error, OSError):
             return int(_INDEX.unpack(link.recv(_INDEX.size + 1))[0])
     return 0
-
-
-Bytes = npt.NDArray[np.uint8]
-Sizes = npt.NDArray[np.int64]
-
-_ATTACHED_BYTES = 32 << 10  # a rank with at most this many bytes for others attaches them to its first message
-_STEP_BYTES = 1 << 20
-_PIECE_BYTES = 1 << 20  # bytes that a thread copies at a time
-_SPARE = 4  # new memory has the needed size plus 1 / _SPARE of it
 
 
 class HostMemory:

@@ -24,6 +24,15 @@ DEFAULT_PORT = 29500
 # Variables that `start` sets: a secret that all processes share and, for rank 0, the descriptor of a listening socket.
 TOKEN_VARIABLE = "HOSTDEV_TOKEN"
 LISTEN_VARIABLE = "HOSTDEV_LISTEN_FD"
+# Variables from the launcher of this process; the child processes must not inherit them.
+_LAUNCHER_VARIABLES = {
+    *itertools.chain.from_iterable(names for _, names in LAUNCHERS),
+    *RANK_TABLE,
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT",
+}
+_BACKLOG = 2048
+_END_SECONDS = 8.0  # time for the other processes to end after a failure
 
 
 class RankEnvironment(NamedTuple):
@@ -279,17 +288,6 @@ def is_first_on_host() -> bool:
     with contextlib.suppress(UserError):  # if the environment is wrong, every process reports that
         return find_rank_environment().local_rank == 0
     return True
-
-
-# Variables from the launcher of this process; the child processes must not inherit them.
-_LAUNCHER_VARIABLES = {
-    *itertools.chain.from_iterable(names for _, names in LAUNCHERS),
-    *RANK_TABLE,
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_RESTART_COUNT",
-}
-_BACKLOG = 2048
-_END_SECONDS = 8.0  # time for the other processes to end after a failure
 
 
 def start_processes(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":

@@ -18,6 +18,7 @@ AXES = ("pipe", "data", "model")  # outermost first
 SCHEDULES = ("1f1b", "gpipe", "interleaved")  # orders of micro-batches through the stages
 STRATEGIES = ("colwise", "rowwise", "replicate")  # ways to slice a layer
 Plan = Sequence[tuple[str, str]]  # a layer's name or a pattern of names, and its strategy
+T = TypeVar("T")
 
 
 class Mesh(NamedTuple):
@@ -131,9 +132,6 @@ def parse_plan(text: str) -> Plan:
             raise UserError(f"--plan {text}: {name} is given twice; give each layer once")
         strategies[name] = strategy
     return list(strategies.items())
-
-
-T = TypeVar("T")
 
 
 class Closable(Protocol):

@@ -21,6 +21,10 @@ Steps = npt.NDArray[np.uint32]
 
 NO_KEYS = np.zeros(0, np.int64)
 NO_ROWS = np.zeros(0, np.int32)
+_CHECKED_ROWS = 1 << 16  # the memory is checked each time that this many rows are used for the first time
+Total = Callable[[Counts], Counts]  # returns the sum of all ranks' arrays of this shape
+_DIGIT = 16  # bits
+_SCORE_BITS = {4: 32, 8: 64}  # by the bytes of a score
 
 
 class PlannedAheadError(Exception):
@@ -64,9 +68,6 @@ class Undo:
     undecayed: npt.NDArray[np.uint32] | None = None  # all rows' uses, before they decayed
     decays: int = 0  # how often they have decayed
     counts: KeyCount | None = None  # after the step
-
-
-_CHECKED_ROWS = 1 << 16  # the memory is checked each time that this many rows are used for the first time
 
 
 class FreeRows:
@@ -147,12 +148,6 @@ class GuestRows:
     def __del__(self) -> None:
         if len(self._rows):
             self._returned.append(self._rows)
-
-
-Total = Callable[[Counts], Counts]  # returns the sum of all ranks' arrays of this shape
-
-_DIGIT = 16  # bits
-_SCORE_BITS = {4: 32, 8: 64}  # by the bytes of a score
 
 
 def choose_least(

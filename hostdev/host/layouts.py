@@ -29,6 +29,8 @@ _READ_ONLY = (
     "this is a read-only view of a table, which does not see writes to it; change the table's values within "
     "`with table.writing() as w:`, for example w.weights[...] = values"
 )
+_FILLED = 1 << 20  # rows of a rank's part that are filled at a time
+_FILLED_BYTES = 1 << 26  # bytes of float32 weights that are filled and rounded at a time
 
 
 class ReadOnlyRows(np.ndarray[Any, np.dtype[np.float32]]):
@@ -135,10 +137,6 @@ def stored_columns(storage: Storage, optimizer: SparseOptimizer) -> dict[str, An
     names, row_slots = ("weights", *optimizer.slots), storage.row_slots
     found = {name: storage.column(number) for number, name in enumerate(names)}
     return found | {name: row_slots[:, number : number + 1] for number, name in enumerate(optimizer.row_slots)}
-
-
-_FILLED = 1 << 20  # rows of a rank's part that are filled at a time
-_FILLED_BYTES = 1 << 26  # bytes of float32 weights that are filled and rounded at a time
 
 
 class Float32(Storage):

@@ -32,6 +32,7 @@ Values = tuple[Any, ...]  # arrays [N, ...] of N rows
 AT_ONCE_BYTES = 1 << 22  # bytes copied each time the lock is held, for about half a millisecond
 _SORTED_AT_ONCE = 16  # sets of copied rows
 _BUCKETS = 32  # ranges of a table's rows; a bucket's copies are freed once its rows are read
+LOCATION_BITS = 32  # of the number of a record in its segment
 
 
 class Budget:
@@ -116,9 +117,6 @@ class RowCopies:
         (block, row_slots), (columns, row_columns), stop = copied, out, start + len(positions)
         place_in_columns(block, at, positions, columns[:, start:stop])
         place_in_columns(row_slots[:, :, None], at, positions, row_columns[:, start:stop, None])
-
-
-LOCATION_BITS = 32  # of the number of a record in its segment
 
 
 def make_locations(segments: AnyIds, records: AnyIds) -> npt.NDArray[np.int64]:

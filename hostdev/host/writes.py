@@ -25,6 +25,8 @@ from hostdev.kernels.arrays import AnyIds, Ids, Positions, Rows
 from hostdev.kernels.bits import Bits, any_in_ranges, empty_bits, full_bits, mark
 from hostdev.kernels.pool import Task, run_tasks
 
+_PART_BYTES = 1 << 24  # bytes compared or written at a time
+
 
 class Changes:
     """The set of a table's rows that were written since the last snapshot, one bit per row."""
@@ -98,9 +100,6 @@ class Changes:
         if not saved:
             self._unsaved.append(snapshot.wanted)  # merged later: another thread may be marking rows
         self._snapshot = None
-
-
-_PART_BYTES = 1 << 24  # bytes compared or written at a time
 
 
 class Writing(ColumnCopies):

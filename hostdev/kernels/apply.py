@@ -39,6 +39,8 @@ from hostdev.kernels.rounding import (
 from hostdev.kernels.segment import apply_stream, row_ranges, sort_uses, streams, sum_sorted
 from hostdev.kernels.unique import unique_into
 
+_CLIPPED_BYTES = 1 << 18  # bytes of the rows that a thread clips and updates at a time
+
 
 @kernel
 def _ftrl(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent, clock):
@@ -179,8 +181,6 @@ def _row_wise_adam(
             weights[j] -= lr_t * m / divisor
         store_row(block, row, scratch)
 
-
-_CLIPPED_BYTES = 1 << 18  # bytes of the rows that a thread clips and updates at a time
 
 _KERNELS: dict[str, Kernel] = {
     "FusedSparseAdagrad": adagrad,

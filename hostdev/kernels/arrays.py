@@ -23,6 +23,17 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+LINE = 64  # bytes; a vector store that crosses a line takes as long as two
+HUGE_PAGE = 1 << 21
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # Python 3.11 lacks the name
+_scratch = threading.local()
+_NODES = Path("/sys/devices/system/node")
+_LEAST_BYTES = 16 << 20
+_NUMBERS = {"x86_64": (237, 239), "aarch64": (235, 236)}  # system calls: mbind, get_mempolicy
+_DEFAULT, _INTERLEAVE, _MOVE = 0, 3, 2  # linux/mempolicy.h
+_WORD = 64
+_layout = ""
+
 Array: TypeAlias = npt.NDArray[Any]
 Ids: TypeAlias = npt.NDArray[np.int32 | np.int64]  # [N]
 AnyIds: TypeAlias = npt.NDArray[Any]  # [N], int32 or int64, where the type does not say which
@@ -48,12 +59,6 @@ class Strided(NamedTuple):
     values: npt.NDArray[Any]
     first: int = 0
     step: int = 1
-
-
-LINE = 64  # bytes; a vector store that crosses a line takes as long as two
-HUGE_PAGE = 1 << 21
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # Python 3.11 lacks the name
-_scratch = threading.local()
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Any:
@@ -149,14 +154,6 @@ def identity(n: int) -> npt.NDArray[np.int32]:
     if len(held) < n:
         held = _identity = np.arange(2 * n, dtype=np.int32)
     return held[:n]
-
-
-_NODES = Path("/sys/devices/system/node")
-_LEAST_BYTES = 16 << 20
-_NUMBERS = {"x86_64": (237, 239), "aarch64": (235, 236)}  # system calls: mbind, get_mempolicy
-_DEFAULT, _INTERLEAVE, _MOVE = 0, 3, 2  # linux/mempolicy.h
-_WORD = 64
-_layout = ""
 
 
 def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -31,6 +31,9 @@ from hostdev.kernels.jit import bare, inline_code, kernel
 from hostdev.kernels.plane_formats import BFLOAT16, EIGHT_BITS, FLOAT32, UNSIGNED_8
 from hostdev.kernels.pool import get_grain, parallel_for
 
+Bfloat16 = npt.NDArray[np.uint16]
+WEYL = 0x9E3779B9  # difference between the counters of adjacent pairs of columns
+
 
 def to_float32(value: Any) -> Any:
     """Convert a stored number, float32 or bfloat16 (as uint16), to float32."""
@@ -93,11 +96,6 @@ def _overload_as_stored(to: Any, x: Any) -> Any:
         return uint16(0x7FC0) if x != x else uint16(rounded)
 
     return round_to_bfloat16
-
-
-Bfloat16 = npt.NDArray[np.uint16]
-
-WEYL = 0x9E3779B9  # difference between the counters of adjacent pairs of columns
 
 
 @functools.cache

@@ -27,6 +27,8 @@ from hostdev.core.locks import lock_state
 
 _PACKAGE = "hostdev"
 _CONSTANTS = (bool, int, float, str, tuple, np.generic)  # types of global variables whose values are compiled into code
+_MARK = b"hostdev1"  # precedes the checksum at the end of a file; numba ignores both
+_SIZE = len(_MARK) + 32
 
 
 def hash_sources(function: FunctionType) -> bytes:
@@ -118,8 +120,6 @@ try:
 except ImportError:  # an unsupported version of numba
     pass
 
-_MARK = b"hostdev1"  # precedes the checksum at the end of a file; numba ignores both
-_SIZE = len(_MARK) + 32
 _reported: set[str] = set()
 
 

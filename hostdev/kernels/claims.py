@@ -25,6 +25,8 @@ _TAGS = 255
 _AHEAD = 64  # rows
 _GRAIN = 1 << 14
 _FILTER_BITS = 16
+_LEAST_BITS = 4
+_JOIN_FILTER_BITS = 3  # the filter has 2^3 times as many places as the hash table
 
 
 class Late(NamedTuple):
@@ -179,10 +181,6 @@ def others(n: int, positions: Positions) -> Positions:
     out = np.empty(n - len(positions) + 1, np.int32)
     _others(marked, out)
     return out[:-1]
-
-
-_LEAST_BITS = 4
-_JOIN_FILTER_BITS = 3  # the filter has 2^3 times as many places as the hash table
 
 
 @inline

@@ -19,6 +19,11 @@ from hostdev.kernels.jit import array_at, inline, kernel, prefetch_to_read
 from hostdev.kernels.pool import Task, get_grain, parallel_for, tasks_over
 
 _TILE = 64  # rows
+Places = npt.NDArray[np.int64]
+Addresses = npt.NDArray[np.int64]
+_ROW_BITS = 40  # low bits of a place, which hold the row
+_AHEAD = 8  # rows
+_GRAIN = 4096  # places per range
 
 
 @kernel
@@ -118,14 +123,6 @@ def hash_rows(
     ids, lacking = np.empty((len(order), len(of_columns)), dtype), np.empty((len(of_columns), len(order)), np.bool_)
     _hash_rows(np.ascontiguousarray(keys.T), order, of_columns, buckets, first, missing, ids, lacking)
     return ids, lacking
-
-
-Places = npt.NDArray[np.int64]
-Addresses = npt.NDArray[np.int64]
-
-_ROW_BITS = 40  # low bits of a place, which hold the row
-_AHEAD = 8  # rows
-_GRAIN = 4096  # places per range
 
 
 def get_addresses(pieces: Sequence[npt.NDArray[Any]]) -> Addresses:

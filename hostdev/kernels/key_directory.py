@@ -32,6 +32,16 @@ from hostdev.kernels.pool import Task, parallel_for, run_tasks, tasks_over
 _SMALL_PAGE = 1 << 16
 _FIRST_RANGE = 1 << 26  # bytes of addresses; the next range has 4 times as many, and others twice those of the last one
 _FREE = getattr(mmap, "MADV_DONTNEED", None)
+PARTS = 256
+MOST_ROWS = 2**31 - 1
+EMPTY = -1
+FULL = 0.7  # at most this share of a part's slots is used
+GROWTH = 1.25  # so at least FULL / GROWTH of a large part's slots is used
+_LEAST = 16  # slots of the smallest part
+_SPARE, _SPARE_A_BIT = 8, 4  # slots behind a part's last one, and more for each bit of its size; the last stays empty
+AHEAD = 32  # keys; also the size of the ring of addresses, a power of 2
+_GRAIN = 8192  # keys per range
+_ADDRESS, _SIZE, SLOTS, COUNT = range(4)  # columns of `parts`
 
 
 class Block(NamedTuple):
@@ -131,18 +141,6 @@ class Arena:
 def as_entries(block: Block) -> Any:
     """Return a block as int64 [any, 2]."""
     return block.values.view(np.int64).reshape(-1, 2)
-
-
-PARTS = 256
-MOST_ROWS = 2**31 - 1
-EMPTY = -1
-FULL = 0.7  # at most this share of a part's slots is used
-GROWTH = 1.25  # so at least FULL / GROWTH of a large part's slots is used
-_LEAST = 16  # slots of the smallest part
-_SPARE, _SPARE_A_BIT = 8, 4  # slots behind a part's last one, and more for each bit of its size; the last stays empty
-AHEAD = 32  # keys; also the size of the ring of addresses, a power of 2
-_GRAIN = 8192  # keys per range
-_ADDRESS, _SIZE, SLOTS, COUNT = range(4)  # columns of `parts`
 
 
 @inline

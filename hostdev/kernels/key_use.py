@@ -42,6 +42,11 @@ Packed = npt.NDArray[np.uint64]
 _AHEAD = 16  # rows
 _GRAIN = 8192
 _LOW = 0xFFFFFFFF
+_COUNT_BITS = 24
+MOST_USES = (1 << _COUNT_BITS) - 1
+_MOST_STEPS = (1 << 32) - 1
+Values = npt.NDArray[np.int64]
+_DEPTH = 4  # counters of a key; the smallest of them is the key's count
 
 
 @inline
@@ -139,13 +144,6 @@ def split(packed: Packed) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     return halves[1 - little :: 2], halves[little::2]
 
 
-_COUNT_BITS = 24
-MOST_USES = (1 << _COUNT_BITS) - 1
-_MOST_STEPS = (1 << 32) - 1
-
-Values = npt.NDArray[np.int64]
-
-
 @kernel
 def _add(keys, uses, step, oldest, start, parts, totals, before):
     """Count keys[start:], which are distinct; return the index of the first new key that does not fit, or N."""
@@ -239,9 +237,6 @@ class KeyCounts(KeyDirectory):
         keys, values = np.empty(count, np.int64), np.empty(count, np.int64)
         _collect(self.parts, step, keys, values)
         return keys, values
-
-
-_DEPTH = 4  # counters of a key; the smallest of them is the key's count
 
 
 @kernel

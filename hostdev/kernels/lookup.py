@@ -12,6 +12,7 @@ from hostdev.kernels.pool import Task, get_grain, parallel_for, run_tasks, tasks
 from hostdev.kernels.unique import id_range
 
 _AHEAD = 8  # prefetch distance in rows: memory latency / time per row
+_GRAIN = 512
 
 
 @kernel
@@ -89,9 +90,6 @@ def first_outside(ids: AnyIds, rows: int) -> int:
     """Return the position of the first id outside [0, rows), or -1 if there is none."""
     low, high = id_range(ids)
     return -1 if low >= 0 and high < rows else int(_first_outside(ids, rows))
-
-
-_GRAIN = 512
 
 
 @kernel

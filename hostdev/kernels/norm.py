@@ -23,6 +23,8 @@ from hostdev.kernels.pool import KernelTask, get_grain, parallel_for, ranges, ru
 
 PART = 4096  # rows; a power of two, fixed because it determines the order of additions
 _EIGHTH = PART // 8
+_GRAIN = 1 << 15  # values: 128 KiB
+_INFINITE = np.uint32(0x7F800000)
 
 
 @inline
@@ -115,10 +117,6 @@ def clipped(grads: Rows, limit: np.float32) -> Rows:
     out = np.empty_like(grads)
     parallel_for(clip_rows, len(grads), identity(len(grads)), grads, limit, out, grain=get_grain(grads.strides[0]))
     return out
-
-
-_GRAIN = 1 << 15  # values: 128 KiB
-_INFINITE = np.uint32(0x7F800000)
 
 
 @kernel

@@ -31,6 +31,10 @@ _SORT_FROM_THREADS = 4
 _SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # prefetch distances in occurrences
 _PIECES_PER_THREAD = 4
 _NEVER = 1 << 62  # a value of `seen` for which no occurrence is a row's first
+_PART = 32768  # occurrences
+_PIECES = 2  # tasks for the rows that one part completes
+_ORDER_FROM_COLUMNS = 16  # with fewer columns, ordering the rows costs more than it saves
+_GRAIN = 256
 
 
 @kernel
@@ -171,12 +175,6 @@ def row_ranges(ends: Counts) -> list[tuple[int, int]]:
     edges = np.searchsorted(ends, np.arange(1, pieces) * (ends[-1] // pieces))
     edges = np.concatenate([[0], edges, [len(ends) - 1]])
     return [(int(a), int(b)) for a, b in itertools.pairwise(edges) if a < b]
-
-
-_PART = 32768  # occurrences
-_PIECES = 2  # tasks for the rows that one part completes
-_ORDER_FROM_COLUMNS = 16  # with fewer columns, ordering the rows costs more than it saves
-_GRAIN = 256
 
 
 class FinishedParts:

@@ -26,6 +26,11 @@ BYTES_A_TEXT = 46
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 IN_QUOTES = 2  # a state of `scan_quotes`
 _PHI = np.uint64(0x9E3779B97F4A7C15)
+BYTES_A_VALUE = 31  # at most: 20 for a key and its count, if a fifth is unused, and 11 for slots, if 3/8 are used
+_LEAST_BITS = 10
+_FULL, _OF = 3, 4  # at most 3 of 4 slots are used
+_KEYS_AHEAD = 16  # keys
+_MOST_VALUES = 2**31 - 1
 
 
 @kernel
@@ -258,13 +263,6 @@ def scan_quotes(text, delimiter, state, lines, opened):
         else:
             state = 1
     return state, lines, opened, end
-
-
-BYTES_A_VALUE = 31  # at most: 20 for a key and its count, if a fifth is unused, and 11 for slots, if 3/8 are used
-_LEAST_BITS = 10
-_FULL, _OF = 3, 4  # at most 3 of 4 slots are used
-_KEYS_AHEAD = 16  # keys
-_MOST_VALUES = 2**31 - 1
 
 
 @kernel

@@ -16,6 +16,7 @@ _P1, _P2, _P3, _P4, _P5 = (
     for prime in (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
 )
 _GRAIN = 4096  # texts per range
+_ROWS_PER_RANGE = 256
 
 
 @inline
@@ -108,9 +109,6 @@ def xxh64(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray
     hashes = np.empty(len(offsets) - 1, np.uint64)
     parallel_for(_hash, len(hashes), offsets, data, hashes, grain=_GRAIN)
     return hashes
-
-
-_ROWS_PER_RANGE = 256
 
 
 @kernel

@@ -30,6 +30,8 @@ _FIRST = 4  # steps before the first trial, during which kernels are compiled an
 _BLOCKS = (False, True, False, True)  # blocks of a trial: whether their steps run alone
 _COUNTED = 5  # timed steps of a block, after the steps that the previous block still affects
 _SHORTEST_PERIOD, _LONGEST_PERIOD = 512, 16_384  # steps between trials; doubled while the result stays the same
+BeforeStage = Callable[[str, int], None]
+AfterUpdate = Callable[[int, int, Any, list[tuple[Any, Any]]], None]
 
 
 class Turns:
@@ -76,10 +78,6 @@ class Turns:
         same = before is self._chosen
         self._period = min(2 * self._period, _LONGEST_PERIOD) if same else _SHORTEST_PERIOD
         self._next = self._steps + self._period
-
-
-BeforeStage = Callable[[str, int], None]
-AfterUpdate = Callable[[int, int, Any, list[tuple[Any, Any]]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

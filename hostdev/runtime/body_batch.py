@@ -19,6 +19,8 @@ from hostdev.runtime.requests import MicroBatch
 from hostdev.runtime.row_parameter import RowOrder, RowParameter
 from hostdev.runtime.rows import Rows, Value, values_of
 
+MicroBatchRows = tuple[Any, Rows]  # a batch, or the result of `send`, with its rows
+
 
 class BodyBatch:
     """The in-flight batch that a loop's body works on; `clear` empties this object before the next batch.
@@ -153,9 +155,6 @@ class BodyBatch:
         self.inverses[group] = left
         alone = len(flight.request.ids[group]) == len(numbers)
         return GroupUses(features, part.own_size, in_order=alone and part.own_places is None)
-
-
-MicroBatchRows = tuple[Any, Rows]  # a batch, or the result of `send`, with its rows
 
 
 class Step:

@@ -30,6 +30,15 @@ from torch.utils.data import DataLoader
 
 from hostdev.core import registry
 
+LOADER_STATES = "loader_states"  # the kind of `reading.LoaderStates` in the registry; its names are loaders' modules
+_MOST_OBJECTS = 2000  # that are searched; also the length of the longest container
+_DATA = (types.NoneType, str, bytes, int, float, complex, range, np.generic, pathlib.PurePath)
+_CODE = (type, types.ModuleType, operator.itemgetter, operator.attrgetter, operator.methodcaller)
+_TORCH = (torch.Tensor, torch.dtype, torch.device)
+_LIBRARIES = ("hostdev", "numpy", "pandas", "pyarrow", "polars")  # whose objects are data, but for NumPy's generators
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
 
 class Generator(Protocol):
     """A global random number generator."""
@@ -201,16 +210,7 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-LOADER_STATES = "loader_states"  # the kind of `reading.LoaderStates` in the registry; its names are loaders' modules
-
-_MOST_OBJECTS = 2000  # that are searched; also the length of the longest container
-_DATA = (types.NoneType, str, bytes, int, float, complex, range, np.generic, pathlib.PurePath)
-_CODE = (type, types.ModuleType, operator.itemgetter, operator.attrgetter, operator.methodcaller)
-_TORCH = (torch.Tensor, torch.dtype, torch.device)
-_LIBRARIES = ("hostdev", "numpy", "pandas", "pyarrow", "polars")  # whose objects are data, but for NumPy's generators
-_CONTAINERS = (list, tuple, set, frozenset, deque)
 _ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def find_unknown(loader: Any, functions: Sequence[Any]) -> Any:

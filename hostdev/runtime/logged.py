@@ -19,6 +19,7 @@ from hostdev.device.table import DeviceTable
 
 MOST_ROWS = 100_000  # per table, in a histogram
 _PART_BYTES = 1 << 24  # of rows that are read at a time
+_METHODS = ("add_scalar", "add_histogram")
 
 
 class RuntimeFigures:
@@ -118,9 +119,6 @@ def _read(table: Any, ids: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     out = np.empty((len(ids), table.dim), np.float32)
     table.lookup_now(ids, out)
     return out
-
-
-_METHODS = ("add_scalar", "add_histogram")
 
 
 class Writer(Protocol):

@@ -19,6 +19,7 @@ from hostdev.distributed.world import World
 from hostdev.runtime.body_batch import BodyBatch
 
 Function = Callable[..., Any]  # a torch function, of any signature
+_MOST_SCALES = 64  # values kept for each scaler; only those of the current batch matter
 
 
 class Replacement(NamedTuple):
@@ -90,9 +91,6 @@ def _get(one: Replacement) -> Function:
             "use a version of torch that hostdev supports"
         )
     return found
-
-
-_MOST_SCALES = 64  # values kept for each scaler; only those of the current batch matter
 
 
 class LossScaling:

@@ -31,6 +31,12 @@ from hostdev.pipeline.keys import KeyedRows
 from hostdev.runtime.features import FeatureBinding, GroupSpec, Stack, Table, on_host
 from hostdev.runtime.spec import CacheSpec
 
+_USE_BYTES = 24  # per occurrence of an id: the id, its unique id, and the position of the unique id
+_SAVED_KEY_BYTES = 25  # per row of a table by key while a checkpoint is saved: copies of the keys, and their order
+COUNTS = "counts of uses"  # `CacheSpec.counts`, which the program has already allocated
+_MARKS = 3  # bitmaps of rows while a checkpoint is saved: rows to save, not yet read, and written since
+CacheSize = int | str | CacheSpec
+
 
 def get_settings(
     bindings: Sequence[FeatureBinding],
@@ -129,12 +135,6 @@ def _describe_feature(one: FeatureBinding, groups: Sequence[GroupSpec]) -> str:
     feature = one.feature
     text = f"tables {tables}, pooling {feature.pooling}, padding {feature.padding}, dtype {feature.dtype}"
     return text + (f", unknown {feature.unknown}" if feature.unknown else "")
-
-
-_USE_BYTES = 24  # per occurrence of an id: the id, its unique id, and the position of the unique id
-_SAVED_KEY_BYTES = 25  # per row of a table by key while a checkpoint is saved: copies of the keys, and their order
-COUNTS = "counts of uses"  # `CacheSpec.counts`, which the program has already allocated
-_MARKS = 3  # bitmaps of rows while a checkpoint is saved: rows to save, not yet read, and written since
 
 
 class GroupSize(NamedTuple):
@@ -239,9 +239,6 @@ def require(parts: Mapping[str, int], free: int | None = None) -> None:
 def in_words(parts: Mapping[str, int]) -> str:
     """Return each part with its size, as text."""
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-
-
-CacheSize = int | str | CacheSpec
 
 
 def require_place(groups: list[GroupSpec], device: torch.device) -> None:

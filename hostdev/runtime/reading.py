@@ -34,6 +34,7 @@ _LONGEST = 256  # items; longer containers are not searched
 _MOST_BYTES = 1 << 13  # to compare per array; a part suffices, since a refill changes the whole array
 
 ArrayOrTensor = Tensor | npt.NDArray[Any]
+_OWN_REFERENCES = 2  # references to the iterator: the field, and the argument of the counting call
 
 
 def arrays_in(thing: Any, depth: int = _DEEPEST) -> Iterator[ArrayOrTensor]:
@@ -156,9 +157,6 @@ _REFILLED = (
     "loader reuses memory. Allocate new memory for each batch (tensor.clone(), array.copy()), or use read_ahead=0, "
     "which disables reading ahead in loops that do not accumulate"
 )
-
-
-_OWN_REFERENCES = 2  # references to the iterator: the field, and the argument of the counting call
 
 
 class ReadAhead:

@@ -58,6 +58,8 @@ from hostdev.train.storage_options import parse_capacity
 LEAST_ROW = 64  # bytes; for smaller rows, what is kept in memory to find them would take about as much as the rows
 _SHARE = 0.8  # of this process's free memory, if no capacity is given; batches take some of the rest
 _MOST_ROWS = 1 << 29
+_COUNTED_ROWS = 1 << 16  # samples per batch of the counting pass
+_COUNTS = "row counts"
 
 
 def require_kind(settings: TrainConfig, schema: Schema) -> None:
@@ -157,10 +159,6 @@ def set_disks(model: Model, settings: TrainConfig) -> None:
     for name, size in sizes.items():
         disk = Disk(settings.table_dir, memory * size // total, window)
         model.tables = {**model.tables, name: replace(model.tables[name], disk=disk)}
-
-
-_COUNTED_ROWS = 1 << 16  # samples per batch of the counting pass
-_COUNTS = "row counts"
 
 
 def seed_torch(seed: int) -> None:

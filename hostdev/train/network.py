@@ -40,6 +40,11 @@ from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
 from hostdev.train.build import NOTHING_FROZEN, FrozenColumns
 
+_METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+_MARK = "__dynamo_disable"  # in this attribute, torch's `_disable_dynamo` stores the method to call instead
+DENSE_EPS = 1e-8
+DEEP = "deep"  # the table that --l2 regularizes
+
 
 class Losses(NamedTuple):
     """A step's losses: the wide loss has no L2 term, the deep loss includes it."""
@@ -75,10 +80,6 @@ def read_losses(squares: Any, shares: list[float], has_l2: bool, step: int, resu
         which = "the loss" if not np.isfinite([wide, deep]).all() else "a gradient"
         raise NonFiniteLossError(f"{which} is not finite ({what}); no row was updated", step)
     return Losses(wide, deep)
-
-
-_METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
-_MARK = "__dynamo_disable"  # in this attribute, torch's `_disable_dynamo` stores the method to call instead
 
 
 @contextmanager
@@ -164,9 +165,7 @@ class MicroBatches:
             seed_generators(self._device, key >> 1)
 
 
-DENSE_EPS = 1e-8
 Table: TypeAlias = HostTable | DeviceTable
-DEEP = "deep"  # the table that --l2 regularizes
 
 # A micro-batch's logits, and the micro-batch. The logits are None if it has no samples, or if another rank has them.
 Scored: TypeAlias = Generator[tuple[npt.NDArray[Any] | None, Batch], None, None]

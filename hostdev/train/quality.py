@@ -10,6 +10,12 @@ import numpy.typing as npt
 from hostdev.core import pictures
 from hostdev.train.target_scores import Evaluation
 
+_SMOOTHED_PARTS = 25  # the loss is smoothed over 1 / 25 of all steps
+_MOST_POINTS = 4000
+_MOST_EPOCH_LINES = 30
+_LEAST_RANGE = 0.02  # minimum range of the axis, so that small differences look small
+_TEST, _TRAINING = "C1", "C2"  # colours
+
 
 class Point(NamedTuple):
     """The evaluation after an epoch."""
@@ -115,13 +121,6 @@ class Quality:
 def _finite(value: float | None) -> float | None:
     """Return the value, or None if it is not finite, because JSON cannot represent NaN and infinity."""
     return value if value is not None and np.isfinite(value) else None
-
-
-_SMOOTHED_PARTS = 25  # the loss is smoothed over 1 / 25 of all steps
-_MOST_POINTS = 4000
-_MOST_EPOCH_LINES = 30
-_LEAST_RANGE = 0.02  # minimum range of the axis, so that small differences look small
-_TEST, _TRAINING = "C1", "C2"  # colours
 
 
 def draw(path: Path, losses: Sequence[float], rows: Sequence[int], quality: Quality) -> None:

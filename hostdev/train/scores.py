@@ -23,6 +23,7 @@ _STRIDE = 1 << 12  # every _STRIDE-th key of a run is kept in memory
 _FIRST, _END = -(1 << 31), 1 << 31  # range of the keys
 
 Keys = npt.NDArray[np.int32]
+_AT_ONCE = 1 << 20  # values processed at a time
 
 
 class Figures(NamedTuple):
@@ -219,9 +220,6 @@ class ScoreCounts:
                 each: list[Any] = [used, negatives[used], positives[used], sums[used].round(6)]
                 found[name] = [list(values) for values in zip(*(one.tolist() for one in each), strict=True)]
         return found
-
-
-_AT_ONCE = 1 << 20  # values processed at a time
 
 
 def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:

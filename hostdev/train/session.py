@@ -31,6 +31,8 @@ from hostdev.train.processes import ProcessSession
 from hostdev.train.quality import Quality
 from hostdev.train.trainer import Trainer
 
+ENDLESS = 1 << 62  # steps of an epoch whose end nobody knows
+
 
 class TrainingSample:
     """Random training samples, drawn evenly from all shards; each evaluation uses the same ones.
@@ -62,9 +64,6 @@ class TrainingSample:
         for reader, wanted in self._parts:
             steps = -(-wanted // batch_size)
             yield from islice(reader.batches(-(-wanted // steps), seed=self._seed, part=part), steps)
-
-
-ENDLESS = 1 << 62  # steps of an epoch whose end nobody knows
 
 
 class Schedule(NamedTuple):

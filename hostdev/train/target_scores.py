@@ -18,6 +18,9 @@ from hostdev.kernels.arrays import Values
 from hostdev.train.scores import BLOCK, Figures, Scores
 
 NAN = float("nan")
+_BLOCK = 1 << 20  # samples whose errors are summed at once
+_NAN = float("nan")
+_AT_ONCE = 1 << 20  # send samples to rank 0 when all ranks together hold this number
 
 
 class LabelQuality(NamedTuple):
@@ -104,10 +107,6 @@ def evaluation_of(figures: Sequence[Figures]) -> Evaluation:
 def _mean(values: Sequence[float]) -> float:
     some = [value for value in values if not math.isnan(value)]
     return NAN if not some else some[0] if len(some) == 1 else math.fsum(some) / len(some)
-
-
-_BLOCK = 1 << 20  # samples whose errors are summed at once
-_NAN = float("nan")
 
 
 class Errors:
@@ -207,9 +206,6 @@ class TargetScores:
     def figures(self) -> list[Figures]:
         """Return the figures of each label; nothing may be added afterwards."""
         return [each.figures() for each in self._each]
-
-
-_AT_ONCE = 1 << 20  # send samples to rank 0 when all ranks together hold this number
 
 
 class Together:

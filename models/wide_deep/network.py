@@ -34,6 +34,8 @@ from hostdev.runtime.spec import Bag, TableSpec
 
 L2_COEFFICIENT = 8e-5
 L2_MODES = ("none", "batch", "table")
+LAYERS = (1024, 512, 256, 128)
+TABLES = ("wide", "deep")
 
 
 def wide_loss(logits: Tensor, label: Tensor) -> Tensor:
@@ -53,10 +55,6 @@ def deep_l2(rows: Tensor, uses: Tensor | None, places: Tensor | None = None) -> 
     squares = rows.square().sum(1)
     terms = squares if uses is None else squares * uses
     return (terms if places is None else terms.index_select(0, places)).sum() * (L2_COEFFICIENT / 2)
-
-
-LAYERS = (1024, 512, 256, 128)
-TABLES = ("wide", "deep")
 
 
 class WideDeep(FieldsModel):

@@ -31,6 +31,11 @@ from hostdev.kernels.cardinality import Sample, estimate, total
 from hostdev.kernels.columns import narrowed
 
 SCANNED = 16  # windows of quoted text that a task scans
+Result = dict[str, Any]
+# Files: of a block's parsed rows, of its piece, and of the piece's survey.
+rows_name = "rows/{}.arrow".format
+piece_name = "pieces/{}.arrow".format
+survey_name = "pieces/{}.survey".format
 
 
 class InputRange(NamedTuple):
@@ -137,20 +142,11 @@ def _file(source: Source, number: int) -> TableFile:
     return source.files[number]
 
 
-Result = dict[str, Any]
-
-
 def describe_error(error: BaseException) -> dict[str, Any]:
     """Return an error of a task as JSON, for the client to raise."""
     if isinstance(error, InvalidRowError):
         return {"kind": "row", "file": error.file, "row": error.row, "reason": error.reason}
     return {"kind": type(error).__name__, "message": str(error)}
-
-
-# Files: of a block's parsed rows, of its piece, and of the piece's survey.
-rows_name = "rows/{}.arrow".format
-piece_name = "pieces/{}.arrow".format
-survey_name = "pieces/{}.survey".format
 
 
 def look(work: WorkerJob, number: int, start: int, stop: int) -> Result:

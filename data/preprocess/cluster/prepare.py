@@ -41,6 +41,7 @@ from hostdev.data.preprocess.synthetic import CHUNK_ROWS
 from hostdev.data.preprocess.work import WorkFolder, claim
 
 _FIRST = 10  # priority of tasks that free disk space
+_FORMAT = 1  # of the job's folder and of the journal's entries
 
 
 class ClusterFirstPass:
@@ -186,9 +187,6 @@ class ClusterFirstPass:
             self.names.append(block["name"])
             self.facts.append(Facts.from_json({**facts, "end": [block["input"], 0], "size": block["size"]}))
             self.lines_before.append(lines if direct else 0)
-
-
-_FORMAT = 1  # of the job's folder and of the journal's entries
 
 
 def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier: Earlier | None = None) -> Manifest:

@@ -32,6 +32,11 @@ _FIRST_WORKER_SECONDS = 60
 _CLOSE_SECONDS = 10
 _CHECKS, _CHECK_AGAIN_SECONDS = 10, 0.5
 _LOGGERS = ("distributed", "tornado", "asyncio")
+_POLLED = 1.0  # seconds between looks at the scheduler
+_THREADS_SECONDS = 5.0
+_GATHER_SECONDS = 20
+_LONELY_SECONDS = 30.0  # without a worker, until a line says so
+_AHEAD, _LEAST_AHEAD = 4, 16  # submitted tasks per thread, and at least
 
 
 class Connection:
@@ -204,13 +209,6 @@ def _loop_without_interrupts() -> Any:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return runner
-
-
-_POLLED = 1.0  # seconds between looks at the scheduler
-_THREADS_SECONDS = 5.0
-_GATHER_SECONDS = 20
-_LONELY_SECONDS = 30.0  # without a worker, until a line says so
-_AHEAD, _LEAST_AHEAD = 4, 16  # submitted tasks per thread, and at least
 
 
 class Task(NamedTuple):

@@ -39,6 +39,27 @@ _INTEGERS = frozenset(
 _TIMESTAMPS = frozenset(("TIMESTAMP_S", "TIMESTAMP_MS", "TIMESTAMP", "TIMESTAMP_NS"))
 _NULLS = ('"NULL"', '"NULL"[]')  # the types of columns without values
 _NUMBER = "[+-]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][+-]?[0-9]+)?"
+_SUFFIXES = {
+    **dict.fromkeys((".csv", ".tsv"), "read_csv"),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "read_json_auto"),
+    ".parquet": "read_parquet",
+}
+_ARROW = (".arrow", ".feather", ".ipc")
+_PACKED = (".gz", ".zst")
+_TYPED = frozenset(
+    [
+        *("auto_type_candidates", "dateformat", "date_format", "timestampformat", "timestamp_format"),
+        *("decimal_separator", "thousands"),
+    ]
+)
+_TYPES = ("types", "dtypes", "column_types")
+_OF_FILES = frozenset(
+    [
+        *("filename", "union_by_name", "files_to_sniff", "hive_partitioning", "hive_types", "hive_types_autocast"),
+        *("store_rejects", "rejects_table", "rejects_scan", "rejects_limit"),
+    ]
+)
+_TEMPORAL = frozenset(("date", "time", "timestamp", "timestamp with time zone"))
 
 
 class Mixed(NamedTuple):
@@ -144,31 +165,9 @@ def _find(engine: Engine, node: Node, value: str, test: str, groups: Sequence[_G
     return None
 
 
-_SUFFIXES = {
-    **dict.fromkeys((".csv", ".tsv"), "read_csv"),
-    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "read_json_auto"),
-    ".parquet": "read_parquet",
-}
-_ARROW = (".arrow", ".feather", ".ipc")
-_PACKED = (".gz", ".zst")
-_TYPED = frozenset(
-    [
-        *("auto_type_candidates", "dateformat", "date_format", "timestampformat", "timestamp_format"),
-        *("decimal_separator", "thousands"),
-    ]
-)
 """Options of CSV by which a query chooses types itself."""
 
-_TYPES = ("types", "dtypes", "column_types")
-_OF_FILES = frozenset(
-    [
-        *("filename", "union_by_name", "files_to_sniff", "hive_partitioning", "hive_types", "hive_types_autocast"),
-        *("store_rejects", "rejects_table", "rejects_scan", "rejects_limit"),
-    ]
-)
 """Options of CSV that `sniff_csv` does not have."""
-
-_TEMPORAL = frozenset(("date", "time", "timestamp", "timestamp with time zone"))
 
 
 class Text(NamedTuple):

@@ -35,6 +35,11 @@ from hostdev.train.build import count_uses, groups_of, ids_of, known_counts
 
 _TABLE_BYTES = 1 << 29  # maximum bytes of the tables; many times a processor's cache
 _ROUNDS = 7
+SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
+_WORTH = 1.05  # a smaller cache is preferred if it takes at most this multiple of the least time
+_UNKNOWN = Costs(0, 0, 0)
+_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take at most 1/4 of the free memory; plans and counts, at most 3 GiB
+_RATED = 9  # batches to measure the host's work
 
 
 def host_costs(
@@ -95,13 +100,6 @@ def _measure_row(make_tasks: Callable[[Array], list[list[Task]]], batches: Seque
             run_tasks(tasks)
         times.append((time.perf_counter_ns() - start) / len(ids))
     return statistics.median(times[2:])
-
-
-SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
-_WORTH = 1.05  # a smaller cache is preferred if it takes at most this multiple of the least time
-_UNKNOWN = Costs(0, 0, 0)
-_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take at most 1/4 of the free memory; plans and counts, at most 3 GiB
-_RATED = 9  # batches to measure the host's work
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from hostdev.core.printable import printable
 from hostdev.core.progress import ProgressBar, bar
 
 VOCABULARY = "data/vocabulary.arrow"
+IDS, DENSE = "ids.parquet", "dense.pt"
+KEY, UNKNOWN = "key", "out_of_vocabulary"
 
 
 def read_vocabulary(layers: Layers) -> pa.Table | None:
@@ -47,10 +49,6 @@ def read_vocabulary(layers: Layers) -> pa.Table | None:
     except ValueError as error:
         raise BrokenCheckpointError(f"{path} is broken ({in_words(error)})") from None
     return table
-
-
-IDS, DENSE = "ids.parquet", "dense.pt"
-KEY, UNKNOWN = "key", "out_of_vocabulary"
 
 
 class ExportOptions(NamedTuple):

@@ -21,6 +21,7 @@ from hostdev.distributed.rank_environment import RankTable, read_table
 
 PROG = "hostdev.launch"
 _CHECKED_BYTES = 8 << 20
+HELP = "start the processes that a rank table assigns to this host; test the connections"
 
 
 def find_server(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
@@ -155,9 +156,6 @@ def check() -> int:
             print(f"rank {rank}: {who}, {min(speeds):,.0f} to {max(speeds):,.0f} MB/s to the others")
     ranks.leave()
     return 0
-
-
-HELP = "start the processes that a rank table assigns to this host; test the connections"
 
 
 def parser(prog: str = PROG) -> cli.Parser:

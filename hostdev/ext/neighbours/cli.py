@@ -8,6 +8,10 @@ from hostdev.core.errors import UserError
 from hostdev.ext.neighbours import METRICS
 from hostdev.ext.predict.cli import add_checkpoint
 
+PROG = "hostdev.neighbours"
+HELP = "print the nearest rows of an embedding table"
+_KEYS = -(1 << 63), (1 << 63) - 1
+
 
 def add_rows(to: argparse.ArgumentParser, several: str, used: str = "") -> None:
     """Add --table, --column and --metric; `several` says what holds without the first two, `used` with what they do."""
@@ -18,11 +22,6 @@ def add_rows(to: argparse.ArgumentParser, several: str, used: str = "") -> None:
         choices=METRICS,
         help=f"{used}what is near: a large cosine or dot product, or a small distance (default cosine)",
     )
-
-
-PROG = "hostdev.neighbours"
-HELP = "print the nearest rows of an embedding table"
-_KEYS = -(1 << 63), (1 << 63) - 1
 
 
 def parser(prog: str = PROG) -> cli.Parser:

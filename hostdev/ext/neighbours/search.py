@@ -31,6 +31,7 @@ from hostdev.kernels.arrays import LongIds, Values
 
 _BLOCK_BYTES = 4 << 20  # of weights that are read at a time
 _FEW = 20_000  # names, among which similar ones are found within a fraction of a second
+Scores = npt.NDArray[np.float64]
 
 
 class NamedRows:
@@ -247,9 +248,6 @@ def open_source(path: Path, which: str | None = None) -> Source:
     if which is not None:
         raise UserError(f"--which {which}: {found.chain[-1].path} was written by Runtime.save; leave out --which")
     return Source(found.chain, None, None, None, "", list(found.notes()))
-
-
-Scores = npt.NDArray[np.float64]
 
 
 class Nearest(NamedTuple):

@@ -33,6 +33,7 @@ _ELEMENTWISE = (
     *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU),
     *(nn.ELU, nn.Identity, nn.Softplus, nn.ReLU6, nn.Mish, nn.Hardswish),
 )
+Inputs = Callable[[int], tuple[Any, ...]]  # called with a number of samples; returns zeros as a network's inputs
 
 
 class Sliced(NamedTuple):
@@ -316,9 +317,6 @@ def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[t
         wanted = {name: kinds[number % 2] for number, name in enumerate(names)}
         found |= _find_pairs(network, wanted, [], inputs)
     return found
-
-
-Inputs = Callable[[int], tuple[Any, ...]]  # called with a number of samples; returns zeros as a network's inputs
 
 
 class ResolvedLayout(NamedTuple):

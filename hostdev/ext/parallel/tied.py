@@ -17,6 +17,8 @@ from hostdev.core.pieces import Piece
 from hostdev.distributed.channel import Channel
 from hostdev.ext.parallel.plan import Sliced, sliced
 
+Gradients = dict[tuple[int, int], Tensor | None]  # by stage and micro-batch
+
 
 class LocalParameters:
     """The local tensor of each parameter: for a DTensor, this rank's slice, in the same memory; else the parameter.
@@ -73,9 +75,6 @@ class LocalParameters:
         self._leaves = {key: leaf for key, leaf in self._leaves.items() if key in ids}
         self._cut = [(parameter, leaf) for parameter, leaf in self._cut if id(parameter) in ids]
         self.names = {id(leaf): self.names[id(leaf)] for leaf in self._leaves.values()}
-
-
-Gradients = dict[tuple[int, int], Tensor | None]  # by stage and micro-batch
 
 
 class Tied:

@@ -10,6 +10,9 @@ from hostdev.core.addresses import address_of, checkpoint_path, require_input, r
 from hostdev.core.errors import UserError, in_words
 from hostdev.ext.predict import WHICH
 
+PROG = "hostdev.predict"
+HELP = "write probabilities for the rows of a file"
+
 
 def add_checkpoint(to: cli.Parser, missing: str) -> None:
     """Add --checkpoint and --which; `missing` is the message if the path {} does not exist."""
@@ -49,10 +52,6 @@ def read_query(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--query {path}: the file cannot be read ({in_words(error)})") from None
-
-
-PROG = "hostdev.predict"
-HELP = "write probabilities for the rows of a file"
 
 
 def parser(prog: str = PROG) -> cli.Parser:

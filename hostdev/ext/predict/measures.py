@@ -27,6 +27,8 @@ from hostdev.kernels.arrays import Counts, Mask, Values
 from hostdev.kernels.strings import hash_texts
 from hostdev.train.target_scores import TargetScores
 
+Keys = npt.NDArray[np.uint64]
+
 
 class Ranked(NamedTuple):
     """Metrics, as means over groups of samples; NaN if there is no group of the kind that the metric needs.
@@ -123,9 +125,6 @@ def _at_k(runs: _Runs, k: int) -> tuple[float, float]:
     np.add.at(found, runs.group, share * (high - low))
     best = discounts[np.minimum(runs.group_positives, k)]
     return float(np.mean(gain[some] / best[some])), float(np.mean(found[some] / runs.group_positives[some]))
-
-
-Keys = npt.NDArray[np.uint64]
 
 
 class By(NamedTuple):

@@ -40,6 +40,8 @@ from hostdev.data.preprocess.encoding import Encoding
 _SOME = 20  # columns with fewer values are not reported
 _MOST = 0.5  # a share of unknown values above this is reported
 _TIMES = 2  # if it is also above this many times the share in training
+Probabilities = npt.NDArray[np.float32]
+_MOST_PLAIN = 1 << 16  # rows; for more, Arrow's way takes less memory
 
 
 class UnknownValues:
@@ -85,10 +87,6 @@ class UnknownValues:
                 f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, but only {before:.1%} "
                 f"were in training, where values were {shown}; are these values written the same way?"
             )
-
-
-Probabilities = npt.NDArray[np.float32]
-_MOST_PLAIN = 1 << 16  # rows; for more, Arrow's way takes less memory
 
 
 class Predictor:

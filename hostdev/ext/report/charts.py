@@ -18,6 +18,23 @@ from hostdev.ext.report.reading import Counts, calibrate, distribution
 MOST_POINTS = 400
 
 Values = npt.NDArray[np.float64]
+Spec = dict[str, Any]
+Rows = list[dict[str, Any]]
+COLOURS = 8  # CSS variables --run0, --run1, ...
+_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
+_HEIGHT = 240
+_BAR = 18  # pixels of a bar
+_GAP = 12
+_SPACE = 1.75  # length of the axis for the longest bar, which leaves space for its value
+_MOST_TICKS = 10  # of a horizontal axis of whole numbers, each of which has a tick
+_MOST_POINTS = 60  # that are drawn on lines
+_MOST_LINES = 30  # vertical lines for the ends of epochs
+_TICKS = (0.0001, 0.001, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.999)  # probabilities on an axis of log-odds
+_TWO_LINES = (  # a long name with something in brackets, such as an op of a table
+    "length(datum.value) > 18 && indexof(datum.value, ' (') > 0 ? [slice(datum.value, 0, indexof(datum.value, ' (')), "
+    "slice(datum.value, indexof(datum.value, ' (') + 1)] : datum.value"
+)
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
 class Series(NamedTuple):
@@ -49,24 +66,6 @@ def shorten(values: Values, most: int = MOST_POINTS) -> Series:
     return Series(at, mean, np.minimum.reduceat(kept, starts), np.maximum.reduceat(kept, starts), group)
 
 
-Spec = dict[str, Any]
-Rows = list[dict[str, Any]]
-
-COLOURS = 8  # CSS variables --run0, --run1, ...
-_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
-_HEIGHT = 240
-_BAR = 18  # pixels of a bar
-_GAP = 12
-_SPACE = 1.75  # length of the axis for the longest bar, which leaves space for its value
-_MOST_TICKS = 10  # of a horizontal axis of whole numbers, each of which has a tick
-_MOST_POINTS = 60  # that are drawn on lines
-_MOST_LINES = 30  # vertical lines for the ends of epochs
-_TICKS = (0.0001, 0.001, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.999)  # probabilities on an axis of log-odds
-_TWO_LINES = (  # a long name with something in brackets, such as an op of a table
-    "length(datum.value) > 18 && indexof(datum.value, ' (') > 0 ? [slice(datum.value, 0, indexof(datum.value, ' (')), "
-    "slice(datum.value, indexof(datum.value, ' (') + 1)] : datum.value"
-)
-_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 _CONFIG: Spec = {
     "background": None,
     "font": _FONT,

@@ -12,6 +12,8 @@ from hostdev.core.errors import UserError
 from hostdev.core.options import OptionGroup, switch
 
 _PACKAGES = {"jinja2": "Jinja2", "vl_convert": "vl-convert-python"}
+PROG = "hostdev.report"
+HELP = "write a page with the charts and tables of runs"
 
 
 def require_extra(what: str) -> None:
@@ -31,10 +33,6 @@ class ReportOptions(OptionGroup):
         "at the end, write report.html in the run directory: charts and tables",
         check=lambda wanted: require_extra("--report"),
     )
-
-
-PROG = "hostdev.report"
-HELP = "write a page with the charts and tables of runs"
 
 
 def parser(prog: str = PROG) -> cli.Parser:

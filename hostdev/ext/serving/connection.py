@@ -20,6 +20,8 @@ _MOST_HEAD_BYTES = 1 << 16
 # A body in chunks of one byte is six times as long on the wire.
 _MOST_OVERHEAD, _MOST_REST_BYTES = 8, 16 << 20
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+OPEN = ("/v2/health/live", "/v2/health/ready")  # probes have no token, and learn nothing from these
+_LONGEST = 4096
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -119,10 +121,6 @@ class BoundedConnection(HttpToolsProtocol):
         self._deadline = None
         if self._is_in_head and not self.transport.is_closing():
             self.transport.close()
-
-
-OPEN = ("/v2/health/live", "/v2/health/ready")  # probes have no token, and learn nothing from these
-_LONGEST = 4096
 
 
 class Token:

@@ -23,7 +23,6 @@ from hostdev.kernels.arrays import Values
 if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawPlan
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -32,6 +31,9 @@ from hostdev.ext.predict.rows import as_array, as_batch
 
 if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawPlan
+
+_MOST_INPUTS = 64  # sets of columns of raw rows whose inputs are kept
+_WARM_UP_ROWS = (1, 600)  # few and many rows take different ways through the kernels
 
 
 def complete_together(predictor: Predictor, requests: Sequence[Columns]) -> "list[Columns | Exception]":
@@ -109,10 +111,6 @@ def _join(name: str, parts: Sequence[pa.Array], *, is_number: bool) -> pa.Array 
     if any(part.type != parts[0].type for part in parts):
         return None
     return pa.concat_arrays(parts)
-
-
-_MOST_INPUTS = 64  # sets of columns of raw rows whose inputs are kept
-_WARM_UP_ROWS = (1, 600)  # few and many rows take different ways through the kernels
 
 
 class ServedModel:

@@ -19,6 +19,13 @@ _ERRORS = {
     "415": "The content type or encoding is not accepted.",
     "503": "The queue is full, or the server is ending; try again.",
 }
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; width: 100%; display: block; overflow-x: auto; margin-bottom: 1.5rem }
+th, td { text-align: left; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid #8886; vertical-align: top }
+pre { padding: .8rem; border: 1px solid #8886; border-radius: .3rem; white-space: pre-wrap; overflow-wrap: anywhere }
+"""
 
 
 def describe(name: str, model: ServedModel) -> dict[str, Any]:
@@ -126,15 +133,6 @@ def _prediction(model: ServedModel) -> dict[str, Any]:
     if len(model.labels) == 1:
         return {"type": "number", "description": f"Of {model.labels[0]}."}
     return _object({label: {"type": "number"} for label in model.labels})
-
-
-_STYLE = """
-:root { color-scheme: light dark }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; width: 100%; display: block; overflow-x: auto; margin-bottom: 1.5rem }
-th, td { text-align: left; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid #8886; vertical-align: top }
-pre { padding: .8rem; border: 1px solid #8886; border-radius: .3rem; white-space: pre-wrap; overflow-wrap: anywhere }
-"""
 
 
 def write(document: dict[str, Any], name: str, model: ServedModel, address: str) -> str:

@@ -30,6 +30,7 @@ from hostdev.ext.streams.folder import Folder, State, has_end
 from hostdev.ext.streams.seen import Taken, digest_bits
 
 _ONE = ("label", "dense", "ids", "weight")  # arrays of a `Piece`; the others are of its bags
+EMPTY, REFUSED, REPEATED, LATE = "empty", "refused", "repeated", "late"  # why a file is set aside
 
 
 class SpoolError(HostdevError):
@@ -126,9 +127,6 @@ class Spool:
             f"{self._folder}: the rows of an arrived file need room on this disk "
             f"({error.strerror or in_words(error)}); make room, and run the command again with --resume"
         )
-
-
-EMPTY, REFUSED, REPEATED, LATE = "empty", "refused", "repeated", "late"  # why a file is set aside
 
 
 class Part(NamedTuple):

@@ -20,6 +20,9 @@ _FILE_SYSTEMS = "hdfs:", "webhdfs:", "sftp:", "ftp:", "smb:"  # where a file is 
 _MOST_NAMES = 1 << 14  # whose keys and hashes are kept
 
 Key = tuple[list[tuple[int, str]], str]
+_STREAM, _STREAM_ENDS = b"\xff\xff\xff\xff", (b"\xff\xff\xff\xff\0\0\0\0",)  # of an Arrow stream
+# Formats whose readers refuse a file without its end: Parquet, Arrow, gzip, bzip2, zstd, lz4, zip.
+_CHECKED = b"PAR1", b"ARROW1", b"\x1f\x8b", b"BZh", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK"
 
 
 @lru_cache(_MOST_NAMES)
@@ -183,11 +186,6 @@ def _as_os_error() -> Iterator[None]:
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(_HIDDEN) or name.endswith(_PARTIAL)
-
-
-_STREAM, _STREAM_ENDS = b"\xff\xff\xff\xff", (b"\xff\xff\xff\xff\0\0\0\0",)  # of an Arrow stream
-# Formats whose readers refuse a file without its end: Parquet, Arrow, gzip, bzip2, zstd, lz4, zip.
-_CHECKED = b"PAR1", b"ARROW1", b"\x1f\x8b", b"BZh", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK"
 
 
 def has_end(path: Path) -> bool:

@@ -19,6 +19,7 @@ from hostdev.ext.streams.folder import Folder, State, ends_line, hash_of, key_of
 
 MOST_DIGESTS = 1000  # of the last files, by which a repeated one is found
 _MOST_NEW = 1024  # in a set, which takes several times the space of an array
+UNSETTLED, SAME = "unsettled", "same"
 
 
 class Taken(NamedTuple):
@@ -143,9 +144,6 @@ class Seen:
         for i in range(len(digests) // 64):
             made._digests[digests[64 * i : 64 * i + 64]] = names[i]
         return made
-
-
-UNSETTLED, SAME = "unsettled", "same"
 
 
 class Change(NamedTuple):

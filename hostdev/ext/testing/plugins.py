@@ -25,6 +25,7 @@ from hostdev.host.table import HostTable
 from hostdev.runtime.runtime import Runtime
 
 _STEPS = 50
+_MOST_ROWS = 100_000
 
 
 def check_tracker(make: Callable[[], Tracker], folder: Path) -> None:
@@ -80,9 +81,6 @@ def _run(tracker: Tracker, run_dir: Path, status: str, first: int) -> None:
     tracker.on_end(EndInfo(status=status, steps=_STEPS, summary={"auc": 0.7, "ops": {}, "state_sha256": "0"}))
     tracker.close()
     assert random.getstate() == state, f"{tracker.name}: the tracker draws from Python's global generator"
-
-
-_MOST_ROWS = 100_000
 
 
 def check_source(rows: RecordBatches) -> None:

@@ -31,6 +31,15 @@ _LONGEST = 250  # characters of a name: MLflow's limit
 _PAUSE_SECONDS = 2.0  # between two requests with fewer values
 _USER = re.compile(r"//[^/@\s]*@")
 _OTHERS = re.compile(r"[^\w\-. /:]")  # characters that MLflow allows in no name
+_SECONDS = 30.0  # that `flush` and `close` wait at most
+_QUANTILES = {"p1": 1, "p50": 50, "p99": 99}
+EXPERIMENT = "hostdev"
+END_SECONDS, INTERRUPTED_SECONDS = 30.0, 5.0  # that the end of training waits at most
+_ABANDON_SECONDS = 1.0
+_PARAMS = 100  # in a request: MLflow's limit
+_PARAM_CHARACTERS = 500  # MLflow takes 6,000 today, and took 500
+_FILES = (CONFIG, SUMMARY, CURVE, REPORT)
+_STATUS = {"finished": "FINISHED", "stopped early": "FINISHED", "interrupted": "KILLED"}
 
 
 class Value(NamedTuple):
@@ -152,10 +161,6 @@ def make_send(client: Any, run_id: str) -> Callable[[list[Value]], object]:
     return send
 
 
-_SECONDS = 30.0  # that `flush` and `close` wait at most
-_QUANTILES = {"p1": 1, "p50": 50, "p99": 99}
-
-
 def add_quantiles(sender: Sender, tag: str, values: Any, step: int) -> None:
     """Send a distribution, for which MLflow has no type, as mean and quantiles."""
     sender.add(f"{tag}/mean", float(np.mean(values, dtype=np.float64)), step)
@@ -231,15 +236,6 @@ class MLflowWriter:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-EXPERIMENT = "hostdev"
-END_SECONDS, INTERRUPTED_SECONDS = 30.0, 5.0  # that the end of training waits at most
-_ABANDON_SECONDS = 1.0
-_PARAMS = 100  # in a request: MLflow's limit
-_PARAM_CHARACTERS = 500  # MLflow takes 6,000 today, and took 500
-_FILES = (CONFIG, SUMMARY, CURVE, REPORT)
-_STATUS = {"finished": "FINISHED", "stopped early": "FINISHED", "interrupted": "KILLED"}
 
 
 class MLflowError(HostdevError):

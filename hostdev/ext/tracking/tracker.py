@@ -15,6 +15,7 @@ import numpy.typing as npt
 from hostdev.core.run_events import CheckpointInfo, EndInfo, EpochInfo, RunInfo, StepInfo
 
 __all__ = ["METHODS", "Callback", "CheckpointInfo", "EndInfo", "EpochInfo", "RunInfo", "StepInfo"]
+Norms = npt.NDArray[np.float32]
 
 
 class Callback:
@@ -43,9 +44,6 @@ class Callback:
 
 
 METHODS = ("on_start", "on_step", "on_epoch", "on_checkpoint", "on_end")
-
-
-Norms = npt.NDArray[np.float32]
 
 
 class Tracker(Callback):

@@ -59,6 +59,7 @@ from hostdev.train.session import BatchSource, Session, TrainingData
 
 _RANKS_DEADLINE_SECONDS = 10.0
 Processes = ProcessSession[CommandConfig]
+SMALL_ROWS, SMALL_BATCH = 1_000_000, 1000
 
 
 def train(settings: CommandConfig) -> dict[str, Any]:
@@ -344,9 +345,6 @@ def _versions() -> dict[str, str | int]:
         "platform": platform.platform(),
         "memory": in_words() or "as the system places it",
     }
-
-
-SMALL_ROWS, SMALL_BATCH = 1_000_000, 1000
 
 
 def quickstart(arguments: argparse.Namespace, options: Options, rows: int) -> None:

@@ -44,6 +44,8 @@ from hostdev.train.report import form_lines
 from hostdev.train.trainer import Trainer
 
 _LARGEST = float(np.finfo(np.float32).max)
+_MOST_USES = 2**32 - 1
+_REMEDY = "prepare the data with preprocess ... --vocabulary FROM, where FROM is the checkpoint's data set"
 
 
 def make_model(settings: TrainConfig, schema: Schema) -> Model:
@@ -196,9 +198,6 @@ def _vector_columns(file: TableFile, others: Sequence[str], dim: int) -> tuple[l
     return list(others), {one: ReadSettings() for one in others}
 
 
-_MOST_USES = 2**32 - 1
-
-
 def begins_with_vocabulary(there: Manifest, here: Manifest) -> bool:
     """Return whether a checkpoint's data set has a vocabulary, and a run's data set has raw ids instead."""
     return there.vocabulary is not None and is_raw(here.schema.rows)
@@ -233,9 +232,6 @@ def map_ids(folder: Path, there: Manifest, here: Manifest) -> FormerIds:
     spaces = {space.name: space.oov for space in there.schema.spaces}
     unknown = {column.name: spaces[column.space] for column in there.schema.columns}
     return FormerIds(keys, known, np.minimum(stored.counts, _MOST_USES).astype(np.uint32), unknown)
-
-
-_REMEDY = "prepare the data with preprocess ... --vocabulary FROM, where FROM is the checkpoint's data set"
 
 
 class Origin(NamedTuple):

@@ -28,6 +28,7 @@ _BUFFERS_OF = 16  # buffers for writing take at most one part in 16 of the memor
 LEAST_BUFFERS = 4
 _SPARE_BATCHES = 4  # rows of so many batches are in memory although the plan does not keep them
 _RESERVED_OF = 8  # one frame in 8 is for reads and writes outside of the pipeline
+Allocate = Callable[[int, npt.NDArray[np.int64]], Planes]
 
 
 class MemorySize(NamedTuple):
@@ -76,9 +77,6 @@ def count_kept(frames: int, rows: int, batch: int) -> int:
 def get_location_bytes(rows: int) -> int:
     """Return the bytes of memory for each of a table's rows, to know where it is."""
     return 4 if 3 * rows < np.iinfo(np.int32).max else 8  # with dead records, positions may be twice the rows
-
-
-Allocate = Callable[[int, npt.NDArray[np.int64]], Planes]
 
 
 class NoFramesError(UserError):

@@ -33,6 +33,8 @@ _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOS
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EFBIG}
 _ADOPTED = -1  # in place of the number of written chunks
 _HEADER_WORDS = 2  # of a block: its checksum and its tag
+_LOCK = "in-use.lock"
+_PREFIX = "hostdev-table-"
 
 
 class SegmentFile(NamedTuple):
@@ -314,10 +316,6 @@ def read_all(file: int, data: memoryview, offset: int) -> None:
         if not count:
             raise OSError(errno.EIO, "the file is shorter than it was")
         data, offset = data[count:], offset + count
-
-
-_LOCK = "in-use.lock"
-_PREFIX = "hostdev-table-"
 
 
 class TableFolder:

@@ -24,6 +24,7 @@ from hostdev.kernels.norm import PART
 from hostdev.kernels.pool import Task, run_tasks
 
 COPIED_BYTES = 1 << 26  # bytes of rows that are copied at a time
+_HELD_OF = 16  # a call outside of the pipeline holds at most one frame in 16 at a time
 
 
 class RowFormat:
@@ -65,9 +66,6 @@ class RowFormat:
             storage.initial(self.shape, self.seed, self.init, keys[part], block)
             self.shape.fill_row_slots(row_slots)
             run_tasks(storage.write_tasks(rows[part], block, row_slots, None))
-
-
-_HELD_OF = 16  # a call outside of the pipeline holds at most one frame in 16 at a time
 
 
 class DiskStorage(Storage):
