@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hostdev.core.optimizers import Adagrad, SparseOptimizer
 from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import FieldsModel, make_features, require_single_label
+from hostdev.models.fields import FieldsModel, require_single_label
 from hostdev.models.layers import he_normal, in_float32, initialize, pass_through, perceptron, with_zero_biases
 from hostdev.models.model import Rows
 from hostdev.runtime.spec import TableSpec
@@ -62,15 +62,12 @@ class DCN(FieldsModel):
         rank: int | None = RANK,
         structure: str = "stacked",
     ) -> None:
-        super().__init__()
         require_single_label(schema, "DCN")
         if structure not in STRUCTURES:
             raise ValueError(f"the structure of DCN must be one of {', '.join(STRUCTURES)}, not {structure!r}")
         if rank is not None and rank < 1:
             raise ValueError(f"the rank of cross layers must be at least 1, or None for full layers, not {rank}")
-        self.schema = schema
-        self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or Adagrad(lr=5e-3))}
-        self.features = make_features(schema, "vectors")
+        super().__init__(schema, {"vectors": TableSpec(schema.rows, dim, optimizer or Adagrad(lr=5e-3))})
         n = len(schema.dense) + len(schema.columns) * dim
         self.stacked = structure == "stacked"
         self.cross = nn.ModuleList(_cross_layer(n, rank) for _ in range(cross_layers))

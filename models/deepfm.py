@@ -19,13 +19,12 @@ from hostdev.core.initializers import Constant, Initializer, Normal
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import FieldsModel, concatenate_fields, make_features, require_single_label
+from hostdev.models.fields import FieldsModel, concatenate_fields, require_single_label
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Rows
 from hostdev.runtime.spec import TableSpec
 
 LAYERS = (400, 400, 400)
-TABLES = ("first_order", "vectors")
 
 
 class DeepFM(FieldsModel):
@@ -57,15 +56,13 @@ class DeepFM(FieldsModel):
         layers: Sequence[int] = LAYERS,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
         require_single_label(schema, "DeepFM")
         optimizer = optimizer or LazyAdam(lr=1e-3)
-        self.schema = schema
-        self.tables = {
+        tables = {
             "first_order": TableSpec(schema.rows, 1, optimizer, Constant(0.0)),
             "vectors": TableSpec(schema.rows, dim, optimizer, Normal(0.01)),
         }
-        self.features = make_features(schema, TABLES)
+        super().__init__(schema, tables)
         nd, F = len(schema.dense), len(schema.columns)
         self.bias = nn.Parameter(torch.zeros(1))
         self.dense_first_order = nn.Parameter(torch.zeros(nd)) if nd else None

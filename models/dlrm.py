@@ -25,7 +25,7 @@ from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.optimizers import RowWiseAdagrad, SparseOptimizer
 from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import FieldsModel, concatenate_fields, make_features, require_single_label
+from hostdev.models.fields import FieldsModel, concatenate_fields, require_single_label
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Rows
 from hostdev.runtime.spec import TableSpec
@@ -59,11 +59,8 @@ class DLRM(FieldsModel):
         bottom: Sequence[int] = BOTTOM,
         top: Sequence[int] = TOP,
     ) -> None:
-        super().__init__()
         require_single_label(schema, "DLRM")
-        self.schema = schema
-        self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or RowWiseAdagrad(lr=1e-2))}
-        self.features = make_features(schema, "vectors")
+        super().__init__(schema, {"vectors": TableSpec(schema.rows, dim, optimizer or RowWiseAdagrad(lr=1e-2))})
         nd, F = len(schema.dense), len(schema.columns)
         n = F + 1 if nd else F
         if n < 2:

@@ -15,7 +15,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
 from hostdev.models.model import Batch, Ids, Model, Rows
-from hostdev.runtime.spec import Bag, Feature
+from hostdev.runtime.spec import Bag, Feature, TableSpec
 
 FIELDS = "fields"
 
@@ -78,11 +78,19 @@ def concatenate_fields(rows: Rows, features: Iterable[str], table: int | None = 
 class FieldsModel(Model):
     """A model of segments that run one after the other, over all fields of a schema.
 
-    Attributes:
-        schema: The schema of the data.
+    Args:
+        schema: The data's schema.
+        tables: The tables, in which all fields have their rows.
+        more: See `make_features`.
     """
 
     schema: Schema
+
+    def __init__(self, schema: Schema, tables: dict[str, TableSpec], *, more: Sequence[str] = ()) -> None:
+        super().__init__()
+        names = tuple(tables)
+        self.schema, self.tables = schema, tables
+        self.features = make_features(schema, names if len(names) > 1 else names[0], more=more)
 
     def pieces(self) -> list[Piece]:
         """Return the network's segments in order."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import FieldsModel, make_features
+from hostdev.models.fields import FieldsModel
 from hostdev.models.layers import Towers, glorot_normal, initialize, perceptron, with_zero_biases
 from hostdev.runtime.spec import TableSpec
 
@@ -52,12 +52,9 @@ class MMoE(FieldsModel):
         expert: Sequence[int] = EXPERT,
         tower: Sequence[int] = TOWER,
     ) -> None:
-        super().__init__()
         if experts < 1 or not expert:
             raise ValueError("MMoE needs at least one expert with at least one layer")
-        self.schema = schema
-        self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or LazyAdam(lr=1e-3))}
-        self.features = make_features(schema, "vectors")
+        super().__init__(schema, {"vectors": TableSpec(schema.rows, dim, optimizer or LazyAdam(lr=1e-3))})
         n = len(schema.dense) + len(schema.columns) * dim
         self.experts = nn.ModuleList(perceptron([n, *expert], linear=False) for _ in range(experts))
         self.gates = nn.ModuleList(nn.Linear(n, experts, bias=False) for _ in schema.labels)

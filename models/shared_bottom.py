@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
-from hostdev.models.fields import FieldsModel, make_features
+from hostdev.models.fields import FieldsModel
 from hostdev.models.layers import Towers, glorot_normal, initialize, perceptron, with_zero_biases
 from hostdev.runtime.spec import TableSpec
 
@@ -44,10 +44,7 @@ class SharedBottom(FieldsModel):
         bottom: Sequence[int] = BOTTOM,
         tower: Sequence[int] = TOWER,
     ) -> None:
-        super().__init__()
-        self.schema = schema
-        self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or LazyAdam(lr=1e-3))}
-        self.features = make_features(schema, "vectors")
+        super().__init__(schema, {"vectors": TableSpec(schema.rows, dim, optimizer or LazyAdam(lr=1e-3))})
         widths = [len(schema.dense) + len(schema.columns) * dim, *bottom]
         self.bottom = perceptron(widths, linear=False)
         self.towers = Towers(len(schema.labels), widths[-1], tower)

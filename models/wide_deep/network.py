@@ -25,7 +25,6 @@ from hostdev.models.fields import (
     FieldsModel,
     collect_bags,
     concatenate_fields,
-    make_features,
     require_single_label,
 )
 from hostdev.models.layers import hidden_pieces, in_float32, initialize, perceptron
@@ -35,7 +34,6 @@ from hostdev.runtime.spec import Bag, TableSpec
 L2_COEFFICIENT = 8e-5
 L2_MODES = ("none", "batch", "table")
 LAYERS = (1024, 512, 256, 128)
-TABLES = ("wide", "deep")
 
 
 def wide_loss(logits: Tensor, label: Tensor) -> Tensor:
@@ -80,14 +78,12 @@ class WideDeep(FieldsModel):
         optimizer: SparseOptimizer | None = None,
         layers: Sequence[int] = LAYERS,
     ) -> None:
-        super().__init__()
         require_single_label(schema, "Wide & Deep")
-        self.schema = schema
-        self.tables = {
+        tables = {
             "wide": TableSpec(schema.rows, 1, FTRL()),
             "deep": TableSpec(schema.rows, dim, optimizer or LazyAdam()),
         }
-        self.features = make_features(schema, TABLES, more=schema.dense)
+        super().__init__(schema, tables, more=schema.dense)
         fields = len(schema.dense) + len(schema.columns)
         self.deep = perceptron([fields * dim, *layers, 1])
         self.bias = nn.Parameter(torch.zeros(1))
