@@ -58,17 +58,34 @@ test-device: $(VENV)/.ready
 OTHER_PYTHON ?= python3.13
 
 # Python itself starts each process here, which the quick rungs fork (tests/forks.py).
-test-slow: export HOSTDEV_TESTS_EXEC := 1
+# The whole takes hours: each part is a target too, and the whole runs all of them before it says which failed.
+SLOW := wheel cpu processes device eager random delayed lowest python
+SLOW_PARTS := $(SLOW:%=test-slow-%)
+.PHONY: $(SLOW_PARTS)
+$(SLOW_PARTS): export HOSTDEV_TESTS_EXEC := 1
 
 test-slow: $(VENV)/.ready
+	@$(MAKE) --no-print-directory --keep-going $(SLOW_PARTS)
+
+test-slow-wheel: $(VENV)/.ready
 	$(BIN)/python tests/smoke_wheel.py --alone
+
+test-slow-cpu: $(VENV)/.ready
 	$(PYTEST) -m slow
+
+test-slow-processes: $(VENV)/.ready
 	$(PYTEST) -m "not slow" $(FAST:%=--ignore=%)
+
+test-slow-device: $(VENV)/.ready
 	$(ON_DEVICE) -m "device and slow" $(DEVICE_TESTS)
-	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule eager $(DEVICE_TESTS)
-	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule random $(DEVICE_TESTS)
-	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule delayed $(DEVICE_TESTS)
+
+test-slow-eager test-slow-random test-slow-delayed: test-slow-%: $(VENV)/.ready
+	$(ON_DEVICE) -m "device and (not slow or slow_on_standin or not_drawn)" --standin-schedule $* $(DEVICE_TESTS)
+
+test-slow-lowest: $(VENV)/.ready
 	$(BIN)/python tests/versions.py --lowest $(FAST)
+
+test-slow-python: $(VENV)/.ready
 	$(BIN)/python tests/versions.py --python $(OTHER_PYTHON) $(FAST)
 
 bench: $(VENV)/.ready
