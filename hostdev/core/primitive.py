@@ -137,11 +137,12 @@ class OpTimes:
         with self._adding:
             self.bytes += nbytes
 
-    def add(self, nanoseconds: int) -> None:
-        """Add one call's duration."""
+    def add(self, nanoseconds: int, nbytes: int = 0) -> None:
+        """Add one call's duration, and the bytes that it moved unless they are counted by `count`."""
         with self._adding:
             self._durations.add(nanoseconds)
             self.total += nanoseconds
+            self.bytes += nbytes
         self._log.append(self._line, nanoseconds)
 
     def durations(self) -> Durations:
@@ -215,9 +216,14 @@ class OpLog:
             self.check()
             if self._file is None:
                 return
-            lines = (self._buffer.popleft() for _ in range(len(self._buffer)))  # other threads may be appending
+            lines, second, stamp = [], None, ""
+            for _ in range(len(self._buffer)):  # other threads may be appending
+                at, line, ns = self._buffer.popleft()
+                if second != int(at):
+                    second, stamp = int(at), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+                lines.append(f"{stamp}.{int(at % 1 * 1e3):03d} INFO {line} {ns // 1000} us.\n")
             try:
-                self._file.writelines(f"{_stamp(at)} INFO {line} {ns // 1000} us.\n" for at, line, ns in lines)
+                self._file.writelines(lines)
                 self._file.flush()
             except Exception as error:
                 self._failed = error
@@ -254,10 +260,6 @@ class OpLog:
             if len(scopes) > 1:
                 result[name]["by_scope"] = {scope: _statistics(ops) for scope, ops in scopes.items()}
         return result
-
-
-def _stamp(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1e3):03d}"
 
 
 def _statistics(ops: list[OpTimes]) -> dict[str, Any]:
@@ -381,8 +383,7 @@ class PartialCall:
 
     def end(self) -> None:
         """Report the time and the bytes of all parts."""
-        spans = [span for span in self._spans if span]
-        self._parts += [max(end for _, end in span) - min(begin for begin, _ in span) for span in spans]
-        times = self._op.times
-        times.add(sum(self._parts))
-        times.count(self._nbytes)
+        for span in filter(None, self._spans):
+            begins, ends = zip(*span, strict=True)
+            self._parts.append(max(ends) - min(begins))
+        self._op.times.add(sum(self._parts), self._nbytes)

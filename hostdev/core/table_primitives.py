@@ -5,6 +5,8 @@ An op runs where its table is, and its `primitive_target` must equal the table's
 S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from hostdev.core.primitive import Primitive
@@ -17,6 +19,8 @@ class _TablePrimitive(Primitive):
 
     # Any, below: tables and arrays of NumPy or torch, which this module does not import.
 
+    _latest: tuple[Callable[[], Any], int] = (lambda: None), 0  # the last call's table, and its bytes per row
+
     def _check(self, table: Any) -> None:
         if table.primitive_target != self.primitive_target:
             raise ValueError(
@@ -26,7 +30,11 @@ class _TablePrimitive(Primitive):
 
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
         """Return the bytes read and written."""
-        return len(ids) * self.row_bytes(table)
+        latest, row_bytes = self._latest
+        if latest() is not table:  # almost always the same table
+            row_bytes = self.row_bytes(table)
+            self._latest = weakref.ref(table), row_bytes
+        return len(ids) * row_bytes
 
     @staticmethod
     def row_bytes(table: Any) -> int:

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
+from numba.core.registry import CPUDispatcher
 
 from hostdev.kernels.jit import address_of, fetch_add, inline, kernel, load
 
@@ -35,7 +35,7 @@ _VISIT_NS = 5_000_000  # time of the main thread in native code; Ctrl-C waits up
 
 def is_kernel(function: Any) -> bool:
     """Return whether `make_loop` can compile the function into a loop."""
-    return isinstance(function, numba.core.registry.CPUDispatcher)
+    return isinstance(function, CPUDispatcher)
 
 
 def make_loop(work: Any) -> Any:
@@ -101,6 +101,7 @@ class Loop:
         self.pieces = pieces
         self._loop, self._args, self._times = make_loop(work), (n, grain, -(-n // grain), pieces, *args), times
         self._begun = np.zeros(_WORDS, np.int64)
+        self._address = address_of(self._begun) + 8 * _AT
 
     def is_left(self) -> bool:
         """Return whether there are ranges that have not begun."""
@@ -110,18 +111,24 @@ class Loop:
         """Prevent further ranges from beginning."""
         self._begun[_AT] = self.pieces
 
-    def work(self, halt: Flag) -> None:
-        """Run ranges until none is left or the flag is set; the main thread often returns to Python, for Ctrl-C."""
-        begun = address_of(self._begun) + 8 * _AT
-        most = 1 if threading.current_thread() is threading.main_thread() else self.pieces
+    def work(self, halt: Flag) -> bool:
+        """Run ranges until none is left or the flag is set; return whether ranges are left.
+
+        The main thread often returns to Python, for Ctrl-C.
+        """
+        pieces = most = self.pieces
+        if pieces > 1 and threading.current_thread() is threading.main_thread():
+            most = 1
         while True:
             begin = time.perf_counter_ns()
-            done = self._loop(begun, halt.address, most, *self._args)
+            done = self._loop(self._address, halt.address, most, *self._args)
             end = time.perf_counter_ns()
             if done and self._times is not None:
                 self._times.append((begin, end))
-            if done < most or not self.is_left():
-                return  # no range is left, or the flag is set
+            if done == pieces:
+                return False
+            if done < most or self._begun[_AT] >= pieces:  # the flag is set, or no range is left
+                return self.is_left()
             if end - begin < _VISIT_NS:
                 most *= 2
 
@@ -136,11 +143,6 @@ class Calls:
         """Append a call."""
         self._calls.append(call)
 
-    @property
-    def pieces(self) -> int:
-        """The number of calls that have not begun."""
-        return len(self._calls)
-
     def is_left(self) -> bool:
         """Return whether there are calls that have not begun."""
         return bool(self._calls)
@@ -149,11 +151,12 @@ class Calls:
         """Prevent further calls from beginning."""
         self._calls.clear()
 
-    def work(self, halt: Flag) -> None:
-        """Make calls until none is left or the flag is set."""
-        while not halt:
+    def work(self, halt: Flag) -> bool:
+        """Make calls until none is left or the flag is set; return whether calls are left."""
+        while not halt.value[0]:
             try:
                 call, start, stop, args = self._calls.popleft()
             except IndexError:
-                return
+                return False
             call(start, stop, *args)
+        return self.is_left()

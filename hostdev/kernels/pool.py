@@ -76,17 +76,19 @@ class _Job:
         self.urgent = urgent
         self.error: BaseException | None = None
         self._parts = parts
+        self._first = 0  # parts before this one have all begun
         self._asleep = helpers
         self._helpers = 0
         self._closed = False
         self._changed = threading.Condition()
 
     def is_left(self) -> bool:
-        return any(part.is_left() for part in self._parts)
+        return self._first < len(self._parts)
 
     def drop(self) -> None:
         for part in self._parts:
             part.drop()
+        self._first = len(self._parts)
 
     def wake(self) -> None:
         """Wake a few helpers, each of which wakes more, so that no thread has to wake all helpers.
@@ -121,16 +123,16 @@ class _Job:
 
     def work(self) -> None:
         halt = _NEVER if self.urgent else _urgent.callers
-        for part in self._parts:
-            while part.is_left():
-                if halt:
+        while (at := self._first) < len(self._parts):
+            try:
+                if self._parts[at].work(halt):
                     _urgent.give_way()
-                try:
-                    part.work(halt)
-                except BaseException as error:  # the caller raises it; tasks that have not begun are dropped
-                    self.error = error
-                    self.drop()
-                    return
+                elif at == self._first:  # if another thread sets it meanwhile, a part without work is looked at again
+                    self._first = at + 1
+            except BaseException as error:  # the caller raises it; tasks that have not begun are dropped
+                self.error = error
+                self.drop()
+                return
 
     def end(self) -> None:
         """Drop the tasks that have not begun, and wait until no helper is at work, even if interrupted.
@@ -283,14 +285,16 @@ def run_tasks(tasks: Sequence[Task]) -> None:
     is raised when all tasks that have begun have ended.
     """
     parts: list[Loop | Calls] = []
+    pieces = 0
     for task in tasks:
+        pieces += task.pieces if isinstance(task, KernelTask) else 1
         if isinstance(task, KernelTask):
             parts.append(Loop(*task))
         elif parts and isinstance(parts[-1], Calls):
             parts[-1].add(task)
         else:
             parts.append(Calls(task))
-    helpers = min(_threads, sum(part.pieces for part in parts)) - 1
+    helpers = min(_threads, pieces) - 1
     if helpers < 1:
         for part in parts:
             part.work(_NEVER)
