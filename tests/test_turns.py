@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.pipeline import context
+from hostdev.pipeline import context, path
 from hostdev.pipeline.context import Turns
-from hostdev.pipeline.scheduling import passes, workers
+from hostdev.pipeline.scheduling import passes
 
 CLOCK = [0.0]
 
@@ -129,9 +129,9 @@ def test_no_other_stage_runs_then(monkeypatch):
 
         monkeypatch.setattr(module, name, run)
 
-    noted(passes, "deduplicate")
-    noted(workers, "look_up")
-    noted(workers, "look_up_conflicting")
+    noted(path, "deduplicate")
+    noted(path, "look_up")
+    noted(path, "look_up_conflicting")
 
     def body(runtime, table):
         in_step.set()
@@ -147,13 +147,13 @@ def test_no_other_stage_runs_then(monkeypatch):
 def test_a_body_that_waits_for_the_background_goes_on(monkeypatch):
     monkeypatch.setattr(passes, "_LONGEST_PAUSE", 0.05)
     fetched = threading.Semaphore(0)
-    original = workers.look_up
+    original = path.look_up
 
     def look_up(*arguments):
         fetched.release()
         return original(*arguments)
 
-    monkeypatch.setattr(workers, "look_up", look_up)
+    monkeypatch.setattr(path, "look_up", look_up)
     left = [12]
 
     def body(runtime, table):

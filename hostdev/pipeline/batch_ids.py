@@ -113,6 +113,20 @@ class Group:
         """Number of batches that the plans of the cache and of tables on disk look ahead; 0 without both."""
         return max(self.cache.window, *(one.table.window for one in self.embeddings))
 
+    def begin_pass(self) -> None:
+        """At the beginning of a training pass, bring the cache up to date with the tables."""
+        if self.keys is not None:
+            self.keys.begin_pass()
+        self.cache.refresh()
+
+    def end_pass(self) -> None:
+        """At the end of a training pass, write cached rows back, and undo what was planned and not stepped."""
+        for embedding in self.embeddings:
+            embedding.uncount_unfinished()
+        self.cache.write_back()
+        if self.keys is not None:
+            self.keys.end_pass()
+
 
 class Request(NamedTuple):
     """A batch as the caller requests it."""

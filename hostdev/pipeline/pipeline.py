@@ -1,7 +1,7 @@
 """The pipeline: moves batches through the stages, with at most one training pass at a time."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from hostdev.kernels.claims import MOST_UNFINISHED, Claims
 from hostdev.pipeline.batch_ids import Group, Request, RowOffsets
 from hostdev.pipeline.context import Context, PipelineHooks
 from hostdev.pipeline.keys import KeyedRows
+from hostdev.pipeline.path import PassOptions
 from hostdev.pipeline.results import StepBatch
 from hostdev.pipeline.scheduling.overlapped import OverlappedPass
-from hostdev.pipeline.scheduling.passes import Pass, PassOptions, SerialPass
+from hostdev.pipeline.scheduling.passes import Pass, SerialPass
 from hostdev.pipeline.stages.step import abandon_step
 
 _MOST_DEPTH = MOST_UNFINISHED - 2
@@ -119,26 +120,20 @@ class Pipeline:
         if self.training is not None:
             raise RuntimeError("the tables are being trained; end or close the loop over `train` first")
         window = max(group.window for group in self.groups)
-        for keys in self._context.keyed.values():
-            keys.begin_pass()
         for group in self.groups:
-            group.cache.refresh()
-        try:
+            group.begin_pass()
+        with ExitStack() as ends:
+            for group in self.groups:
+                ends.callback(group.end_pass)
             opened = self._open(
                 batches, window, update=True, background=background, read_ahead=read_ahead, position=position
             )
-            with opened as one:
-                self.training = one
-                yield one
-        finally:  # the pass's updates have ended
-            self.training = None
-            for group in self.groups:
-                for embedding in group.embeddings:
-                    embedding.uncount_unfinished()
-            for group in self.groups:
-                group.cache.write_back()
-            for keys in self._context.keyed.values():
-                keys.end_pass()
+            try:
+                with opened as one:
+                    self.training = one
+                    yield one
+            finally:  # the pass's updates have ended
+                self.training = None
 
     @contextmanager
     def predict(

@@ -26,15 +26,13 @@ from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.pool import urgent
 from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.context import Context
+from hostdev.pipeline.path import End, PassOptions
 from hostdev.pipeline.results import Gradients, SentBatch, StepBatch
 from hostdev.pipeline.scheduling.in_flight import InFlight
-from hostdev.pipeline.scheduling.passes import End, PassOptions, PipelineQueues, raise_held
+from hostdev.pipeline.scheduling.passes import PipelineQueues, raise_held
 from hostdev.pipeline.scheduling.workers import PassWorkers
-from hostdev.pipeline.stages.look_up import (
-    reload,
-)
+from hostdev.pipeline.stages.look_up import reload
 from hostdev.pipeline.stages.step import begin_step, end_step
-from hostdev.pipeline.stages.update import await_step, release, unpin
 
 _POLL_SECONDS = 0.2  # seconds between checks that other ranks still run, while a thread waits for them
 LONGEST_JOIN = 0.8  # seconds to wait for a thread that may be inside the user's code or wait for a failed rank
@@ -135,9 +133,7 @@ class OverlappedPass:
             self._queues.finished = batch.number
             self._queues.put(self._queues.stepped, held)
             return
-        await_step(self._context, held[0])
-        release(held[0])
-        unpin(held[0])
+        self._workers.path.leave(held[0])
         self._queues.in_flight.release(batch.number)
 
     def drain(self) -> None:
@@ -206,7 +202,7 @@ class OverlappedPass:
                 threads[0].join(LONGEST_JOIN)
         finally:  # an interrupt is raised once all have ended
             queues.clear()
-            self._workers.pins.close()
+            self._workers.path.pins.close()
             if self._update and self._context.forwarding is not None:
                 self._context.forwarding.clear()
         if not failed:

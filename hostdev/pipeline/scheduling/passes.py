@@ -1,4 +1,4 @@
-"""Passes over batches: the interface, the serial pass, and the look-ahead that all passes share.
+"""Passes over batches: their interface, the serial pass, and the queues of the overlapped one.
 
 The queues between the stages of an overlapped pass have one condition variable.
 """
@@ -7,32 +7,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from hostdev.kernels.arrays import AnyIds
-from hostdev.pipeline import remote
-from hostdev.pipeline.batch_ids import ReadBatch, Request, UniqueBatch
+from hostdev.pipeline.batch_ids import ReadBatch, Request
 from hostdev.pipeline.context import Context
+from hostdev.pipeline.path import End, PassOptions, Path, Stopped, Waits
 from hostdev.pipeline.results import Gradients, SentBatch, StepBatch, SteppedBatch
 from hostdev.pipeline.scheduling.in_flight import InFlight, InFlightBatches, SharedRows
-from hostdev.pipeline.stages.deduplicate import announce, deduplicate, read
-from hostdev.pipeline.stages.look_up import look_up, reload, send, take_memory
-from hostdev.pipeline.stages.plan import plan
+from hostdev.pipeline.stages.deduplicate import read
+from hostdev.pipeline.stages.look_up import reload
 from hostdev.pipeline.stages.step import begin_step, end_step
-from hostdev.pipeline.stages.update import await_step, receive_sums, release, unpin, update
-from hostdev.pipeline.tiers import PassPins
+from hostdev.pipeline.stages.update import await_step
 
 _LONGEST_PAUSE = 2.0  # seconds that a stage waits for the end of a step that runs alone
-
-
-class End(NamedTuple):
-    """The last item of a queue, with the error that ended the stage, if any."""
-
-    error: BaseException | None
-
-
-class Stopped(Exception):  # noqa: N818  (not an error: a thread is asked to end)
-    """Raised in a waiting thread when the pass is over."""
 
 
 class PipelineQueues:
@@ -174,18 +162,6 @@ class PipelineQueues:
             self.changed.notify_all()
 
 
-class PassOptions(NamedTuple):
-    """Options of a pass: where it begins, and how far it runs ahead."""
-
-    depth: int  # the pipeline's depth
-    window: int  # number of batches that the caches know in advance, in addition to those that are looked up ahead
-    number: int  # number of the batch before the first
-    position: int  # position of that batch in the caller's loop
-    update: bool  # whether steps update the tables
-    background: bool  # whether a background thread reads the batches, instead of the caller's thread
-    ahead_of_step: int  # number of batches looked up ahead, at most `depth`, if the caller's thread reads them
-
-
 class Pass(Protocol):
     """A pass, which gives the caller batches in order for its steps. A single thread must call `take` and `finish`."""
 
@@ -225,52 +201,6 @@ def raise_held(held: list[BaseException | None]) -> None:
         raise held.pop()  # type: ignore[misc]
 
 
-def look_ahead(
-    context: Context, take: Callable[[], ReadBatch | End], options: PassOptions, pins: PassPins
-) -> Iterator[UniqueBatch | End]:
-    """Yield deduplicated batches in order, and then an `End`. Batches are announced to the caches a window ahead.
-
-    Args:
-        context: The pipeline's context.
-        take: Called without arguments; returns the next batch that was read, or an `End`.
-        options: The pass's options.
-        pins: The rows of tables on disk that the pass's batches need.
-    """
-    update, position = options.update, options.position
-    window = options.window if update else 0
-    waiting: list[UniqueBatch] = []
-    announced = [0] * len(context.groups)
-    ends: list[End] = []
-    while True:
-        while not ends and len(waiting) <= window:
-            try:
-                item = take()
-                if isinstance(item, ReadBatch):
-                    position += 1
-                    is_first = item.number == options.number + 1
-                    waiting.append(deduplicate(context, item, position, update, is_first=is_first))
-                    if update:
-                        announce(context, waiting, announced)
-                else:
-                    if item.error is None and context.exchanges:
-                        context.exchanges[update].end()
-                    ends.append(item)
-                del item  # otherwise a finished batch would live until the next one is read
-            except Stopped:
-                raise
-            except Exception as error:  # batches that were read earlier come first
-                ends.append(End(error))
-        if waiting:
-            if update:
-                announce(context, waiting, announced)
-            announced = [max(0, count - 1) for count in announced]
-            pins.announce(waiting)
-            yield waiting.pop(0)
-        else:
-            yield ends.pop()  # not kept: an error holds the frames that it passed through, including this one
-            return
-
-
 class SerialPass:
     """Runs the stages one after the other in the caller's thread. The overlapped pass must give the same results.
 
@@ -285,8 +215,8 @@ class SerialPass:
         self._source = iter(source)
         self._caller = threading.get_ident()
         self._given: StepBatch | None = None  # the batch in the caller's step
-        self._pins = PassPins(context.tiers, options.update)
-        self._batches = look_ahead(context, self._read, options, self._pins)
+        self._path = Path(context, options, Waits())
+        self._batches = self._path.look_ahead(self._read)
 
     def _read(self) -> ReadBatch | End:
         batch = read(self._context, self._source, self.number + 1)
@@ -303,35 +233,20 @@ class SerialPass:
             del item
             raise_held(held)
             return None
-        context, update = self._context, self._update
-        planned = plan(context, item, update, None)
         in_flight = InFlight(item.number)
-        if self._pins:
-            self._pins.try_pin(item.number, planned.groups)
-            in_flight.pins = self._pins.take(item.number)
-            in_flight.pins.await_rows()
-        looked_up = look_up(context, planned, take_memory(context, planned))
-        if context.exchanges and context.on_host:
-            early = remote.exchange_early(context, looked_up, None, None, update=update, overlapped=False)
-            looked_up = looked_up._replace(early=early)
-        in_flight.rows = looked_up.rows
-        self._given = begin_step(context, send(context, looked_up), in_flight, update)
+        sent = self._path.fetch(item, in_flight)
+        self._given = begin_step(self._context, sent, in_flight, self._update)
         return self._given
 
     def finish(self, batch: StepBatch, gradients: Gradients | None) -> None:
         """See `Pass`."""
         self._given = None
-        context = self._context
-        stepped = end_step(context, batch, gradients)
+        stepped = end_step(self._context, batch, gradients)
         if not self._update:
-            await_step(context, stepped)
-            release(stepped)
-            unpin(stepped)
+            self._path.leave(stepped)
             return
-        context.before_stage("update", batch.number)
-        await_step(context, stepped)
-        receive_sums(context, stepped)
-        update(context, stepped, None)
+        await_step(self._context, stepped)
+        self._path.update(stepped)
 
     def drain(self) -> None:
         """See `Pass`."""
@@ -350,4 +265,4 @@ class SerialPass:
         """See `Pass`."""
         self._given = None
         self._batches.close()  # type: ignore[attr-defined]
-        self._pins.close()
+        self._path.pins.close()

@@ -3,30 +3,82 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from hostdev.pipeline import remote
-from hostdev.pipeline.batch_ids import ReadBatch, Request, UniqueBatch
+from hostdev.pipeline.batch_ids import ReadBatch, Request, RowSubset, UniqueBatch
 from hostdev.pipeline.context import Context
-from hostdev.pipeline.forwarding import ForwardedRows
 from hostdev.pipeline.hazards import record_writer
-from hostdev.pipeline.results import PlannedBatch, SentBatch, SteppedBatch
-from hostdev.pipeline.scheduling.in_flight import InFlight, Unfinished
-from hostdev.pipeline.scheduling.passes import End, PassOptions, PipelineQueues, Stopped, look_ahead
+from hostdev.pipeline.path import End, PassOptions, Path, Stopped, Waits
+from hostdev.pipeline.results import PlannedBatch, SentBatch
+from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight, SharedRows, Unfinished
+from hostdev.pipeline.scheduling.passes import PipelineQueues
 from hostdev.pipeline.stages.deduplicate import read
-from hostdev.pipeline.stages.look_up import (
-    look_up,
-    look_up_conflicting,
-    read_forwarded,
-    send,
-    take_forwarded,
-    take_memory,
-)
-from hostdev.pipeline.stages.plan import plan
-from hostdev.pipeline.stages.update import await_step, receive_sums, update, update_first
+from hostdev.pipeline.stages.look_up import look_up_conflicting
+from hostdev.pipeline.stages.update import await_step
 from hostdev.pipeline.tiers import PassPins
+
+
+class _QueueWaits(Waits):
+    """What the batches of an overlapped pass wait for, under the condition of the pass's queues."""
+
+    overlap = True
+
+    def __init__(self, context: Context, queues: PipelineQueues, *, update: bool) -> None:
+        self._context, self._queues, self._updates = context, queues, update
+        self._in_flight = queues.in_flight
+
+    def find_unfinished(self, batch: InFlight) -> Callable[[], Unfinished] | None:
+        context, in_flights = self._context, self._in_flight
+        if self._queues.alone and self._updates and in_flights.updated == batch.number - 1 and not context.cached:
+            return None  # the next batch, too, is most likely planned after this batch's update
+        return partial(in_flights.get_unfinished, batch.number, forwards=context.forwarding is not None)
+
+    def pin(self, pins: PassPins, batch: PlannedBatch) -> None:
+        with self._context.timeline.stall("lookup"):
+            while True:
+                before = pins.released
+                if pins.try_pin(batch.number, batch.groups):
+                    return
+                self._queues.wait(partial(pins.has_released, before))
+
+    def looking_up(self) -> AbstractContextManager[Any]:
+        return self._queues.looking_up()
+
+    def is_updated(self, number: int) -> bool:
+        return self._in_flight.updated >= number
+
+    def await_update(self, number: int) -> None:
+        with self._context.timeline.stall("lookup"):
+            self._queues.wait(lambda: self._in_flight.updated >= number)
+
+    def await_room(self, number: int) -> None:
+        """Wait until the step has taken the previous batch's rows: only one batch's rows may wait on the device."""
+        staging, in_flights = self._context.staging, self._in_flight
+        if not staging.copies:
+            return
+        with self._context.timeline.stall("send"):
+            self._queues.wait(lambda: in_flights.gathered[0] >= number - 1)
+            staging.await_event(in_flights.gathered[1])
+
+    def request(self, batch: InFlight, conflicts: Conflicts) -> list[RowSubset]:
+        return self._in_flight.request(batch, conflicts)
+
+    def count_fetched(self, batch: InFlight) -> None:
+        self._in_flight.count_fetched(batch)
+
+    def unpin(self, batch: InFlight) -> None:
+        self._in_flight.unpin(batch)
+
+    def begin_update(self, batch: InFlight) -> SharedRows | None:
+        return self._queues.begin_update(batch)
+
+    def end_first_update(self, shared: SharedRows) -> None:
+        self._in_flight.end_first_update(shared)
+
+    def end_update(self, batch: InFlight) -> None:
+        self._in_flight.end_update(batch)
 
 
 class PassWorkers:
@@ -47,8 +99,8 @@ class PassWorkers:
         self._most = options.depth + 2  # maximum number of batches that are looked up but not updated
         self._most_read = options.depth + 2 + (options.window if options.update else 0)
         self.number = options.number  # number of the last batch that was read
-        self.pins = PassPins(context.tiers, options.update)
-        batches = look_ahead(context, self._take_read, options, self.pins)
+        self.path = Path(context, options, _QueueWaits(context, queues, update=options.update))
+        batches = self.path.look_ahead(self._take_read)
         work: list[Any] = [
             ("fetcher", self._fetch_next, queues.fetched, batches),
             ("updater", self._update_next, None),
@@ -130,86 +182,11 @@ class PassWorkers:
         return more
 
     def _fetch(self, batch: UniqueBatch) -> SentBatch:
-        """Plan a batch; look up and send its rows, except conflicting rows that still wait for an update."""
-        context, queues, update = self._context, self._queues, self._update
-        in_flights, number = queues.in_flight, batch.number
-        in_flight, before = in_flights.by_number[number], in_flights.by_number.get(number - 1)
+        in_flights = self._queues.in_flight
+        before = in_flights.by_number.get(batch.number - 1)
         if before is not None and not before.claimed:
-            record_writer(before, context.last_writers)
-        forwards = context.forwarding is not None
-        unfinished: Callable[[], Unfinished] | None = partial(in_flights.get_unfinished, number, forwards=forwards)
-        if queues.alone and update and in_flights.updated == number - 1 and not context.cached:
-            unfinished = None  # the next batch, too, is most likely planned after this batch's update
-        try:
-            planned = plan(context, batch, update, unfinished)
-            in_flight.writes, in_flight.claimed = planned.writes, unfinished is not None
-            if self.pins:
-                self._pin(planned, in_flight)
-            return self._look_up(planned, in_flight, before)
-        finally:
-            if before is not None:
-                in_flights.unpin(before)
-
-    def _pin(self, batch: PlannedBatch, in_flight: InFlight) -> None:
-        """Wait until the batch's rows of tables on disk are in memory."""
-        pins = self.pins
-        with self._timeline.stall("lookup"):
-            while True:
-                before = pins.released
-                if pins.try_pin(batch.number, batch.groups):
-                    break
-                self._queues.wait(partial(pins.has_released, before))
-            in_flight.pins = pins.take(batch.number)
-            in_flight.pins.await_rows()
-
-    def _look_up(self, batch: PlannedBatch, in_flight: InFlight, before: InFlight | None) -> SentBatch:
-        """Look up and send a planned batch's rows; `before` is the previous batch, if it is unfinished."""
-        context, queues, update = self._context, self._queues, self._update
-        in_flights, number, conflicts = queues.in_flight, batch.number, batch.conflicts
-        if conflicts is not None:
-            in_flight.forwarded = conflicts.forwarded
-            in_flight.awaits = max((writer for _, writer in conflicts.subsets), default=0)
-        memory = take_memory(context, batch)
-        forwarded = take_forwarded(context, batch, memory)
-        read_now = bool(forwarded) and before is not None and in_flights.updated >= before.awaits
-        with queues.looking_up() if context.on_host else nullcontext():
-            if read_now and before is not None:  # first, because the update of the previous batch waits for it
-                self._read_forwarded(number, forwarded, before)
-            looked_up = look_up(context, batch, memory, forwarded)
-            in_flight.rows = looked_up.rows
-        if context.on_host:
-            if context.exchanges:
-                early = remote.exchange_early(context, looked_up, conflicts, before, update=update, overlapped=True)
-                looked_up = looked_up._replace(early=early)
-            in_flight.missing = 1  # the subset of rows that is sent below
-            self._await_room(number)
-        if forwarded and not read_now and before is not None:
-            with self._timeline.stall("lookup"):
-                queues.wait(lambda: in_flights.updated >= before.awaits)
-            with queues.looking_up():
-                self._read_forwarded(number, forwarded, before)
-        with queues.looking_up():
-            sent = send(context, looked_up)
-        for rows in in_flights.request(in_flight, conflicts) if conflicts is not None else ():
-            span = self._timeline.span("lookup", number, rows=len(rows), bytes=len(rows) * context.row_bytes)
-            with span, queues.looking_up():
-                look_up_conflicting(context, number, looked_up.rows, rows)
-        if context.on_host:
-            in_flights.count_fetched(in_flight)
-        return sent
-
-    def _read_forwarded(self, number: int, rows: list[ForwardedRows | None], before: InFlight) -> None:
-        read_forwarded(self._context, number, rows)
-        self._queues.in_flight.unpin(before)
-
-    def _await_room(self, number: int) -> None:
-        """Wait until the step has taken the previous batch's rows: only one batch's rows may wait on the device."""
-        queues, staging = self._queues, self._context.staging
-        if not staging.copies:
-            return
-        with self._timeline.stall("send"):
-            queues.wait(lambda: queues.in_flight.gathered[0] >= number - 1)
-            staging.await_event(queues.in_flight.gathered[1])
+            record_writer(before, self._context.last_writers)
+        return self.path.fetch(batch, in_flights.by_number[batch.number], before)
 
     def deliver(self, batch: InFlight) -> None:
         """Look up and send conflicting rows of a batch; the updater or the caller calls this, whichever is idle."""
@@ -238,22 +215,10 @@ class PassWorkers:
             if item is not None:
                 await_step(self._context, item)
         if item is not None:
-            self._update_batch(item)
+            self.path.update(item)
             number = item.number
             del item
             in_flights.release(number)
         elif (batch := in_flights.find_ready()) is not None:
             self.deliver(batch)
         return True
-
-    def _update_batch(self, batch: SteppedBatch) -> None:
-        """Update a batch's host rows: first the rows that the next batch waits for, then the others."""
-        context, in_flights, in_flight = self._context, self._queues.in_flight, batch.in_flight
-        context.before_stage("update", batch.number)
-        receive_sums(context, batch)
-        shared = self._queues.begin_update(in_flight)
-        if shared is not None:
-            update_first(context, batch, shared)
-            in_flights.end_first_update(shared)
-        update(context, batch, shared)
-        in_flights.end_update(in_flight)
