@@ -32,6 +32,7 @@ class Feature(NamedTuple):
 
 DEEPFM = ("--model", "deepfm")
 ROUNDED = ("--table-dtype", "bfloat16", "--table-slots", "8bit")
+WIDE = ("--emb-dim", 32)  # a table on disk has rows of 64 bytes or more
 KEYS = ("--tables", "dynamic", "--capacity", "20MiB", "--order", "stored", *DEEPFM)
 VECTORS = ("--initial-vectors", "user=vectors.parquet", "--frozen-vectors", "user")
 FEATURES = {
@@ -40,12 +41,14 @@ FEATURES = {
     "l2 of tables": Feature("small", ("--l2", "table"), cached=False, on_disk=False, quick=True),
     "dense bfloat16": Feature("small", ("--precision", "bf16", "--l2", "batch"), quick=True),
     "bfloat16 weights": Feature("small", ("--table-dtype", "bfloat16")),
-    "slots of 8 bits": Feature("small", ("--table-slots", "8bit")),
+    "slots of 8 bits": Feature("small", ("--table-slots", "8bit", *WIDE)),
     "every row decays": Feature("small", ("--table-optimizer", "adam", "--table-weight-decay", 0.5)),
-    "row-wise": Feature("small", ("--table-dtype", "bfloat16", *DEEPFM, "--table-optimizer", "row_wise_adagrad")),
+    "row-wise": Feature(
+        "small", (*WIDE, "--table-dtype", "bfloat16", *DEEPFM, "--table-optimizer", "row_wise_adagrad")
+    ),
     "micro-batches": Feature("small", ("--micro-batches", 4)),
     "films": Feature("films", DEEPFM),
-    "films, stored": Feature("films", (*DEEPFM, *ROUNDED, "--order", "stored")),
+    "films, stored": Feature("films", (*DEEPFM, *ROUNDED, *WIDE, "--order", "stored")),
     "dlrm": Feature("films", ("--model", "dlrm", "--table-optimizer", "lazy_adam")),
     "dcn": Feature("films", ("--model", "dcn")),
     "labels and weights": Feature("targets", ("--model", "shared_bottom")),
@@ -74,9 +77,7 @@ def is_possible(feature, mode):
     flags = MODES[mode]
     if (CACHE in flags and not feature.cached) or ("disk" in flags and not feature.on_disk):
         return False
-    if feature.by_key and (HOST not in flags or "static" in flags):
-        return False
-    return "--table-dir" not in flags or "8bit" not in feature.flags or feature.data != "films"
+    return not feature.by_key or (HOST in flags and "static" not in flags)
 
 
 def strongest(feature):
