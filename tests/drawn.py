@@ -1,8 +1,11 @@
-"""Draw which values of a parameter a quick rung tries, by the test's name and the commit; `make test-slow` tries all.
+"""Draw which cases a quick rung tries, by the test's name and the commit; `make test-slow` tries all.
 
 A value with the mark `drawn` is one of those to draw from: a third of a function's cases, or with `drawn(n)` one of n;
 rounded, and at least one.
 Values without it are always tried: the simplest and the strongest. HOSTDEV_DRAW=TEXT stands for the commit.
+
+A quick rung spends at most about BUDGET seconds on the cases of a function that is in tests/seconds.json, which
+`python -m tests.durations --record` writes: the CPU seconds of one case, by function.
 
 On the simulated accelerator all cases are to draw from, except those in tests/device, of random models, and of the
 table in tests/standin/covered.json: the tests that notice a missing wait.
@@ -19,6 +22,8 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "HOSTDEV_DRAW"
+BUDGET = 4.0  # CPU seconds
+SECONDS = Path(__file__).parent / "seconds.json"
 COVERED = Path(__file__).parent / "standin/covered.json"
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,13 +51,21 @@ def mark_on_standin(items):
 
 def mark(items):
     """Mark the cases that are not drawn slow."""
-    functions = defaultdict(list)
+    functions, seconds = defaultdict(list), json.loads(SECONDS.read_text())
     for item in items:
-        if item.get_closest_marker("drawn") and not item.get_closest_marker("slow"):
+        if not item.get_closest_marker("slow"):
             functions[item.nodeid.partition("[")[0]].append(item)
-    for cases in functions.values():
-        cases.sort(key=lambda item: hashlib.sha256(f"{seed()} {item.nodeid}".encode()).digest())
-        (share,) = cases[0].get_closest_marker("drawn").args or (3,)
-        for item in cases[max(1, round(len(cases) / share)) :]:
+    for name, cases in functions.items():
+        marked = [item for item in cases if item.get_closest_marker("drawn")]
+        most = [len(cases)]
+        if marked:
+            (share,) = marked[0].get_closest_marker("drawn").args or (3,)
+            most.append(round(len(marked) / share))
+        if name in seconds:
+            marked = marked or cases
+            most.append(round(BUDGET / seconds[name]))
+        kept = max(1, min(most))
+        marked.sort(key=lambda item: hashlib.sha256(f"{seed()} {item.nodeid}".encode()).digest())
+        for item in marked[kept:]:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.not_drawn)

@@ -3,6 +3,9 @@
 A line for each phase of a test: wall seconds, and the CPU seconds of this process and of its children that have ended,
 which say more on a machine that does something else, too. The first test that needs a shared fixture pays for it. The
 file is durations/NAME.jsonl, where the environment variable names it (the Makefile: by rung), else last.jsonl.
+
+`--record` writes tests/seconds.json, by which the quick rungs draw cases (tests/drawn.py); functions of which the files
+have no test keep their seconds.
 """
 
 import argparse
@@ -13,6 +16,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from tests.drawn import BUDGET, SECONDS
 
 FOLDER = Path(__file__).resolve().parent.parent / "durations"
 VARIABLE = "HOSTDEV_DURATIONS"
@@ -87,13 +92,27 @@ def table(seconds, key, count):
     return [*rows, *(f"| {n} | {cpu:.1f} | {wall:.1f} | {name} |" for name, (n, wall, cpu) in largest)]
 
 
+def record(seconds):
+    """Write the mean CPU seconds of a case of each function that takes more than a fifth of the budget a case."""
+    cases = defaultdict(list)
+    for test, (_, cpu) in seconds.items():
+        cases[test.partition("[")[0]].append(cpu)
+    means = json.loads(SECONDS.read_text())
+    means.update({name: round(sum(each) / len(each), 1) for name, each in cases.items()})
+    kept = {name: mean for name, mean in sorted(means.items()) if mean >= BUDGET / 5}
+    SECONDS.write_text(json.dumps(kept, indent=0) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(prog="tests.durations", description="Print where the tests' time goes.")
     parser.add_argument("files", nargs="*", type=Path, help="default: all files of durations")
     parser.add_argument("--slowest", type=int, default=60, metavar="N", help="tests")
+    parser.add_argument("--record", action="store_true", help="write tests/seconds.json, too")
     arguments = parser.parse_args()
     paths = arguments.files or sorted(path for path in FOLDER.glob("*.jsonl") if path.name != "last.jsonl")
     seconds = read(paths)
+    if arguments.record:
+        record(seconds)
     wall, cpu = (sum(column) for column in zip(*seconds.values(), strict=True))
     print(f"{len(seconds):,} tests: {cpu:,.0f} CPU s, {wall:,.0f} wall s ({', '.join(path.stem for path in paths)})")
     for title, key, count in (
