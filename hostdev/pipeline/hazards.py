@@ -35,9 +35,9 @@ def find_conflicts(
         staleness: Number of preceding batches whose writes the batch does not wait for.
         ignored: Groups whose hazards are ignored, to test that checks find the wrong results.
     """
-    batch, before, updated, pin = unfinished
+    batch, before, pin = unfinished.batch, unfinished.before, unfinished.pin
     number = batch.number
-    late = claim(written, last_writers, number, updated + 1, number - 1 - staleness).first(len(reads.ids))
+    late = claim(written, last_writers, number, unfinished.updated + 1, number - 1 - staleness).first(len(reads.ids))
     for group in ignored:
         kept = (late.rows < reads.starts[group]) | (late.rows >= reads.starts[group + 1])
         late = Late(late.rows[kept], late.owner[kept])

@@ -41,13 +41,13 @@ class TableTier:
         for batch in batches:
             if batch.number <= self._announced:
                 continue
-            ids, inverse = batch.groups[self.group][:2]
+            group = batch.groups[self.group]
             if self._planner is None:
-                kept = count_kept(self.tier.count, self.tier.rows, len(ids))
+                kept = count_kept(self.tier.count, self.tier.rows, len(group.ids))
                 self._planner = Planner(self.tier.rows, kept, "nearest", window=self._window)
             if len(self._planner) > self._planner.window:
                 return
-            self._planner.announce(ids, len(inverse))
+            self._planner.announce(group.ids, len(group.inverse))
             self._announced = batch.number
 
     def plan(self) -> None:

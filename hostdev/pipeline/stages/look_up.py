@@ -57,14 +57,14 @@ def look_up(
     context: Context, batch: PlannedBatch, memory: PinnedBuffer, forwarded: list[ForwardedRows | None] | None = None
 ) -> LookedUpBatch:
     """Look up the rows on the host. Conflicting rows are looked up again later or, if there are many, only later."""
-    number, position, request, groups, inverses, reads, writes, conflicts = batch
-    rows: list[list[BatchRows]] = [[] for _ in groups]
+    reads, conflicts = batch.reads, batch.conflicts
+    rows: list[list[BatchRows]] = [[] for _ in batch.groups]
     if context.on_host:
-        context.before_stage("lookup", number)
-        with context.timeline.span("lookup", number) as span:
-            for n, group in enumerate(context.groups):
+        context.before_stage("lookup", batch.number)
+        with context.timeline.span("lookup", batch.number) as span:
+            for n, (group, planned) in enumerate(zip(context.groups, batch.groups, strict=True)):
                 if group.on_host:
-                    rows[n] = make_rows(group, len(groups[n].ids), groups[n].plan, context.row_stagings[n], memory)
+                    rows[n] = make_rows(group, len(planned.ids), planned.plan, context.row_stagings[n], memory)
             subset = RowSubset(reads.ids, None)
             if conflicts is not None and len(conflicts.rows) * _MANY_CONFLICTS > len(reads.ids):
                 subset = RowSubset.select(reads.ids, others(len(reads.ids), conflicts.rows))
@@ -79,7 +79,16 @@ def look_up(
             )
             span["rows"], span["bytes"] = len(subset), len(subset) * context.row_bytes
     fetched = FetchedRows(reads, rows, forwarded or [])
-    return LookedUpBatch(number, position, request, groups, inverses, writes, fetched, memory)
+    return LookedUpBatch(
+        number=batch.number,
+        position=batch.position,
+        request=batch.request,
+        groups=batch.groups,
+        inverses=batch.inverses,
+        writes=batch.writes,
+        rows=fetched,
+        memory=memory,
+    )
 
 
 def look_up_conflicting(context: Context, number: int, rows: FetchedRows, subset: RowSubset) -> None:
@@ -120,22 +129,33 @@ def _pair(context: Context, rows: FetchedRows, subset: RowSubset) -> Sequence[tu
 
 def send(context: Context, batch: LookedUpBatch) -> SentBatch:
     """Begin to copy a batch to the device, and return the batch. Conflicting rows may be copied later."""
-    number, position, request, groups, inverses, writes, rows, memory, early = batch
-    context.before_stage("send", number)
-    with context.timeline.span("send", number):
-        arrays = [*inverses]
-        arrays += [mine.ids for group, mine in zip(context.groups, groups, strict=True) if not group.on_host]
-        tensors = [*(torch.from_numpy(array) for array in arrays), *request.tensors]
-        sent, mark = context.staging.send(tensors, memory)
+    context.before_stage("send", batch.number)
+    with context.timeline.span("send", batch.number):
+        arrays = [*batch.inverses]
+        arrays += [mine.ids for group, mine in zip(context.groups, batch.groups, strict=True) if not group.on_host]
+        tensors = [*(torch.from_numpy(array) for array in arrays), *batch.request.tensors]
+        sent, mark = context.staging.send(tensors, batch.memory)
         left = iter(sent)
-        on_device = [next(left) for _ in groups]
+        inverses = [next(left) for _ in batch.groups]
         device_ids = [None if group.on_host else next(left) for group in context.groups]
-        for tables in rows.groups:
+        for tables in batch.rows.groups:
             for table in tables:
                 table.send()
-        for forwarded in rows.forwarded:
+        for forwarded in batch.rows.forwarded:
             if forwarded is not None:
                 forwarded.send()
     return SentBatch(
-        number, position, request, groups, writes, rows, memory, early, on_device, device_ids, list(left), sent, mark
+        number=batch.number,
+        position=batch.position,
+        request=batch.request,
+        groups=batch.groups,
+        writes=batch.writes,
+        rows=batch.rows,
+        memory=batch.memory,
+        early=batch.early,
+        inverses=inverses,
+        device_ids=device_ids,
+        tensors=list(left),
+        sent=sent,
+        mark=mark,
     )

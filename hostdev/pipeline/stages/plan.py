@@ -25,9 +25,9 @@ def plan(
         get_unfinished: Called without arguments; returns the unfinished batches. None if all earlier batches are
             finished.
     """
-    number, position, request, unique = batch
-    groups = [PlannedGroup(group.ids, group.asked, None, None, group.plans_keys, group.guests) for group in unique]
-    inverses = [group.inverse for group in unique]
+    number = batch.number
+    groups = [PlannedGroup(one.ids, one.asked, None, None, one.plans_keys, one.guests) for one in batch.groups]
+    inverses = [group.inverse for group in batch.groups]
     conflicts = None
     if context.on_host and update and (get_unfinished is not None or context.cached):
         context.before_stage("plan", number)
@@ -40,7 +40,16 @@ def plan(
                 span["conflicts"] = len(conflicts.rows)
     else:
         reads, writes = _concatenate(context, groups)
-    return PlannedBatch(number, position, request, groups, inverses, reads, writes, conflicts)
+    return PlannedBatch(
+        number=number,
+        position=batch.position,
+        request=batch.request,
+        groups=groups,
+        inverses=inverses,
+        reads=reads,
+        writes=writes,
+        conflicts=conflicts,
+    )
 
 
 def _plan(number: int, _: int, context: Context, groups: list[PlannedGroup], inverses: list[Positions]) -> None:

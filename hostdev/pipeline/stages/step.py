@@ -50,17 +50,17 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
     parts = zip(batch.groups, batch.rows.groups, batch.inverses, batch.device_ids, values, strict=True)
     groups = [StepGroup(*part) for part in parts]
     return StepBatch(
-        number,
-        batch.position,
-        batch.request,
-        groups,
-        batch.tensors,
-        batch.writes,
-        batch.memory,
-        [],
-        in_flight,
-        begun,
-        span,
+        number=number,
+        position=batch.position,
+        request=batch.request,
+        groups=groups,
+        tensors=batch.tensors,
+        writes=batch.writes,
+        memory=batch.memory,
+        outcomes=[],
+        in_flight=in_flight,
+        begun=begun,
+        span=span,
     )
 
 
@@ -94,18 +94,18 @@ def end_step(context: Context, batch: StepBatch, gradients: Gradients | None) ->
             shared = batch.in_flight.shared  # set if the next batch has been planned
             received_first, received = _receive(context, batch, leaving, shared)
         return SteppedBatch(
-            batch.number,
-            batch.groups,
-            stepped,
-            batch.writes,
-            batch.memory,
-            batch.outcomes,
-            check,
-            received,
-            received_first,
-            outgoing,
-            clocks,
-            batch.in_flight,
+            number=batch.number,
+            groups=batch.groups,
+            stepped=stepped,
+            writes=batch.writes,
+            memory=batch.memory,
+            outcomes=batch.outcomes,
+            check=check,
+            received=received,
+            received_first=received_first,
+            outgoing=outgoing,
+            clocks=clocks,
+            in_flight=batch.in_flight,
         )
     finally:
         abandon_step(batch)
