@@ -262,20 +262,20 @@ class Loop(Generic[Item]):
             self._pass = self._open()
             _open_loops.add(self)
             self._runtime.world.note_loop(self)
-        flight = self._take_next()
-        if flight is None:
+        step_batch = self._take_next()
+        if step_batch is None:
             if self._reading is not None and self._reading.kept is not None:
                 self._runtime.loops.iterators.remove(self._reading.kept)
             self._release()
             self._stack.close()
             raise StopIteration
-        self._take(flight)
+        self._take(step_batch)
 
     def _make_step(self) -> Any:
         batch = self._batch
-        assert batch.flight is not None
+        assert batch.step_batch is not None
         sizes = [micro.samples for micro in batch.micros]
-        return Step(batch.flight.number, sizes, self._next_batch, batch.reduction)  # type: ignore[arg-type]  # by ranks
+        return Step(batch.step_batch.number, sizes, self._next_batch, batch.reduction)  # type: ignore[arg-type]  # by ranks
 
     def _next_batch(self) -> Any:
         assert self._reading is not None
@@ -306,12 +306,12 @@ class Loop(Generic[Item]):
         """Release the body's batch."""
         for rows in self._batch.rows:
             rows.end()
-        if self._batch.flight is not None and self._pass is not None:
-            self._runtime.pipeline.abandon(self._batch.flight)
+        if self._batch.step_batch is not None and self._pass is not None:
+            self._runtime.pipeline.abandon(self._batch.step_batch)
         self._batch.clear()
 
-    def _take(self, flight: StepBatch) -> None:
-        self._batch.take(flight, self._trains)
+    def _take(self, step_batch: StepBatch) -> None:
+        self._batch.take(step_batch, self._trains)
 
     def _take_next(self) -> StepBatch | None:
         """Return the next step's batches; None after the last step."""
@@ -390,8 +390,8 @@ class PredictLoop(Loop[Item]):
             raise found
         return found
 
-    def _take(self, flight: StepBatch) -> None:
-        super()._take(flight)
+    def _take(self, step_batch: StepBatch) -> None:
+        super()._take(step_batch)
         if self._given + (1 if self._by_step else len(self._batch.micros)) == self._length:
             self._look_for_end()
 
@@ -409,7 +409,7 @@ class PredictLoop(Loop[Item]):
         return False
 
     def _end_batch(self, *, closing: bool = False) -> None:
-        if self._batch.flight is not None and self._pass is not None:
-            flight, self._batch.flight = self._batch.flight, None
-            self._pass.finish(flight, None)
+        if self._batch.step_batch is not None and self._pass is not None:
+            step_batch, self._batch.step_batch = self._batch.step_batch, None
+            self._pass.finish(step_batch, None)
             self._forget()

@@ -32,11 +32,11 @@ class BodyBatch:
         features: The features that are looked up; None for all.
 
     Attributes:
-        flight: The pipeline's batch.
-        micros: The loader's batches that belong to `flight` and were not yet yielded.
+        step_batch: The pipeline's batch.
+        micros: The loader's batches that belong to `step_batch` and were not yet yielded.
         leaves: The step's unique rows, by group and by table.
         inverses: For each group, int32 [N]: for each id in `micros`, the position of its row among the unique rows.
-        rows: The `Rows` that were yielded for `flight`.
+        rows: The `Rows` that were yielded for `step_batch`.
         reduction: Sums the gradients of the step's micro-batches; None if `Rows.reduce` has nothing to sum.
         losses: For each loss on which `backward` was called, a float32 scalar: 0 if the loss is finite, else NaN.
         cursor: The program's position after the step's last batch; None if it gives none.
@@ -54,7 +54,7 @@ class BodyBatch:
 
     def clear(self) -> None:
         """Release the batch and its rows."""
-        self.flight: StepBatch | None = None
+        self.step_batch: StepBatch | None = None
         self.micros: list[MicroBatch] = []
         self.leaves: list[list[RowParameter]] = []
         self.inverses: list[Tensor] = []
@@ -63,24 +63,24 @@ class BodyBatch:
         self.cursor: Any = None
         self._sent: list[Tensor] = []
 
-    def take(self, flight: StepBatch, trains: Callable[[Table], bool]) -> None:
+    def take(self, step_batch: StepBatch, trains: Callable[[Table], bool]) -> None:
         """Replace the body's batch with the pipeline's next one.
 
         Args:
-            flight: The batch.
+            step_batch: The batch.
             trains: Called with a table; returns whether the table's rows get gradients.
         """
-        self.flight = flight
-        self.micros = list(flight.request.note)
+        self.step_batch = step_batch
+        self.micros = list(step_batch.request.note)
         self.shares_rows, self.cursor = len(self.micros) > 1, self.micros[-1].cursor
         self.losses = []
-        flight.request.note.clear()  # keep the loader's batches no longer than the caller does
-        self._sent = list(flight.tensors)
-        self.inverses = [part.inverse for part in flight.groups]
+        step_batch.request.note.clear()  # keep the loader's batches no longer than the caller does
+        self._sent = list(step_batch.tensors)
+        self.inverses = [part.inverse for part in step_batch.groups]
         staging = self._runtime.staging
         self.leaves = []
-        for group, part in zip(self._runtime.pipeline.groups, flight.groups, strict=True):
-            order = None if part.own_places is None else RowOrder(part.own_places, staging, flight.memory)
+        for group, part in zip(self._runtime.pipeline.groups, step_batch.groups, strict=True):
+            order = None if part.own_places is None else RowOrder(part.own_places, staging, step_batch.memory)
             pairs = zip(group.embeddings, part.values, strict=True)
             self.leaves.append(
                 [RowParameter(one.table, values, order, trained=trains(one.table)) for one, values in pairs]
@@ -107,15 +107,15 @@ class BodyBatch:
 
     def next(self) -> tuple[Any, Rows]:
         """Return the loader's next batch, with its rows."""
-        micro, runtime, flight = self.micros.pop(0), self._runtime, self.flight
-        assert flight is not None
-        uses, values = self._look_up(flight, micro) if self._asks else ([], {})
+        micro, runtime, step_batch = self.micros.pop(0), self._runtime, self.step_batch
+        assert step_batch is not None
+        uses, values = self._look_up(step_batch, micro) if self._asks else ([], {})
         if self._features is not None:
             values = {name: values[name] for name in self._features}
         batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
         order = list(dict.fromkeys(at for binding in runtime.bindings for at in binding.tables))
         rows = Rows(
-            flight,
+            step_batch,
             uses,
             self.leaves,
             values,
@@ -131,29 +131,29 @@ class BodyBatch:
         self.rows.append(rows)
         return batch, rows
 
-    def _look_up(self, flight: StepBatch, micro: MicroBatch) -> tuple[list[GroupUses], dict[str, Value]]:
+    def _look_up(self, step_batch: StepBatch, micro: MicroBatch) -> tuple[list[GroupUses], dict[str, Value]]:
         """Return the occurrences of the unique rows in a micro-batch, and the micro-batch's rows by feature."""
         runtime, located = self._runtime, []
         for ids, binding in zip(micro.ids, runtime.bindings, strict=True):
             offsets = self._sent.pop(0) if ids.offsets is not None else None
             weights = self._sent.pop(0) if ids.weights is not None else None
             located.append((offsets, weights, binding.feature.pooling == "mean"))
-        uses = [self._get_uses(flight, group, micro, located) for group in range(len(runtime.group_specs))]
+        uses = [self._get_uses(step_batch, group, micro, located) for group in range(len(runtime.group_specs))]
         with torch.set_grad_enabled(any(leaf.trained for leaf in self.all_leaves)):
             features = [spec.features for spec in runtime.group_specs]
             shapes = [ids.shape for ids in micro.ids]
             require_stackable(runtime.stacks, runtime.bindings, micro.ids)
             return uses, values_of(runtime.bindings, features, self.leaves, uses, shapes, runtime.stacks)
 
-    def _get_uses(self, flight: StepBatch, group: int, micro: MicroBatch, located: list[Any]) -> GroupUses:
-        part, features, left = flight.groups[group], [], self.inverses[group]
+    def _get_uses(self, step_batch: StepBatch, group: int, micro: MicroBatch, located: list[Any]) -> GroupUses:
+        part, features, left = step_batch.groups[group], [], self.inverses[group]
         numbers = self._runtime.group_specs[group].features
         for number in numbers:
             size = len(micro.ids[number].values)
             features.append(FeatureUses(left[:size], *located[number]))
             left = left[size:]
         self.inverses[group] = left
-        alone = len(flight.request.ids[group]) == len(numbers)
+        alone = len(step_batch.request.ids[group]) == len(numbers)
         return GroupUses(features, part.own_size, in_order=alone and part.own_places is None)
 
 

@@ -76,7 +76,7 @@ class TrainLoop(Loop[Item]):
     @property
     def is_stepped(self) -> bool:
         """Whether an optimizer has taken the step of the body's batch, which the tables take later."""
-        return self._batch.flight is not None and self._was_stepped()
+        return self._batch.step_batch is not None and self._was_stepped()
 
     def clipping_rows(self) -> "TrainLoop[Item]":
         """From now on, clip the rows whenever torch's functions clip parameters; return this loop."""
@@ -110,18 +110,18 @@ class TrainLoop(Loop[Item]):
             self._begin_again()
         for number in self._keyed:
             self._runtime.group_specs[number].tables[0].report_evictions()
-        flight = None
+        step_batch = None
         try:
-            flight = super()._take_next()
+            step_batch = super()._take_next()
         except PlannedAheadError:  # handled below, since an error that is handled becomes the context of later ones
             self._must_replan = True
         if self._must_replan:
             self._begin_again()
-            flight = super()._take_next()
-        if flight is not None:
+            step_batch = super()._take_next()
+        if step_batch is not None:
             self._position += 1
             self._wanted.take()
-        return flight
+        return step_batch
 
     def _begin_again(self) -> None:
         """Drop the batches that were read ahead, and begin a pass that plans them again."""
@@ -135,7 +135,7 @@ class TrainLoop(Loop[Item]):
 
     def suspend(self, table: Table) -> None:
         """Drop what is planned ahead, so that the keys of a table can be changed; raise ValueError within a step."""
-        if self._batch.flight is not None:
+        if self._batch.step_batch is not None:
             raise ValueError(
                 f"table {table.name!r}: its keys can be changed only after the batch's step (after backward() and the "
                 "optimizer's step), or between loops"
@@ -172,11 +172,11 @@ class TrainLoop(Loop[Item]):
     def _trains(self, table: Table) -> bool:
         return not self._runtime.settings.is_frozen(table)
 
-    def _take(self, flight: StepBatch) -> None:
-        super()._take(flight)
+    def _take(self, step_batch: StepBatch) -> None:
+        super()._take(step_batch)
         runtime, batch = self._runtime, self._batch
         if runtime.world.size > 1:
-            how = self._flags, runtime.world, self._dense, flight, batch.losses, runtime.step_channel
+            how = self._flags, runtime.world, self._dense, step_batch, batch.losses, runtime.step_channel
             batch.reduction = RankReduction(list(batch.all_leaves), self._micro_batches, *how)
         elif self._micro_batches > 1:
             batch.reduction = Reduction(list(batch.all_leaves), self._micro_batches)
@@ -214,7 +214,7 @@ class TrainLoop(Loop[Item]):
         self.watcher.require_thread()
         try:
             with torch.inference_mode(False):  # as in `__next__`
-                if self._batch.flight is not None and self._was_stepped():
+                if self._batch.step_batch is not None and self._was_stepped():
                     late = list(self._batch.all_leaves)
                     self._end_batch()
                     self._late = late
@@ -233,7 +233,7 @@ class TrainLoop(Loop[Item]):
 
     def _has_left_gradients(self) -> bool:
         """Return whether the body's batch has gradients, but no step."""
-        return self._batch.flight is not None and self._batch.has_gradients() and not self._was_stepped()
+        return self._batch.step_batch is not None and self._batch.has_gradients() and not self._was_stepped()
 
     def _end_batch(self, *, closing: bool = False) -> None:
         if any(leaf.grads() for leaf in self._late):
@@ -243,7 +243,7 @@ class TrainLoop(Loop[Item]):
             )
         self._late = []
         batch, runtime, watcher = self._batch, self._runtime, self.watcher
-        if batch.flight is None or self._pass is None:
+        if batch.step_batch is None or self._pass is None:
             return
         if closing and self._has_reported():
             return
@@ -254,28 +254,28 @@ class TrainLoop(Loop[Item]):
         with deferred():  # otherwise Ctrl-C could interrupt a step
             rates = runtime.settings.learning_rates() if watcher.rates is None else watcher.rates
             gradients = _make_gradients(batch, watcher, self._flags, runtime.staging, self, is_last=closing)
-            flight, batch.flight, cursor = batch.flight, None, batch.cursor
+            step_batch, batch.step_batch, cursor = batch.step_batch, None, batch.cursor
             self._forget()  # free the rows before more is allocated
             later = runtime.settings.exchange_rates(rates)  # the body may have set other rates for the next step
-            if not all(_takes_step(flight, gradients, number) for number in self._keyed):
+            if not all(_takes_step(step_batch, gradients, number) for number in self._keyed):
                 self.replan()
             try:
-                self._pass.finish(flight, gradients)
+                self._pass.finish(step_batch, gradients)
             finally:
                 runtime.settings.exchange_rates(later)
             if cursor is not None:
                 runtime.loops.cursor = cursor
-        runtime.loops.count_step(runtime, flight.request.rows)
+        runtime.loops.count_step(runtime, step_batch.request.rows)
 
     def _has_reported(self) -> bool:
         """Return whether the error of a failed step was already raised in the body; then it is not raised again."""
         return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._batch.rows)
 
 
-def _takes_step(flight: StepBatch, gradients: Gradients, group: int) -> bool:
+def _takes_step(step_batch: StepBatch, gradients: Gradients, group: int) -> bool:
     """Return whether the table by key of a group takes the step that was planned for it, if any."""
     stepped = gradients.parts or gradients.grads  # the former with other ranks
-    return not flight.groups[group].planned.plans_keys or stepped[group][0] is not None
+    return not step_batch.groups[group].planned.plans_keys or stepped[group][0] is not None
 
 
 def _make_gradients(
@@ -302,9 +302,9 @@ def _make_gradients(
     if watcher.losses.skips_step(owner):
         return Gradients(nothing)
     watcher.steps.count_step(is_last=is_last)
-    assert batch.flight is not None
+    assert batch.step_batch is not None
     if batch.reduction is not None and batch.reduction.parts:
-        guarded = guarded or (flags.stop, _make_outcome(batch, batch.flight, flags, staging))
+        guarded = guarded or (flags.stop, _make_outcome(batch, batch.step_batch, flags, staging))
         reduction, parts = batch.reduction, iter(batch.reduction.parts)
         chunks = [[next(parts) for _ in group] for group in batch.leaves]
         return Gradients((), *guarded, chunks, reduction.count, reduction.in_two)
@@ -313,13 +313,13 @@ def _make_gradients(
         flat = zip([grad for group in grads for grad in group], batch.all_leaves, strict=True)
         found, tables = zip(*[(grad, leaf.table) for grad, leaf in flat if grad is not None], strict=True)
         flags.check(found, tables, batch.losses)
-        guarded = flags.stop, _make_outcome(batch, batch.flight, flags, staging)
+        guarded = flags.stop, _make_outcome(batch, batch.step_batch, flags, staging)
     return Gradients(grads, *guarded)
 
 
-def _make_outcome(batch: BodyBatch, flight: StepBatch, flags: Flags, staging: Staging) -> Outcome:
+def _make_outcome(batch: BodyBatch, step_batch: StepBatch, flags: Flags, staging: Staging) -> Outcome:
     """Return the outcome that raises an error on the host if the flags stop the step."""
-    step, names = flight.position, ", ".join(repr(leaf.table.name) for leaf in batch.all_leaves)
+    step, names = step_batch.position, ", ".join(repr(leaf.table.name) for leaf in batch.all_leaves)
 
     def read(results: list[Any]) -> None:
         stop, not_finite, loss = results[0]
@@ -334,7 +334,7 @@ def _make_outcome(batch: BodyBatch, flight: StepBatch, flags: Flags, staging: St
         advice = "Look at the loss before backward(), or use a smaller learning rate"
         raise NonFiniteError(f"step {step}: {what}; no row was updated. {advice}", step)
 
-    return Outcome([flags.now()], read, staging, flight.memory)
+    return Outcome([flags.now()], read, staging, step_batch.memory)
 
 
 AnyTrainLoop: TypeAlias = TrainLoop[Any]  # with batches of any type

@@ -165,7 +165,7 @@ class RankReduction(Reduction):
         flags: The flags that stop a step whose gradients or loss are not finite.
         ranks: The ranks that have the other micro-batches.
         dense: Exchanges the gradients of parameters with other ranks.
-        flight: The step's batch.
+        step_batch: The step's batch.
         losses: For each loss on which `backward` was called, a float32 scalar: 0 if the loss is finite, else NaN.
         steps: The channel to other ranks for small values of each step.
     """
@@ -177,12 +177,12 @@ class RankReduction(Reduction):
         flags: Flags,
         ranks: Ranks,
         dense: DenseExchange,
-        flight: StepBatch,
+        step_batch: StepBatch,
         losses: Sequence[Tensor],
         steps: Channel,
     ) -> None:
         super().__init__(leaves, count)
-        self._flight, self._losses, self._steps = flight, losses, steps
+        self._step_batch, self._losses, self._steps = step_batch, losses, steps
         self._flags, self._ranks, self._exchange = flags, ranks, dense
         self._next = self._first = ranks.share()[0] * count
         self._rows_come: dict[int, Grads] = {}  # the rows' gradients by micro-batch, which may finish out of order
@@ -230,7 +230,7 @@ class RankReduction(Reduction):
         return None if has_dense is None else self._exchanged(self._ranks, dense, has_dense)
 
     def _exchanged(self, ranks: Ranks, dense: DenseGradients, has_dense: Sequence[bool]) -> Tensor | None:
-        ranks.calls.begin("reduce", f"rows.reduce() of step {self._flight.position}")
+        ranks.calls.begin("reduce", f"rows.reduce() of step {self._step_batch.position}")
         rows = self._rows.nodes
         has_rows = [
             any(node.value is not None and node.value[leaf] is not None for node in rows)
@@ -238,7 +238,7 @@ class RankReduction(Reduction):
         ]
         shape = next((value.shape for value in self._values if value is not None), None)
         size, single = (0, False) if shape is None else (shape.numel(), not shape)
-        not_ready = self._flight.first is None
+        not_ready = self._step_batch.first is None
         same = self._exchange.is_of_all  # otherwise other ranks have other parameters
         given_dense: Sequence[int] = has_dense if same else self._exchange.reduce_flags(has_dense)
         marks = placement.make_marks([leaf.table for leaf in self._leaves], [not leaf.trained for leaf in self._leaves])
@@ -247,7 +247,7 @@ class RankReduction(Reduction):
         told = _largest(self._steps, telling)
         ranks.calls.catch_up(told.pop())
         told, marks = told[: -placement.MARKS], told[-placement.MARKS :]
-        placement.require_marks(marks, self._flight.position)
+        placement.require_marks(marks, self._step_batch.position)
         given_rows, told = told[: len(has_rows)], told[len(has_rows) :]
         if same:
             given_dense, told = told[: len(has_dense)], told[len(has_dense) :]

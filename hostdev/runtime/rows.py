@@ -99,7 +99,7 @@ class Rows(FeatureRows):
 
     def __init__(
         self,
-        flight: StepBatch,
+        step_batch: StepBatch,
         uses: Sequence[GroupUses],
         leaves: Sequence[Sequence[RowParameter]],
         values: Mapping[str, Value],
@@ -114,7 +114,7 @@ class Rows(FeatureRows):
         hint: str = "",
     ) -> None:
         super().__init__(values, hint)
-        self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
+        self._step_batch, self._staging, self._flags, self._due = step_batch, staging, flags, due
         self._losses = losses  # for each loss on which `backward` was called: 0 if it is finite, else NaN
         self._reduction = reduction  # sums over a step's micro-batches
         self._has_others = shares_rows or reduction is not None  # whether other batches of the step may use some rows
@@ -215,8 +215,8 @@ class Rows(FeatureRows):
             read: Called with the tensors as arrays; returns the value of the outcome, or raises an error.
         """
         self._require_open()
-        outcome = Outcome(tensors, read, self._staging, self._flight.memory)
-        self._flight.outcomes.append(outcome)
+        outcome = Outcome(tensors, read, self._staging, self._step_batch.memory)
+        self._step_batch.outcomes.append(outcome)
         return outcome
 
     def guard(
@@ -246,8 +246,8 @@ class Rows(FeatureRows):
         if grads:
             self._flags.check(*zip(*grads, strict=True))
         optimizer.found_inf = self._flags.stop  # type: ignore[attr-defined]
-        outcome = Outcome([*results, self._flags.stop.clone().view(1)], read, self._staging, self._flight.memory)
-        self._flight.outcomes.append(outcome)
+        outcome = Outcome([*results, self._flags.stop.clone().view(1)], read, self._staging, self._step_batch.memory)
+        self._step_batch.outcomes.append(outcome)
         self.guarded = self._flags.stop, outcome
         return outcome
 
@@ -259,12 +259,12 @@ class Rows(FeatureRows):
     @property
     def number(self) -> int:
         """The batch's number in the timeline."""
-        return self._flight.number
+        return self._step_batch.number
 
     @property
     def step(self) -> int:
         """The step's number in its loop, from 1; with `accumulate` several batches share it."""
-        return self._flight.position
+        return self._step_batch.position
 
     def let_go(self) -> None:
         """Release the rows by feature, once their gradients have been taken."""

@@ -79,7 +79,7 @@ class TrainWatcher:
     def row_parameter(self, table: Table) -> Tensor | None:
         """Return the batch's rows of a table, float32 [U, D], as `Rows.parameters` does; None if there are none."""
         batch = self._batch
-        if batch.flight is None or not batch.rows:
+        if batch.step_batch is None or not batch.rows:
             return None
         if batch.reduction is not None and not batch.reduction.has_sums(reduced=batch.is_reduced()):
             return None
@@ -104,7 +104,7 @@ class TrainWatcher:
 
     def gradients_version(self) -> int | None:
         """Return a number that changes with the rows' gradients: 0 without gradients, None if no batch is open."""
-        if self._batch.flight is None:
+        if self._batch.step_batch is None:
             return None
         return sum(1 + grad._version + id(grad) for grad in self._batch.gradients)
 
@@ -120,12 +120,12 @@ class TrainWatcher:
 
     def before_step(self) -> None:
         """Record the learning rates before an optimizer's step; raise ValueError if they are wrong."""
-        if self._batch.flight is not None and not self.steps.stepped:
+        if self._batch.step_batch is not None and not self.steps.stepped:
             self.rates = self._settings.learning_rates()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Record that an optimizer has taken a step."""
-        if self._batch.flight is not None:
+        if self._batch.step_batch is not None:
             self.steps.note(optimizer, early=bool(self._batch.micros))
             if not isinstance(optimizer, TableOptimizer):
                 self._dense.note_optimizer(optimizer)
