@@ -7,66 +7,48 @@ and the options. In the end, the counts of all pieces are checked, and the manif
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hostdev.core import json_files
-from hostdev.core.checksums import Crc32, checksum
-from hostdev.core.errors import UserError
+from hostdev.core.checksums import checksum
+from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
 from hostdev.data.manifest import BY_COLUMN, PADDED, REJECTED_FILE, SPLITS, Manifest, Shard, check_scaling
-from hostdev.data.preprocess import scaling as scalings
-from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, NO_EARLIER, Earlier
-from hostdev.data.preprocess.first_pass import FirstPass
+from hostdev.data.preprocess.first_pass import FirstPass, MemoryCheck
+from hostdev.data.preprocess.learning import Learning
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.pieces import Facts, PieceFile
-from hostdev.data.preprocess.raw import Source, SourceLayout
-from hostdev.data.preprocess.scaling import Scaling
-from hostdev.data.preprocess.second_pass import ShardMemory, ShardOptions, Shards, make_shard, shard_name
-from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
+from hostdev.data.preprocess.pieces import Facts, PieceFile, Survey
+from hostdev.data.preprocess.raw import InputRange, Source, SourcePosition
+from hostdev.data.preprocess.runner import (
+    Executor,
+    Result,
+    Runner,
+    Task,
+    Workspace,
+    piece_name,
+    result_name,
+)
+from hostdev.data.preprocess.second_pass import ShardMemory, Shards, shard_name, split_shards
+from hostdev.data.preprocess.tasks import Threads
+from hostdev.data.preprocess.words import VOCABULARY_FILE
 from hostdev.data.preprocess.work import WorkFolder, claim
-from hostdev.data.schema import Schema
 from hostdev.kernels.pool import host_threads
-
-VOCABULARY_FILE = "vocabulary.arrow"
-
-
-class Learned(NamedTuple):
-    """What was learned from the training rows.
-
-    Attributes:
-        scaling: The statistics of the scaling.
-        padded: By bag, the value that makes up most of the bag's values, and its share.
-        known_shares: By id space, the share of training occurrences that have an id of the earlier data set; None
-            without such a data set.
-    """
-
-    schema: Schema
-    scaling: Mapping[str, Any]
-    padded: dict[str, list[Any]]
-    known_shares: dict[str, float] | None
 
 
 class ManifestWriter:
-    """Writes the manifest of a data set from the facts of its pieces.
+    """Writes the manifest of a data set from the facts of its pieces, one for each piece, in the order of the rows."""
 
-    Args:
-        splits: The names of the splits.
-        facts: One for each piece, in the order of the rows.
-    """
-
-    def __init__(
-        self, source: Source, options: Options, earlier: Earlier, splits: Sequence[str], facts: Sequence[Facts]
-    ) -> None:
-        self._source, self._options, self._earlier, self._splits = source, options, earlier, splits
-        self._facts = facts
-        self._layout: SourceLayout = source.layout
+    def __init__(self, space: Workspace, facts: Sequence[Facts]) -> None:
+        self._source, self._options, self._earlier = space.source, space.options, space.earlier
+        self._splits, self._layout, self._facts = space.splits, space.source.layout, facts
 
     def rows(self) -> dict[str, int]:
         """Return the number of rows of each split.
@@ -94,48 +76,41 @@ class ManifestWriter:
                 raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another {how}")
         return rows
 
-    def write(
-        self,
-        folder: Path,
-        paths: Sequence[Path],
-        learned: Learned,
-        shards: Shards,
-        vocabulary_sha256: str | None = None,
-        lines_before: Sequence[int] | None = None,
-    ) -> Manifest:
+    def write(self, folder: Path, paths: Sequence[Path], learned: Result, shards: Shards) -> Manifest:
         """Write the malformed lines and the manifest into the data set's folder; return the manifest.
 
         Args:
             paths: The files of the pieces.
-            vocabulary_sha256: The checksum of the vocabulary's file, if it is known.
-            lines_before: For each piece, what is added to the numbers of its malformed lines; None for nothing.
+            learned: What `Learning.run` returned.
         """
-        rows, schema = self.rows(), learned.schema
+        rows, schema = self.rows(), schemas.from_json(learned["schema"])
+        lines: Counter[int] = Counter()  # of each input before a piece, whose malformed lines are numbered from its own
         with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
-            for path, fact, before in zip(paths, self._facts, lines_before or [0] * len(paths), strict=True):
+            for path, fact in zip(paths, self._facts, strict=True):
+                before = lines[fact.end.input]
                 for line in PieceFile(path).rejected() if fact.rejected else ():
                     file.write(f"{line.file}\t{before + line.line}\t{line.reason}\t{line.text}\n")
-        vocabulary = folder / VOCABULARY_FILE if self._options.hash_buckets is None else None
+                lines[fact.end.input] += fact.lines
         manifest = Manifest(
             schema=schema,
             id_type=schema.id_type,
             train=shards.found["train"],
             test=shards.found["test"],
             validation=shards.found.get("validation", []),
-            vocabulary=None if vocabulary is None else vocabulary.name,
-            vocabulary_sha256=None if vocabulary is None else vocabulary_sha256 or checksum(vocabulary),
+            vocabulary=None if learned["sha256"] is None else VOCABULARY_FILE,
+            vocabulary_sha256=learned["sha256"],
             rejected_sha256=checksum(folder / REJECTED_FILE),
             options={**self._source.options(), **self._options.as_json(), **self._earlier.options()},
             statistics={
                 "rows": rows,
                 "rejected": sum(fact.rejected for fact in self._facts),
                 **self._label_means(rows),
-                **learned.scaling,
+                **learned["scaling"],
                 **shards.statistics(),
                 **self._bag_values(),
                 "missing": self._missing(rows),
-                **({PADDED: learned.padded} if learned.padded else {}),
-                **({} if learned.known_shares is None else {KNOWN_SHARES: learned.known_shares}),
+                **({PADDED: learned["padded"]} if learned["padded"] else {}),
+                **({} if learned["known_shares"] is None else {KNOWN_SHARES: learned["known_shares"]}),
             },
             sources=self._source.describe(),
             kinds=self._kinds(),
@@ -203,198 +178,159 @@ def build(
             more than 1% of the lines are malformed; or a split that must have rows is empty.
         TransientError: The vocabulary, or one shard per thread, does not fit into memory; or a read fails.
     """
-    earlier = earlier or NO_EARLIER
+    earlier, count = earlier or NO_EARLIER, threads or host_threads()
     earlier.require(source, options.dense, options.hash_buckets)
     with claim(out) as work:
-        manifest = _Build(source, work, options, threads or host_threads(), earlier).run()
+        stamp = source.stamp()
+        entries = work.begin(None if stamp is None else make_recipe(source, options, earlier))
+        space = Workspace(work.folder, source, options, find_splits(source, options), earlier)
+        with Workers(count, "hostdev-preprocess") as workers, workers.drop_queued_on_error():
+            preparation = Preparation(space, work, Threads(space, workers, count), entries)
+            first = preparation.first_pass(earlier.survey())
+            if not first.resume():
+                first.run(_find_blocks(source, first.end))
+            manifest = preparation.finish(first)
         work.finish()
     return manifest
 
 
-class _Build:
-    """The state of one build."""
+def _find_blocks(source: Source, start: SourcePosition) -> Iterator[InputRange | HostdevError]:
+    """Yield the blocks of a source, then the HostdevError that ends it, if any."""
+    try:
+        for block in source.blocks(start):
+            yield InputRange(block.end.input, block, block.size)
+    except HostdevError as error:  # reported after the errors of in-flight blocks
+        yield error
 
-    def __init__(self, source: Source, work: WorkFolder, options: Options, threads: int, earlier: Earlier) -> None:
-        self._source, self._work, self._options, self._threads = source, work, options, threads
-        self._earlier = earlier
-        # By id space, the share of training occurrences that have an id of `earlier`.
-        self._known_shares: dict[str, float] | None = None
-        # By bag, the value that makes up most of the bag's values, and its share.
-        self._padded: dict[str, list[Any]] = {}
-        self._layout: SourceLayout = source.layout
-        has_validation = source.has_validation or options.validation_fraction is not None
-        self._splits = SPLITS if has_validation else SPLITS[:2]
-        buckets = options.hash_buckets
-        self._hashed = None if buckets is None else HashBuckets(buckets, self._layout)
-        self._facts: list[Facts] = []
-        self._paths: list[Path] = []
 
-    def run(self) -> Manifest:
-        stamp = self._source.stamp()
-        recipe = None if stamp is None else [stamp, self._source.options(), self._options.as_json()]
-        if recipe is not None:
-            recipe += self._earlier.recipe()
-        entries = self._work.begin(json.loads(json.dumps(recipe)))
+def find_splits(source: Source, options: Options) -> tuple[str, ...]:
+    """Return the names of the splits."""
+    has_validation = source.has_validation or options.validation_fraction is not None
+    return SPLITS if has_validation else SPLITS[:2]
+
+
+def make_recipe(source: Source, options: Options, earlier: Earlier) -> list[Any]:
+    """Return what a data set depends on, as JSON."""
+    recipe = [source.stamp(), source.options(), options.as_json(), *earlier.recipe()]
+    content: list[Any] = json.loads(json.dumps(recipe))
+    return content
+
+
+class Preparation:
+    """The preparation of a data set, by tasks that threads of this process or workers of a cluster run.
+
+    Args:
+        space: What the tasks share.
+        entries: The journal's entries.
+    """
+
+    def __init__(
+        self, space: Workspace, work: WorkFolder, executor: Executor, entries: Sequence[dict[str, Any]]
+    ) -> None:
+        self._source, self._options, self._layout = space.source, space.options, space.source.layout
+        self._space, self._work, self._splits = space, work, space.splits
+        self.runner = Runner(executor, work, entries, self._is_sound)
+
+    def first_pass(self, survey: Survey | None = None) -> FirstPass:
+        """Return the first pass, to be run before `finish`.
+
+        `survey` has estimates for values that will be in memory with those of the rows.
+        """
         # The size of a vocabulary is not known yet.
-        id_type = "int32" if self._hashed is None else self._hashed.schema.id_type
-        shards_held = ShardMemory(self._layout, self._options.rows_per_shard, self._threads, id_type, len(self._splits))
-        first = FirstPass(
-            self._source,
-            self._work,
-            fractions=(self._options.test_fraction, self._options.validation_fraction),
-            splits=len(self._splits),
-            seed=self._options.seed,
-            hashed=self._hashed,
-            shards=shards_held,
-            survey=self._earlier.survey(),
+        id_type = "int32" if self._space.hashed is None else self._space.hashed.schema.id_type
+        rows_per_shard = self._options.rows_per_shard
+        executor = self.runner.executor
+        shards = ShardMemory(
+            self._layout, rows_per_shard, executor.sharing, id_type, len(self._splits), executor.memory
         )
-        entries = entries[: _count_sound(entries, self._layout, self._options.dense, len(self._splits))]
-        pieces = [entry for entry in entries if "piece" in entry]
-        facts = [Facts.from_json(entry["piece"]) for entry in pieces]
-        with Workers(self._threads, "hostdev-preprocess") as workers, workers.drop_queued_on_error():
-            self._paths = [first.path(i) for i in range(len(facts))]
-            intact = _count_intact(self._paths, [fact.checksum for fact in facts], workers)
-            same_rows = (
-                len(PieceFile(path)) == sum(fact.rows) for path, fact in zip(self._paths[:intact], facts, strict=False)
-            )
-            intact = next((i for i, same in enumerate(same_rows) if not same), intact)
-            later = entries[len(pieces) :] if intact == len(facts) else []
-            learned = self._is_learned(later, workers)
-            if not learned:
-                later = later[:1]  # keeps only the entry "parsed"
-            self._work.rewrite(pieces[:intact] + later)
-            if learned:
-                self._facts = facts
-                shards_held.add_pieces(facts)
-            else:
-                first.resume(facts[:intact])
-                if not later:
-                    first.run(workers, self._threads)
-                    self._work.note(parsed=True)
-                self._facts = first.facts
-            self._paths = [first.path(i) for i in range(len(self._facts))]
-            outcome = ManifestWriter(self._source, self._options, self._earlier, self._splits, self._facts)
-            schema, scaling = self._learn(later, outcome.rows(), workers)
-            shards = self._write_shards(later, schema, scaling, workers)
-        found = Learned(schema, scaling.statistics(), self._padded, self._known_shares)
-        return outcome.write(self._work.result, self._paths, found, shards)
+        return FirstPass(self._space, self.runner, MemoryCheck(shards, survey))
 
-    def _is_learned(self, entries: Sequence[dict[str, Any]], workers: Workers) -> bool:
-        """Return whether the journal has the learned schema and scaling, and all files written with them are intact."""
-        found = next((entry["learned"] for entry in entries if "learned" in entry), None)
-        if found is None or self._hashed is not None:
-            return found is not None
-        paths = [*map(second_pass.ids_path, self._paths), self._work.result / VOCABULARY_FILE]
-        return _count_intact(paths, found["checksums"], workers) == len(paths)
+    def finish(self, first: FirstPass) -> Manifest:
+        """Learn scaling and vocabulary, and write shards and manifest."""
+        space, facts = self._space, first.facts
+        outcome = ManifestWriter(space, facts)
+        rows = outcome.rows()
+        index = space.write_json("index.json", {"names": first.names, "rows": [fact.rows for fact in facts]})
+        found = Learning(space, self.runner).run(first.names, index, rows["train"])
+        shards = self._write_shards(facts, index, found)
+        self._collect(shards)
+        return outcome.write(self._work.result, [space.path(piece_name(name)) for name in first.names], found, shards)
 
-    def _learn(
-        self, entries: Sequence[dict[str, Any]], rows: dict[str, int], workers: Workers
-    ) -> tuple[Schema, Scaling]:
-        """Return the schema and the scaling from the journal; if it has none, learn them and write the vocabulary."""
-        of, signed = (self._options.dense, self._layout.dense, self._layout.scaling), self._source.signed
-        for entry in entries:
-            if "learned" in entry:
-                found = entry["learned"]
-                self._known_shares, self._padded = found.get(KNOWN_SHARES), found[PADDED]
-                return schemas.from_json(found["schema"]), scalings.fixed(*of, found["scaling"], signed=signed)
-        earlier, checksums = self._earlier, []
-        scaling = earlier.scaling(self._options.dense, self._layout, signed=signed)
-        vocabulary: Vocabulary | None = None
-        if self._hashed is None:
-            threshold = self._options.threshold
-            assert threshold is not None
-            vocabulary = earlier.vocabulary(threshold, self._source)
-        second_pass.learn(self._paths, self._facts, self._layout, scaling, vocabulary, workers)
-        if vocabulary is None:
-            assert self._hashed is not None
-            schema = self._hashed.schema
-        else:
-            schema = vocabulary.freeze()
-            checksums = second_pass.number(self._paths, vocabulary, workers)
-            vocabulary.write(self._work.result / VOCABULARY_FILE, rows["train"])
-            checksums.append(checksum(self._work.result / VOCABULARY_FILE, Crc32))
-        self._padded = {} if vocabulary is None else vocabulary.fillers()
-        found = {"schema": schema.as_json(), "scaling": scaling.statistics(), "checksums": checksums}
-        found[PADDED] = self._padded
-        if vocabulary is not None:
-            found[KNOWN_SHARES] = self._known_shares = earlier.known_shares(vocabulary.known_uses())
-        self._work.note(learned=found)
-        return schema, scalings.fixed(*of, scaling.statistics(), signed=signed)
+    def _write_shards(self, facts: Sequence[Facts], index: list[str], found: Result) -> Shards:
+        """Write all shards."""
+        learned = self._space.write_json("learned.json", {name: found[name] for name in ("schema", "scaling")})
+        shards = Shards(self._splits, schemas.from_json(found["schema"]), hashed=self._options.hash_buckets is not None)
+        order: list[tuple[str, str]] = []
 
-    def _write_shards(
-        self, entries: Sequence[dict[str, Any]], schema: Schema, scaling: Scaling, workers: Workers
-    ) -> Shards:
-        """Write the shards that do not exist yet; return all shards."""
-        folder, hashed = self._work.result, self._hashed is not None
-        written = {entry["shard"]["file"]: entry["shard"] for entry in entries if "shard" in entry}
-        shards = Shards(self._splits, schema, hashed=hashed)
-        how = ShardOptions(schema, self._layout, scaling, hashed=hashed, dense=self._options.dense)
-        counts = [fact.rows for fact in self._facts]
-        with bar(sum(map(sum, counts)), "second pass", "rows", unit_scale=True) as progress:
+        def tasks() -> Iterator[Task]:
             for i, split in enumerate(self._splits):
-                (folder / split).mkdir(exist_ok=True)
+                self._space.path(result_name(split)).mkdir(exist_ok=True)
+                parts = split_shards(facts, i, self._options.rows_per_shard)
+                for number, ranges in enumerate(parts):
+                    key, name = f"shard-{split}-{number:05d}", shard_name(split, number)
+                    order.append((split, key))
+                    places = [[one.piece, one.start, one.stop] for one in ranges]
+                    size = sum(one.stop - one.start for one in ranges)
+                    yield Task(key, "shard", (name, i, places, index, learned), size)
 
-                def write(ranges: Sequence[second_pass.RowRange], name: str, i: int = i) -> dict[str, Any]:
-                    done: dict[str, Any] | None = written.get(name)
-                    if done is not None and (folder / name).is_file() and checksum(folder / name) == done["sha256"]:
-                        return done
-                    return make_shard(folder / name, name, ranges, i, self._paths, counts, how)
-
-                parts = second_pass.split_shards(self._facts, i, self._options.rows_per_shard)
-                tasks = [
-                    workers.submit(partial(write, ranges, shard_name(split, number)))
-                    for number, ranges in enumerate(parts)
-                ]
-                for task in tasks:
-                    made = task.result()
-                    if made is not written.get(made["file"]):
-                        self._work.note(shard=made)
-                    shards.add(split, made)
-                    progress.update(made["rows"])
+        total = sum(sum(fact.rows) for fact in facts)
+        with bar(total, "second pass", "rows", unit_scale=True) as progress:
+            results = self.runner.map(tasks(), progress.update)
+        for split, key in order:
+            shards.add(split, results[key]["shard"])
         return shards
 
+    def _collect(self, shards: Shards) -> None:
+        """Give the vocabulary and the shards their names in the data set, unless the tasks wrote them there.
 
-def _count_sound(entries: Sequence[dict[str, Any]], layout: SourceLayout, mode: str, splits: int) -> int:
-    """Return the number of journal entries before the first one that is invalid or out of order."""
-    order = ("piece", "parsed", "learned", "shard")
-    stage = 0
-    for number, entry in enumerate(entries):
+        A copy by a hard link leaves the file for a command that is repeated after an interruption; a file system
+        without links gets a copy.
+        """
+        folder = self._space.path(result_name(""))
+        if folder == self._work.result:
+            return
+        names = [one.file for found in shards.found.values() for one in found]
+        for name in [*names, *([VOCABULARY_FILE] if self._options.hash_buckets is None else [])]:
+            path = self._work.result / name
+            path.parent.mkdir(exist_ok=True)
+            path.unlink(missing_ok=True)
+            try:
+                path.hardlink_to(folder / name)
+            except OSError:
+                shutil.copyfile(folder / name, path)
+
+    def _is_sound(self, kind: str, result: Result) -> bool:
+        """Return whether a task of this kind may have this result, as far as one process has them in its journal."""
+        layout = self._layout
         try:
-            ((kind, content),) = entry.items()
-            if order.index(kind) < stage or (number == 0 and kind != "piece"):
-                return number
-            stage = order.index(kind)
             if kind == "piece":
-                fact = Facts.from_json(content)
+                facts = Facts.from_json(result["piece"])
                 columns = len(layout.dense) + len(layout.columns)
-                if len(fact.rows) != splits:
-                    return number
-                if {*map(len, fact.missing)} != {columns} or {*map(len, fact.bag_values)} != {len(layout.bags)}:
-                    return number
-                if {*map(len, fact.labels)} != {len(layout.labels)}:
-                    return number
-            elif kind == "learned":
-                schema = schemas.from_json(content["schema"])
-                if (schema.dense, schema.columns) != (layout.dense, layout.columns):
-                    return number
-                list(map(str.lower, content["checksums"]))
-                mode = BY_COLUMN if layout.scaling else mode
-                check_scaling(mode, json_files.parse(dict[str, Any], content["scaling"]), layout.dense)
-                json_files.parse(dict[str, list[Any]], content[PADDED])
-                if content.get(KNOWN_SHARES) is not None:
-                    json_files.parse(dict[str, float], content[KNOWN_SHARES])
-            elif kind == "shard":
-                done = json_files.parse(_Done, content)
-                if not len(done.out) == len(done.uses) == len(layout.columns):
-                    return number
+                return len(facts.rows) == len(self._splits) and (
+                    ({*map(len, facts.missing)}, {*map(len, facts.bag_values)}, {*map(len, facts.labels)})
+                    == ({columns}, {len(layout.bags)}, {len(layout.labels)})
+                )
+            if kind == "learned":
+                schema = schemas.from_json(result["schema"])
+                mode = BY_COLUMN if layout.scaling else self._options.dense
+                check_scaling(mode, json_files.parse(dict[str, Any], result["scaling"]), layout.dense)
+                json_files.parse(dict[str, list[Any]], result["padded"])
+                if result["known_shares"] is not None:
+                    json_files.parse(dict[str, float], result["known_shares"])
+                if self._space.hashed is None:
+                    json_files.parse(str, result["sha256"])
+                return (schema.dense, schema.columns) == (layout.dense, layout.columns)
+            if kind == "shard":
+                made = json_files.parse(_Made, result["shard"])
+                return len(made.out) == len(made.uses) == len(layout.columns)
         except (ValueError, TypeError, KeyError, AttributeError):
-            return number
-    return len(entries)
+            return False
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Done(Shard):
-    """The journal entry of a written shard.
+class _Made(Shard):
+    """The journal's entry of a written shard, a result of `make_shard`.
 
     Attributes:
         out: Number of out-of-vocabulary occurrences in each column with ids.
@@ -409,13 +345,3 @@ class _Done(Shard):
     uses: list[int]
     apart: list[str]
     squeezed: list[str]
-
-
-def _count_intact(paths: Sequence[Path], checksums: Sequence[str], workers: Workers) -> int:
-    """Return the number of files before the first one that is missing or has an unexpected CRC-32."""
-
-    def check(path: Path, expected: str) -> bool:
-        return path.is_file() and checksum(path, Crc32) == expected
-
-    tasks = [workers.submit(partial(check, *one)) for one in zip(paths, checksums, strict=True)]
-    return next((i for i, task in enumerate(tasks) if not task.result()), len(tasks))

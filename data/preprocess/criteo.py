@@ -16,13 +16,14 @@ from hostdev.data.preprocess.inputs import AnyInput, open_input
 from hostdev.data.preprocess.raw import (
     BEGINNING,
     FileSource,
+    InputRange,
     RawBlock,
     RawRows,
     RejectedLines,
     SourceLayout,
     SourcePosition,
 )
-from hostdev.data.preprocess.text import LONGEST, whole_lines, window_lines
+from hostdev.data.preprocess.text import LONGEST, TextLines, text_windows, whole_lines, window_lines
 from hostdev.data.schema import Column
 from hostdev.kernels.criteo import EMPTY, HEX_DIGITS, parse_lines
 
@@ -62,7 +63,7 @@ class CriteoText(FileSource):
         self, files: Sequence[Path] = (), *, inputs: Sequence[AnyInput] | None = None, block_bytes: int | None = None
     ) -> None:
         if inputs is None:
-            inputs = [open_input(file, lambda name: name == "train.txt") for file in expand(files)]
+            inputs = [open_input(file, _is_rows) for file in expand(files)]
         self.inputs: Sequence[AnyInput] = list(inputs)
         self.total = sum(source.size for source in self.inputs)
         plain = all(source.plain for source in self.inputs)
@@ -72,24 +73,31 @@ class CriteoText(FileSource):
     def blocks(self, start: SourcePosition = BEGINNING) -> Iterator[RawBlock]:
         """Yield the text in blocks of complete lines."""
         for number in range(start.input, len(self.inputs)):
-            yield from self.whole(number, start.offset if number == start.input else 0)
+            yield from self._whole(number, start.offset if number == start.input else 0)
 
-    def whole(self, number: int, offset: int = 0) -> Iterator[RawBlock]:
+    def _whole(self, number: int, offset: int = 0) -> Iterator[RawBlock]:
         """Yield the blocks of input `number`, from an offset on."""
         source = self.inputs[number]
-        for lines in whole_lines(source, offset, self.block_bytes, self._too_long(source.name)):
-            yield RawBlock(lines.text, source.name, SourcePosition(number, lines.offset), lines.taken)
+        lines = whole_lines(source, offset, self.block_bytes, self._too_long(source.name))
+        return (self._block(number, one) for one in lines)
 
-    def windows(self, number: int) -> int | None:
-        """Return the number of windows of input `number` that can be read alone; None if it is not a plain file."""
-        source = self.inputs[number]
-        return -(-source.size // self.block_bytes) if source.plain else None
+    def _block(self, number: int, lines: TextLines) -> RawBlock:
+        return RawBlock(lines.text, self.inputs[number].name, SourcePosition(number, lines.offset), lines.taken)
 
-    def window(self, number: int, window: int) -> Iterator[RawBlock]:
-        """Yield the blocks that `blocks` reads from a window of input `number`."""
+    def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
+        """See `Source`: windows of a plain file."""
         source = self.inputs[number]
-        for lines in window_lines(source, window, self.block_bytes, self._too_long(source.name)):
-            yield RawBlock(lines.text, source.name, SourcePosition(number, lines.offset), lines.taken)
+        if not source.plain:
+            return super().ranges(number, looked)
+        return [InputRange(number, *one) for one in text_windows(source, self.block_bytes)], None
+
+    def blocks_of(self, one: InputRange) -> Iterator[RawBlock]:
+        """See `Source`."""
+        if one.place is None:
+            return self._whole(one.input)
+        source = self.inputs[one.input]
+        lines = window_lines(source, one.place, self.block_bytes, self._too_long(source.name))
+        return (self._block(one.input, some) for some in lines)
 
     def _too_long(self, name: str) -> Callable[[], UserError]:
         return lambda: UserError(f"{name}: no line end in {LONGEST * self.block_bytes} bytes; this is not Criteo text")
@@ -111,6 +119,11 @@ class CriteoText(FileSource):
     def options(self) -> dict[str, Any]:
         """Return the options that a manifest records for Criteo's text."""
         return {"preset": "criteo"}
+
+
+def _is_rows(name: str) -> bool:
+    """Return whether a file of an archive has the rows."""
+    return name == "train.txt"
 
 
 def parse(block: bytes, *, file: str) -> RawRows:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pyarrow import csv
 
 from hostdev.core.errors import UserError
-from hostdev.data.preprocess.files import Chunk, TableFile, UnparsedRows
+from hostdev.data.preprocess.files import Chunk, DividedFile, UnparsedRows, unparsed
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.raw import InvalidRowError, RejectedLines
@@ -27,6 +27,7 @@ from hostdev.data.preprocess.text import (
     newline,
     recode,
     scan_windows,
+    text_windows,
     unclosed,
     whole_lines,
     window_lines,
@@ -39,10 +40,11 @@ _USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, quoted f
 _SHOWN = 120  # characters of a header in a message
 _MANY_LINES = 20  # a quoted value with this many lines may have swallowed rows, after an unclosed quote
 _ROWLIKE = 0.8  # it has swallowed rows if this share of its lines has as many delimiters as a row
+_SCANNED = 16  # windows that are looked at together
 _STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, unusual in text
 
 
-class DelimitedFile(TableFile):
+class DelimitedFile(DividedFile):
     """A delimited text file.
 
     Args:
@@ -111,41 +113,42 @@ class DelimitedFile(TableFile):
         """Yield the text from byte `offset` on, a few MiB of complete rows at a time."""
         ends = _RowEnds(self.input, self._delimiter, offset) if self._quotes else None
         last_end = newline if ends is None else ends.last
-        begin = offset
         for lines in whole_lines(self.input, offset, BLOCK_BYTES, self._too_long, last_end):
             if ends is not None and lines.is_last:
                 ends.check_closed()
-            yield UnparsedRows((lines.text, begin), lines.offset, lines.taken)
-            begin = lines.offset
+            yield unparsed(lines)
 
-    @property
-    def windows(self) -> int | None:
-        """The number of windows of BLOCK_BYTES bytes that can be read alone; None if the text is not a plain file."""
-        return -(-self.input.size // BLOCK_BYTES) if self.input.plain else None
+    def looks(self) -> list[range]:
+        """See `DividedFile`: where rows end in a window of quoted text depends on the windows before it."""
+        windows = -(-self.input.size // BLOCK_BYTES) if self._quotes and self.input.plain else 0
+        return [range(start, min(start + _SCANNED, windows)) for start in range(0, windows, _SCANNED)]
 
-    @property
-    def is_quoted(self) -> bool:
-        """Whether values may have line ends in quotes, so that `scan` has to find the rows of a window."""
-        return self._quotes
-
-    def parts_of(self, window: int) -> Iterator[UnparsedRows]:
-        """Yield what `parts` yields of a window; for text without quotes."""
-        for lines in window_lines(self.input, window, BLOCK_BYTES, self._too_long):
-            yield UnparsedRows((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
-
-    def scan(self, windows: range) -> list[tuple[Scan, ...]]:
-        """Scan windows of quoted text, for `rows`."""
+    def look(self, used: Sequence[str], windows: range) -> list[Any]:
+        """See `DividedFile`."""
         return scan_windows(self.input, self._delimiter, BLOCK_BYTES, windows)
 
-    def rows(self, scans: Sequence[Sequence[Scan]]) -> tuple[list[TextRows], UserError | None]:
-        """Return the rows of all windows from their scans, and the error that ends them, if any."""
-        return chain(scans, self.input.size, BLOCK_BYTES, self._too_long, self.input.name)
+    def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
+        """See `DividedFile`: windows of BLOCK_BYTES bytes, or the rows in them."""
+        if not self.input.plain:
+            return super().places(looked)
+        if not self._quotes:
+            return text_windows(self.input, BLOCK_BYTES), None
+        scans = [[Scan(*one) for one in by_state] for by_state in looked]
+        rows, error = chain(scans, self.input.size, BLOCK_BYTES, self._too_long, self.input.name)
+        return [(list(one), one.end - one.begin) for one in rows], error
 
-    def part_at(self, rows: TextRows) -> UnparsedRows:
-        """Read rows that `rows` found."""
-        with self.input.open() as stream:
-            stream.skip(rows.begin)
-            return UnparsedRows((stream.read(rows.end - rows.begin), rows.begin), rows.end, rows.end - rows.begin)
+    def parts_at(self, used: Sequence[str], place: Any) -> Iterator[UnparsedRows]:
+        """See `DividedFile`."""
+        if place is None:
+            yield from self.parts(used, 0)
+        elif isinstance(place, int):
+            yield from map(unparsed, window_lines(self.input, place, BLOCK_BYTES, self._too_long))
+        else:
+            rows = TextRows(*place)
+            with self.input.open() as stream:
+                stream.skip(rows.begin)
+                text = stream.read(rows.end - rows.begin)
+            yield UnparsedRows((text, rows.begin), rows.end, len(text))
 
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part into rows and malformed lines."""

@@ -1,30 +1,25 @@
 """The earlier data set whose ids, columns and scaling new rows reuse (`--vocabulary FROM`)."""
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pyarrow as pa
 
 from hostdev.core.checksums import checksum, json_checksum
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.manifest import SCALING_STATISTICS, Manifest, check_learned
-from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
 from hostdev.data.preprocess.naming import short
-from hostdev.data.preprocess.pieces import Survey
+from hostdev.data.preprocess.pieces import Survey, survey_values
 from hostdev.data.preprocess.raw import Source, SourceLayout
 from hostdev.data.preprocess.scaling import Scaling
 from hostdev.data.preprocess.stored import DamagedError, StoredVocabulary
-from hostdev.data.preprocess.vocabulary import HashBuckets, KnownIds, Vocabulary
+from hostdev.data.preprocess.vocabulary import HashBuckets, KnownIds
 from hostdev.data.schema import Schema, Space
-from hostdev.kernels.cardinality import draw_sample, make_registers
-from hostdev.kernels.strings import hash_texts
 
 EARLIER = "earlier"  # the field of a manifest's options that `as_json` fills
 KNOWN_SHARES = "known_shares"  # statistic: by id space, the share of training occurrences with an earlier id
@@ -70,11 +65,6 @@ class Earlier:
             "ids": self.schema.rows,
             "frozen": self.frozen,
         }
-
-    @property
-    def reference(self) -> tuple[str, bool, str] | None:
-        """What another process reads the data set by: its absolute path, whether it is frozen, and its identity."""
-        return os.path.abspath(self.folder), self.frozen, self.identity  # noqa: PTH100
 
     def recipe(self) -> list[dict[str, Any]]:
         """Return the entries for the recipe of a later data set."""
@@ -125,21 +115,6 @@ class Earlier:
         own = scaling.own(self.found.options)
         return scaling.fixed(dense, layout.dense, own, self.found.statistics, signed=signed)
 
-    def vocabulary(self, threshold: int | None, source: Source) -> Vocabulary:
-        """Return a vocabulary with the earlier values and their ids; raise DamagedError if the file is damaged.
-
-        New values with more than `threshold` occurrences get ids, unless `frozen` is set.
-        """
-        new, known = None if self.frozen else threshold, self.known_ids(source.layout)
-        made = Vocabulary(new, source.layout, source.format_keys, known)
-        stored = self.open()
-        for number, space in enumerate(self.schema.spaces):
-            for keys in self.keys(stored, number):
-                made.count(number, keys, np.zeros(len(keys), np.int64))
-            if made.size(number) != space.values:
-                raise DamagedError(stored.path, f"a value of {space.name!r} occurs twice")
-        return made
-
     def survey(self) -> Survey | None:
         """Return estimates of the number and size of the earlier values; None if ids are hashed.
 
@@ -147,20 +122,9 @@ class Earlier:
         """
         if self.buckets is not None:
             return None
-        stored, registers, texts = self.open(), [], []
-        for number in range(len(self.schema.spaces)):
-            hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
-            for keys in self.keys(stored, number):
-                if isinstance(keys, pa.Array):
-                    offsets, data = arrow.get_buffers(keys)
-                    hashes.append(hash_texts(offsets, data))
-                    lengths.append(np.diff(offsets).astype(np.int64))
-                else:
-                    hashes.append(keys.view(np.uint64))
-            registers.append(make_registers(np.concatenate(hashes)))
-            if self.is_table:
-                texts.append(draw_sample(np.concatenate(hashes), np.concatenate(lengths)))
-        return Survey(np.stack(registers), tuple(texts) or None)
+        stored = self.open()
+        by_space = (self.keys(stored, number) for number in range(len(self.schema.spaces)))
+        return survey_values(by_space, texts=self.is_table)
 
     def open(self) -> StoredVocabulary:
         """Open the vocabulary; raise DamagedError if it has changed since `read_earlier`."""
@@ -170,7 +134,7 @@ class Earlier:
         return stored
 
     def keys(self, stored: StoredVocabulary, number: int) -> Iterator[Any]:
-        """Yield the values of id space `number` in chunks, in the order of their ids, for `Vocabulary.count`."""
+        """Yield the values of id space `number` in chunks, in the order of their ids, to be counted."""
         for chunk in stored.values(self.schema.spaces[number]).chunks:
             for start in range(0, len(chunk), _AT_ONCE):
                 values = chunk.slice(start, _AT_ONCE)
@@ -191,11 +155,6 @@ class NoEarlier(Earlier):
     frozen, keeps = False, False
 
     def __init__(self) -> None: ...
-
-    @property
-    def reference(self) -> tuple[str, bool, str] | None:
-        """See `Earlier`: None."""
-        return None
 
     def recipe(self) -> list[dict[str, Any]]:
         """Return no entries."""
@@ -219,10 +178,6 @@ class NoEarlier(Earlier):
     def scaling(self, dense: str, layout: SourceLayout, *, signed: bool) -> Scaling:
         """Return a scaling that learns from the new rows."""
         return scaling.make(dense, layout.dense, layout.scaling, signed=signed)
-
-    def vocabulary(self, threshold: int | None, source: Source) -> Vocabulary:
-        """Return a vocabulary without values."""
-        return Vocabulary(threshold, source.layout, source.format_keys)
 
     def survey(self) -> Survey | None:
         """Return None."""

@@ -21,7 +21,7 @@ from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, InputFile, unreadable
 from hostdev.data.preprocess.raw import InvalidRowError, RejectedLines
 from hostdev.data.preprocess.row_groups import RowGroups, RowGroupSize, open_parquet
-from hostdev.data.preprocess.text import Recoded
+from hostdev.data.preprocess.text import Recoded, TextLines
 
 CHUNK_ROWS = 1 << 16
 AS_WRITTEN: Mapping[str, str] = MappingProxyType({})  # `TableFile.respelled` of readers that change no text
@@ -51,6 +51,11 @@ class UnparsedRows(NamedTuple):
     content: Any
     offset: int  # where the rows end in the file: a row number or a byte offset, by format
     taken: int  # approximate size of the rows in the file, in bytes
+
+
+def unparsed(lines: TextLines) -> UnparsedRows:
+    """Return lines as unparsed rows, whose content is the text and where it begins."""
+    return UnparsedRows((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,30 @@ class TableFile(Protocol):
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part's rows, by default a record batch; thread-safe."""
         return Chunk(part.content, size=part.taken)
+
+
+class DividedFile(TableFile):
+    """A file that may be divided into places that can be read alone, by several processes."""
+
+    def looks(self) -> list[range]:
+        """Return the windows of the file that `look` must see before `places` can divide it; none for most files."""
+        return []
+
+    def look(self, used: Sequence[str], windows: range) -> list[Any]:  # Any: JSON
+        """Return what `places` needs to know of some windows."""
+        raise NotImplementedError
+
+    def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
+        """Divide the file into places: None for the whole file, or what JSON can hold.
+
+        Returns the places, each with its size in bytes, and the error that follows them, if any. `looked` has the
+        results of `look` for all windows of `looks`.
+        """
+        return [(None, self.input.size)], None
+
+    def parts_at(self, used: Sequence[str], place: Any) -> Iterator[UnparsedRows]:
+        """Yield what `parts` yields of a place."""
+        return self.parts(used, 0)
 
 
 def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
@@ -189,7 +218,7 @@ class GroupsRead(NamedTuple):
     rows: int
 
 
-class ParquetTable(TableFile):
+class ParquetTable(DividedFile):
     """A Parquet file."""
 
     input: InputFile
@@ -215,15 +244,23 @@ class ParquetTable(TableFile):
             for read in self._reads(used, offset):
                 yield from self._read(file, used, read, offset)
 
-    def reads(self, used: Sequence[str]) -> list["GroupsRead"]:
-        """Return the groups that `parts` reads at a time."""
+    def looks(self) -> list[range]:
+        """See `DividedFile`: the sizes of all row groups are read."""
+        return [range(0)]
+
+    def look(self, used: Sequence[str], windows: range) -> list[Any]:
+        """See `DividedFile`: the groups that `parts` reads at a time."""
         with self._naming():
             return list(self._reads(used, 0))
 
-    def parts_of(self, used: Sequence[str], read: "GroupsRead") -> Iterator[UnparsedRows]:
-        """Yield what `parts` yields of the row groups in `read`."""
+    def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
+        """See `DividedFile`."""
+        return [(read, self.input.size // len(looked)) for read in looked], None
+
+    def parts_at(self, used: Sequence[str], place: Any) -> Iterator[UnparsedRows]:
+        """See `DividedFile`."""
         with self._naming(), open_parquet(self.input.path) as file:
-            yield from self._read(file, used, read, 0)
+            yield from self._read(file, used, GroupsRead(*place), 0)
 
     def _reads(self, used: Sequence[str], offset: int) -> Iterator["GroupsRead"]:
         alone = any(_is_list_of_dictionary(self.get_type(name)) for name in used)
@@ -263,7 +300,7 @@ class ParquetTable(TableFile):
         return Chunk(part.content, size=part.taken)
 
 
-class ArrowTable(TableFile):
+class ArrowTable(DividedFile):
     """An Arrow IPC file or stream; Feather version 2 is such a file."""
 
     input: InputFile
@@ -282,16 +319,17 @@ class ArrowTable(TableFile):
         """Yield the rows, starting at row number `offset`, from 0."""
         return self._parts(used, offset, None)
 
-    def count_batches(self) -> int | None:
-        """Return the number of record batches, or None for a stream, which can be read only from its beginning."""
+    def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
+        """See `DividedFile`: the record batches; a stream can be read only from its beginning."""
         if self._stream:
-            return None
+            return super().places(looked)
         with self._naming(), places.open_arrow(self.input.path, mapped=True) as source:
-            return int(pa.ipc.open_file(source).num_record_batches)
+            batches = int(pa.ipc.open_file(source).num_record_batches)
+        return [(batch, self.input.size // batches) for batch in range(batches)], None
 
-    def parts_of(self, used: Sequence[str], batch: int) -> Iterator[UnparsedRows]:
-        """Yield what `parts` yields of one record batch; offsets are counted from its first row."""
-        return self._parts(used, 0, batch)
+    def parts_at(self, used: Sequence[str], place: Any) -> Iterator[UnparsedRows]:
+        """See `DividedFile`; offsets are counted from the first row of the batch."""
+        return self._parts(used, 0, place)
 
     def _parts(self, used: Sequence[str], offset: int, only: int | None) -> Iterator[UnparsedRows]:
         fields = [self.names.index(name) for name in used]

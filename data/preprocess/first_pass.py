@@ -1,37 +1,36 @@
-"""The first pass: parse a source's blocks on all cores and write them as pieces, in the source's order.
+"""The first pass: parse a source and write its rows as pieces.
 
-The rows read so far are counted for line numbers, row numbers that draw the splits, and the share of malformed lines.
+The rows read so far are counted in the source's order: for line numbers, row numbers that draw the splits, and the
+share of malformed lines.
 """
 
 import re
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.progress import bar, counted
-from hostdev.core.workers import Workers
 from hostdev.data.preprocess.pieces import Facts, PieceFile, Survey, merge, survey, write_piece
 from hostdev.data.preprocess.query import NAME
-from hostdev.data.preprocess.raw import BEGINNING, InvalidRowError, RawBlock, RawRows, Rejected, Source
+from hostdev.data.preprocess.raw import (
+    BEGINNING,
+    InputRange,
+    InvalidRowError,
+    RawRows,
+    Rejected,
+    Source,
+    SourcePosition,
+)
+from hostdev.data.preprocess.runner import Files, Result, Runner, Task, Workspace, piece_name
 from hostdev.data.preprocess.second_pass import ShardMemory
-from hostdev.data.preprocess.vocabulary import HashBuckets, require_memory
-from hostdev.data.preprocess.work import WorkFolder
-from hostdev.kernels.counter import key64, uniform
+from hostdev.data.preprocess.vocabulary import require_memory
 
 MAX_REJECTED = 0.01
 _MISSING = re.compile(r"column '(.+)': the value is missing")
 _TEXT = ("columns", "delimiter", "skipped_lines")  # options that a query would need in another form
 _SOME, _MOST = 10_000, 0.5  # stop early if more than _MOST of at least _SOME rows are malformed
 _CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
-Written = tuple[dict[str, Any], Survey | None]
+_FIRST = 10  # priority of tasks that free memory or disk space
 
 
 class RowCounts:
@@ -52,10 +51,12 @@ class RowCounts:
         """Return the number of lines of input number `source` that were read."""
         return self._lines if source == self._input else 0
 
-    def add(self, source: int, lines: int, rows: int, rejected: int) -> None:
-        """Add lines of input number `source`."""
-        self._lines = lines + self.lines_before(source)
-        self._input = source
+    def add(self, source: int, rows: int, rejected: int, first: Rejected | None) -> None:
+        """Add lines of input number `source`; `first` is the first malformed one, numbered from their beginning."""
+        before = self.lines_before(source)
+        if self.first is None and first is not None:
+            self.first = first._replace(line=before + first.line)
+        self._lines, self._input = before + rows + rejected, source
         self.rows += rows
         self._rejected += rejected
 
@@ -85,38 +86,6 @@ class RowCounts:
         return "" if any(options.get(name) for name in _TEXT) else _remedy(first)
 
 
-class SplitDraw:
-    """Draws rows for testing and validation by seed and row number.
-
-    Args:
-        fractions: The shares of rows for testing and for validation; None to draw none.
-    """
-
-    def __init__(self, seed: int, fractions: tuple[float | None, float | None]) -> None:
-        self._key, (self._test, self._validation) = key64(seed, "test split"), fractions
-
-    @property
-    def draws(self) -> bool:
-        """Whether any row is drawn, so that row numbers matter."""
-        return self._test is not None or self._validation is not None
-
-    def splits(self, given: npt.NDArray[np.uint8] | None, n: int, begin: int) -> npt.NDArray[np.uint8]:
-        """Return the index of the split of each of n rows, uint8 [n]; `begin` is the number of preceding rows.
-
-        `given` has the splits that the source itself assigns; only its training rows are drawn for other splits. The
-        validation fraction does not change which rows are test rows.
-        """
-        splits = np.zeros(n, np.uint8) if given is None else given
-        if not self.draws:
-            return splits
-        drawn = uniform(self._key, np.arange(begin, begin + n, dtype=np.uint64))
-        test = self._test or 0.0
-        found = (drawn < test) * np.uint8(1)
-        if self._validation is not None:
-            found[(drawn >= test) & (drawn < test + self._validation)] = 2
-        return np.where(splits == 0, found, splits)
-
-
 def _remedy(first: Rejected) -> str:
     """Return how to leave out rows without a value in the first malformed row's column, or "" if that has a value."""
     found = _MISSING.match(first.reason)
@@ -139,122 +108,27 @@ def _sql_text(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-class FirstPass:
-    """Parses a source into pieces; can resume after the pieces that an interrupted process wrote.
+class MemoryCheck:
+    """Checks during the first pass whether the second one will have enough memory.
 
     Args:
-        fractions: The shares of rows to draw with `seed` for testing and for validation; None to draw none.
-        splits: Number of splits.
-        hashed: The hash that maps values to ids; None if values are counted for a vocabulary.
-        shards: The memory that the second pass needs for shards.
+        shards: The memory that shards need.
         survey: Estimates for the earlier data set's values, which will be in memory, too; None without such a data set.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        work: WorkFolder,
-        *,
-        fractions: tuple[float | None, float | None],
-        splits: int,
-        seed: int,
-        hashed: HashBuckets | None,
-        shards: ShardMemory,
-        survey: Survey | None = None,
-    ) -> None:
-        self._source, self._work, self._shards = source, work, shards
-        self._draw, self._splits, self._hashed = SplitDraw(seed, fractions), splits, hashed
-        self.facts: list[Facts] = []  # one for each written piece
-        self._counts = RowCounts(source)
-        self._surveys = [] if survey is None else [survey]
-        self._unchecked: list[Facts] = []  # pieces that the memory check does not include yet
+    def __init__(self, shards: ShardMemory, survey: Survey | None = None) -> None:
+        self._shards, self._surveys = shards, [] if survey is None else [survey]
+        self._unchecked: list[Facts] = []
 
-    def path(self, number: int) -> Path:
-        """Return the path of a piece's file."""
-        return self._work.pieces / f"{number:06d}.arrow"
-
-    def resume(self, facts: list[Facts]) -> None:
-        """Resume after the pieces that `facts` describes.
-
-        Raises TransientError if their distinct values or their shards would not fit into memory.
-        """
-        self._unchecked = list(facts)
-        for number, one in enumerate(facts):
-            self._counts.add(one.end.input, one.lines, sum(one.rows), one.rejected)
-            piece = PieceFile(self.path(number))
-            if one.rejected and self._counts.first is None:
-                self._counts.first = next(piece.rejected())
-            if self._hashed is None:
-                self._surveys.append(survey(piece, len(self._source.layout.spaces)))
-        self.facts = list(facts)
-        self._check_memory()
-
-    def run(self, workers: Workers, threads: int) -> None:
-        """Parse the remaining blocks.
-
-        Raises:
-            UserError: More than 1% of the lines are malformed, or the input is unreadable.
-            TransientError: Values or shards do not fit into memory, or a read fails.
-        """
-        place = self.facts[-1].end if self.facts else BEGINNING
-        done = sum(one.size for one in self.facts)
-        parsing: deque[tuple[RawBlock, Future[RawRows]]] = deque()
-        writing: deque[tuple[RawBlock, Future[Written]]] = deque()
-        with bar(self._source.total, "first pass", self._source.unit, unit_scale=True, begin=done) as progress:
-            for block in _until_error(self._source.blocks(place)):
-                at_end = not isinstance(block, RawBlock)
-                if isinstance(block, RawBlock):
-                    parsing.append((block, workers.submit(partial(self._parse, block))))
-                while parsing and (at_end or len(parsing) > threads):
-                    parsed, future = parsing.popleft()
-                    writing.append((parsed, self._write(parsed, future, workers, len(self.facts) + len(writing))))
-                while writing and (at_end or len(writing) > threads):
-                    written, result = writing.popleft()
-                    self._note(written, result.result())
-                    progress.update(written.size)
-                if isinstance(block, HostdevError):
-                    raise block
-        self._check_memory()
-        self._counts.check_rejected(self._counts.rows)
-        self._source.check_unchanged()
-
-    def _parse(self, block: RawBlock) -> RawRows:
-        return self._source.parse(block, hashed=self._hashed is not None)
-
-    def _write(self, block: RawBlock, parsed: Future[RawRows], workers: Workers, number: int) -> Future[Written]:
-        """Wait until a block is parsed, count its rows, and submit a task that writes them as piece `number`."""
-        counts = self._counts
-        before = counts.lines_before(block.end.input)
-        try:
-            rows = parsed.result()
-        except InvalidRowError as error:
-            raise UserError(f"{error.file}, row {before + error.row}, {error.reason}") from None
-        if rows.rejected:
-            rows = replace(rows, rejected=rows.rejected.after(before))
-            counts.first = counts.first or rows.rejected[0]
-        begin = counts.rows
-        counts.add(block.end.input, len(rows) + len(rows.rejected), len(rows), len(rows.rejected))
-        counts.check_rejected(self._source.most_rows)  # fails as soon as the remaining rows cannot lower it to 1%
-
-        def write() -> Written:
-            splits = self._draw.splits(rows.splits, len(rows), begin)
-            return write_piece(self.path(number), rows, splits, self._splits, self._source.layout, self._hashed)
-
-        return workers.submit(write)
-
-    def _note(self, block: RawBlock, result: Written) -> None:
-        """Record the next finished piece."""
-        found, survey = result
-        facts = Facts(**found, end=block.end, size=block.size)
-        self._work.note(piece=facts.as_json())
-        self.facts.append(facts)
+    def add(self, facts: Facts, survey: Survey | None) -> None:
+        """Add a piece, and look at the memory after each few of them; see `check`."""
         self._unchecked.append(facts)
         self._surveys += [survey] if survey is not None else []
         if len(self._unchecked) == _CHECKED_AT_ONCE:
-            self._check_memory()
+            self.check()
 
-    def _check_memory(self) -> None:
-        """Raise TransientError if the shards or the distinct values would not fit into memory."""
+    def check(self) -> None:
+        """Raise TransientError if the shards, or the distinct values of surveys, would not fit into memory."""
         self._shards.add_pieces(self._unchecked)
         self._unchecked = []
         if self._surveys:
@@ -262,11 +136,230 @@ class FirstPass:
             require_memory(self._surveys[0].values(), self._surveys[0].text_bytes())
 
 
-def _until_error(blocks: Iterator[RawBlock]) -> Iterator[RawBlock | HostdevError | None]:
-    """Yield the blocks, then the HostdevError that ended the iteration, or None if it ended without one."""
+class FirstPass:
+    """Parses a source into pieces. Ranges are parsed in any order, and counted in the order of the source.
+
+    Attributes:
+        names: The names of all pieces, in order.
+        facts: The facts of all pieces.
+        end: Where the source continues after the pieces that `resume` has found.
+    """
+
+    def __init__(self, work: Workspace, runner: Runner, memory: MemoryCheck) -> None:
+        self._source, self._work, self._runner, self._memory = work.source, work, runner, memory
+        self.names: list[str] = []
+        self.facts: list[Facts] = []
+        self.end = BEGINNING
+        self._counts = RowCounts(work.source)
+        self._ranges: dict[int, InputRange] = {}
+        self._parsed: dict[int, Result | HostdevError] = {}  # results that wait for those before them
+        self._pieces: dict[str, tuple[Facts, Survey | None]] = {}  # likewise
+        self._missing: dict[int, list[Task]] = {}  # pieces whose range is parsed again
+
+    def resume(self) -> bool:
+        """Continue after the pieces that an interrupted process wrote in order; return whether these are all.
+
+        Raises TransientError if their distinct values or their shards would not fit into memory.
+        """
+        names: list[str] = []
+        while self._runner.find(f"piece-{_make_name(len(names))}", "piece") is not None:
+            names.append(_make_name(len(names)))
+        results = [self._runner.find(f"piece-{name}", "piece") or {} for name in names]
+        verified = self._runner.verify(one["files"] for one in results)
+        for name, result, intact in zip(names, results, verified, strict=True):
+            facts = Facts.from_json(result["piece"])
+            of_journal = _piece_task(name, self._counts.rows, facts.end, facts.size)
+            if self._runner.known(of_journal) is None or not intact:
+                break
+            piece = PieceFile(self._work.path(piece_name(name)))
+            if len(piece) != sum(facts.rows):
+                break
+            self._counts.add(facts.end.input, len(piece), facts.rejected, next(piece.rejected(), None))
+            hashed, spaces = self._work.hashed is not None, len(self._source.layout.spaces)
+            self.names.append(name)
+            self._take(name, facts, None if hashed else survey(piece, spaces))
+            self.end = facts.end
+        self._memory.check()
+        return self._runner.known(_parsed_task(len(self.names))) is not None
+
+    def run(self, ranges: Iterator[InputRange | HostdevError]) -> None:
+        """Parse all ranges.
+
+        Raises:
+            UserError: More than 1% of the lines are malformed, or the input is unreadable: the first error in the
+                source's order, which a HostdevError among `ranges` ends.
+            TransientError: Values or shards do not fit into memory, or a read fails.
+        """
+        place = number = len(self.names)
+        done = sum(one.size for one in self.facts)
+        has_more = True
+        error: HostdevError | None = None
+        with bar(self._source.total, "first pass", self._source.unit, unit_scale=True, begin=done) as progress:
+            while True:
+                while place in self._parsed:
+                    self._count(place, self._parsed.pop(place), progress)
+                    place += 1
+                if has_more and self._runner.has_room(number - place, len(self.names) - len(self.facts)):
+                    upcoming = next(ranges, None)
+                    if isinstance(upcoming, InputRange):
+                        self._submit(number, upcoming)
+                        number += 1
+                    else:
+                        has_more, error = False, upcoming
+                elif self._runner.is_idle:
+                    break
+                else:
+                    has_more = self._handle(*self._runner.next()) and has_more
+        if error is not None:
+            raise error
+        self._memory.check()
+        self._counts.check_rejected(self._counts.rows)
+        self._source.check_unchanged()
+        if self._work.in_memory:
+            self._runner.note(_parsed_task(len(self.names)), {"files": {}})
+
+    def _submit(self, number: int, one: InputRange) -> None:
+        """Submit the task that parses a range, unless its result is known, and is all that is needed of it."""
+        self._ranges[number] = one
+        known = self._runner.known(task := self._parse_task(number))
+        if known is not None and all(block["piece"] is None for block in known["blocks"]):
+            self._parsed[number] = known
+        else:
+            self._runner.submit(task)
+
+    def _parse_task(self, number: int, *, again: bool = False) -> Task:
+        arguments = number, list(self._ranges[number])
+        return Task(f"parse-{number:06d}", "parse", arguments, again=again, noted=not self._work.in_memory)
+
+    def _handle(self, task: Task, result: Result | HostdevError) -> bool:
+        """Take a finished task; return whether the ranges after it are needed, because it did not fail."""
+        if task.kind == "parse" and not task.again:
+            self._parsed[task.arguments[0]] = result
+            return not isinstance(result, HostdevError) and result["error"] is None
+        if isinstance(result, HostdevError):
+            raise result
+        if task.kind == "parse":
+            for piece_task in self._missing.pop(task.arguments[0]):
+                self._runner.submit(piece_task._replace(again=True))
+            return True
+        name = task.arguments[0]
+        if result.get("missing"):  # an earlier command removed the parsed rows, and then the piece was damaged
+            number = int(name.partition("-")[0])
+            waiting = self._missing.setdefault(number, [])
+            waiting.append(task)
+            if len(waiting) == 1:
+                self._runner.submit(self._parse_task(number, again=True))
+            return True
+        self._take(name, Facts.from_json(result["piece"]), self._work.surveys.pop(name, None))
+        self._work.drop_rows(name)
+        return True
+
+    def _count(self, place: int, result: Result | HostdevError, progress: Any) -> None:
+        """Count the blocks of the next range, and submit the tasks that write their pieces."""
+        one = self._ranges.pop(place) if self._work.in_memory else self._ranges[place]
+        if isinstance(result, HostdevError):
+            raise result
+        counts = self._counts
+        for block in result["blocks"]:
+            end, first = SourcePosition(*block["end"]), block["first"] and Rejected(*block["first"])
+            # In one process, a repeated command continues after the pieces before the first one that is missing.
+            task = _piece_task(block["name"], counts.rows, end, block["size"])._replace(again=self._work.in_memory)
+            counts.add(end.input, block["rows"], block["rejected"], first)
+            counts.check_rejected(self._source.most_rows)  # fails as soon as the remaining rows cannot lower it to 1%
+            self.names.append(block["name"])
+            if block["piece"] is None:
+                self._runner.submit(task)
+            else:
+                self._take(block["name"], Facts.from_json(block["piece"]), None)
+            progress.update(block["size"])
+        if (error := result["error"]) is not None:
+            if isinstance(error, InvalidRowError):
+                row = counts.lines_before(one.input) + error.row
+                raise UserError(f"{error.file}, row {row}, {error.reason}")
+            raise error
+
+    def _take(self, name: str, facts: Facts, found: Survey | None) -> None:
+        """Take the facts of a piece, and add all that are the next ones in order."""
+        self._pieces[name] = facts, found
+        while len(self.facts) < len(self.names) and (following := self.names[len(self.facts)]) in self._pieces:
+            facts, found = self._pieces.pop(following)
+            self.facts.append(facts)
+            self._memory.add(facts, found)
+
+
+def _make_name(number: int, block: int = 0) -> str:
+    """Return the name of a block of a range, and of its piece."""
+    return f"{number:06d}-{block:06d}"
+
+
+def _parsed_task(pieces: int) -> Task:
+    """Return the journal's entry for the end of the first pass."""
+    return Task("parsed", "parsed", (pieces,))
+
+
+def _piece_task(name: str, begin: int, end: SourcePosition, size: int) -> Task:
+    """Return the task that writes a block as a piece; see `write`."""
+    return Task(f"piece-{name}", "piece", (name, begin, list(end), size), priority=_FIRST)
+
+
+def parse(work: Workspace, number: int, given: list[Any]) -> Result:
+    """Parse range `number`.
+
+    Returns what is counted of each block, and the error that ended the range, if any. A block is parsed before the
+    number of rows before it is known, which decides its test rows. If rows are drawn, they are kept as they are for the
+    task `write`, which draws them; else the block's piece is written at once, by a worker.
+    """
+    one = InputRange(*given)
+    work.check_input(one.input)
+    blocks: list[Result] = []
+    files: Files = {}
+    error, begin = None, one.begin
     try:
-        yield from blocks
-    except HostdevError as error:  # reported after the errors of in-flight blocks
-        yield error
-        return
-    yield None
+        for k, block in enumerate(work.blocks(one)):
+            rows = work.source.parse(block, hashed=work.hashed is not None)
+            name = _make_name(number, k)
+            found: Result = {
+                "name": name,
+                "rows": len(rows),
+                "rejected": len(rows.rejected),
+                "first": list(rows.rejected[0]) if rows.rejected else None,
+                "end": list(block.end),
+                "size": block.size,
+                "piece": None,
+            }
+            if work.in_memory or (work.draw.draws and begin is None):
+                files |= work.put_rows(name, rows)
+            else:
+                found["piece"], of_piece = _write_piece(work, name, rows, begin or 0, found)
+                files |= of_piece
+                begin = None if begin is None else begin + len(rows)
+            blocks.append(found)
+    except (HostdevError, InvalidRowError) as raised:
+        error = raised
+    work.check_input(one.input)
+    return {"blocks": blocks, "error": error, "files": files}
+
+
+def write(work: Workspace, name: str, begin: int, end: list[int], size: int) -> Result:
+    """Write a block's parsed rows as a piece; `begin` rows are before them.
+
+    Returns the facts, or an entry "missing" if the parsed rows are no longer there.
+    """
+    rows = work.take_rows(name)
+    if rows is None:
+        return {"missing": True, "files": {}}
+    found, files = _write_piece(work, name, rows, begin, {"end": end, "size": size})
+    return {"piece": found, "files": files}
+
+
+def _write_piece(
+    work: Workspace, name: str, rows: RawRows, begin: int, block: Mapping[str, Any]
+) -> tuple[Result, Files]:
+    """Write a piece; return its facts as JSON, and the files."""
+    splits = work.draw.splits(rows.splits, len(rows), begin)
+    path = work.path(piece_name(name))
+    facts, found = write_piece(path, rows, splits, len(work.splits), work.source.layout, work.hashed)
+    files = {piece_name(name): str(facts["checksum"])}
+    if found is not None:
+        files |= work.put_survey(name, found)
+    return {**facts, "end": block["end"], "size": block["size"]}, files

@@ -32,6 +32,7 @@ from hostdev.data.schema import columns_of
 from hostdev.kernels.arrays import Array
 from hostdev.kernels.cardinality import Sample, draw_sample, estimate, join, make_registers, total
 from hostdev.kernels.columns import narrowed
+from hostdev.kernels.counter import key64, uniform
 from hostdev.kernels.strings import hash_texts
 from hostdev.kernels.unique import IdMap, id_map, tally
 
@@ -119,6 +120,38 @@ class PieceFile:
     def rejected(self) -> Iterator[Rejected]:
         """Iterate over the malformed lines."""
         return read_rejected({name: self._record[name].values for name in Rejected._fields})
+
+
+class SplitDraw:
+    """Draws rows for testing and validation by seed and row number.
+
+    Args:
+        fractions: The shares of rows for testing and for validation; None to draw none.
+    """
+
+    def __init__(self, seed: int, fractions: tuple[float | None, float | None]) -> None:
+        self._key, (self._test, self._validation) = key64(seed, "test split"), fractions
+
+    @property
+    def draws(self) -> bool:
+        """Whether any row is drawn, so that row numbers matter."""
+        return self._test is not None or self._validation is not None
+
+    def splits(self, given: npt.NDArray[np.uint8] | None, n: int, begin: int) -> npt.NDArray[np.uint8]:
+        """Return the index of the split of each of n rows, uint8 [n]; `begin` is the number of preceding rows.
+
+        `given` has the splits that the source itself assigns; only its training rows are drawn for other splits. The
+        validation fraction does not change which rows are test rows.
+        """
+        splits = np.zeros(n, np.uint8) if given is None else given
+        if not self.draws:
+            return splits
+        drawn = uniform(self._key, np.arange(begin, begin + n, dtype=np.uint64))
+        test = self._test or 0.0
+        found = (drawn < test) * np.uint8(1)
+        if self._validation is not None:
+            found[(drawn >= test) & (drawn < test + self._validation)] = 2
+        return np.where(splits == 0, found, splits)
 
 
 def write_piece(
@@ -210,17 +243,24 @@ def merge(surveys: Sequence[Survey]) -> Survey:
 
 def survey(piece: PieceFile, spaces: int) -> Survey:
     """Survey the values in a piece's training rows."""
-    registers, texts = [], []
-    for space in range(spaces):
-        keys = piece.keys(space)[: len(piece.array(f"uses {space}"))]
-        if isinstance(keys, pa.Array):
-            offsets, data = arrow.get_buffers(keys)
-            hashes = hash_texts(offsets, data)
-            texts.append(draw_sample(hashes, np.diff(offsets)))
-            registers.append(make_registers(hashes))
-        else:
-            registers.append(make_registers(keys.view(np.uint64)))
-    return Survey(np.stack(registers), tuple(texts) or None)
+    keys = [piece.keys(space)[: len(piece.array(f"uses {space}"))] for space in range(spaces)]
+    return survey_values([[one] for one in keys], texts=isinstance(keys[0], pa.Array))
+
+
+def survey_values(by_space: Iterable[Iterable[Any]], *, texts: bool) -> Survey:
+    """Survey distinct values, given by id space in chunks: texts or integers."""
+    registers, samples = [], []
+    for chunks in by_space:
+        hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+        for keys in chunks:
+            if texts:
+                offsets, data = arrow.get_buffers(keys)
+                lengths.append(np.diff(offsets).astype(np.int64))
+            hashes.append(hash_texts(offsets, data) if texts else keys.view(np.uint64))
+        registers.append(make_registers(np.concatenate(hashes)))
+        if texts:
+            samples.append(draw_sample(np.concatenate(hashes), np.concatenate(lengths)))
+    return Survey(np.stack(registers), tuple(samples) or None)
 
 
 def _encoded(

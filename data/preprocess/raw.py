@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hostdev.core.errors import UserError
 from hostdev.data import ragged
 from hostdev.data.preprocess.scaling import ColumnScaling
 from hostdev.data.schema import SINGLE_LABEL, Column, Targets
@@ -204,6 +205,22 @@ class RawBlock(NamedTuple):
     size: int  # in the source's `unit`s
 
 
+class InputRange(NamedTuple):
+    """Consecutive blocks of one input.
+
+    Attributes:
+        input: The input's number.
+        place: Where the blocks are, as the source divides the input; None for all of it; or a block in memory.
+        size: In the source's unit, for the progress bar; 0 if unknown.
+        begin: The number of rows before it; None if that is unknown until the ranges before it are parsed.
+    """
+
+    input: int
+    place: Any
+    size: int
+    begin: int | None = None
+
+
 class Source(Protocol):
     """Rows in a fixed order, in blocks; block sizes do not affect results."""
 
@@ -228,6 +245,21 @@ class Source(Protocol):
 
     def blocks(self, start: SourcePosition) -> Iterator[RawBlock]:
         """Iterate over the blocks from `start` on; `start` must be BEGINNING or the `end` of a block."""
+
+    def looks(self, number: int) -> list[range]:
+        """Return the windows of an input that `look` must see before `ranges` can divide it; none for most inputs."""
+
+    def look(self, number: int, windows: range) -> list[Any]:  # Any: JSON
+        """Return what `ranges` needs to know of some windows of an input."""
+
+    def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
+        """Divide an input into ranges that can be read alone; also return the error that follows them, if any.
+
+        `looked` has the results of `look` for all windows of `looks`. Places of ranges are such as JSON can hold.
+        """
+
+    def blocks_of(self, one: InputRange) -> Iterator[RawBlock]:
+        """Yield the blocks of a range that `blocks` yields."""
 
     def parse(self, block: RawBlock, *, hashed: bool) -> RawRows:
         """Parse a block's rows; thread-safe.
@@ -261,6 +293,18 @@ class FileSource:
 
     inputs: Sequence[Any] = ()
     has_validation = False
+
+    def looks(self, number: int) -> list[range]:
+        """See `Source`."""
+        return []
+
+    def look(self, number: int, windows: range) -> list[Any]:
+        """See `Source`."""
+        raise NotImplementedError
+
+    def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
+        """See `Source`: by default, one for the whole input."""
+        return [InputRange(number, None, self.inputs[number].size)], None
 
     def describe(self) -> list[dict[str, Any]]:
         """Return each file's absolute path and size."""

@@ -1,12 +1,10 @@
-"""The second pass: learn scaling and vocabulary from the training rows, assign ids, and make shards."""
+"""The second pass: make shards of the pieces' rows, with ids and scaled numbers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -14,16 +12,12 @@ import pyarrow as pa
 
 from hostdev.core.errors import TransientError
 from hostdev.core.memory import available_bytes, format_bytes
-from hostdev.core.progress import bar
-from hostdev.core.workers import Workers
 from hostdev.data import ragged
 from hostdev.data.batch import Piece
 from hostdev.data.manifest import APART, SPLITS, SQUEEZED, UNKNOWN, Shard, shard_schema
-from hostdev.data.preprocess import scaling as scalings
-from hostdev.data.preprocess.pieces import Facts, PieceFile, write_arrow, write_lists
+from hostdev.data.preprocess.pieces import Facts, PieceFile, write_arrow
 from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.scaling import Scaling
-from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.schema import Schema
 from hostdev.kernels.arrays import Array, Numbers
 from hostdev.kernels.columns import place_column
@@ -38,69 +32,6 @@ _NUMBER_BYTES = 24  # per number of a piece during scaling: three float64 copies
 def get_numbers(piece: PieceFile, columns: int) -> Numbers:
     """Return the numeric columns of a piece, float64 [n, columns]."""
     return piece.array("numbers").reshape(len(piece), columns).astype(np.float64)
-
-
-def learn(
-    paths: Sequence[Path],
-    facts: Sequence[Facts],
-    layout: SourceLayout,
-    scaling: Scaling,
-    vocabulary: Vocabulary | None,
-    workers: Workers,
-) -> None:
-    """Update scaling and vocabulary with all training rows, in order.
-
-    One task updates the scaling; one task per id space updates the vocabulary.
-    """
-    kinds = 1 + (len(layout.spaces) if vocabulary is not None else 0)
-    stop = Event()  # set on Ctrl-C or an error in one task; tasks then end after their current piece
-    with bar(len(paths) * kinds, "counting", "pieces") as progress:
-
-        def known() -> Iterator[Numbers]:
-            for path, fact in zip(paths, facts, strict=True):
-                if stop.is_set():
-                    return
-                yield get_numbers(PieceFile(path), len(layout.dense))[: fact.rows[0]]
-
-        def values(space: int) -> None:
-            assert vocabulary is not None
-            for path in paths:
-                if stop.is_set():
-                    return
-                piece = PieceFile(path)
-                uses = piece.array(f"uses {space}")
-                vocabulary.count(space, piece.keys(space)[: len(uses)], uses)
-                progress.update()
-
-        tasks = [workers.submit(partial(scalings.learn, scaling, known, progress.update))]
-        if vocabulary is not None:
-            tasks += [workers.submit(partial(values, space)) for space in range(len(layout.spaces))]
-        try:
-            for task in tasks:
-                task.result()
-        except BaseException:
-            stop.set()
-            raise
-
-
-def number(paths: Sequence[Path], vocabulary: Vocabulary, workers: Workers) -> list[str]:
-    """Write the ids of each piece's values to a file next to the piece; return the CRC-32 of each file."""
-
-    def ids(path: Path) -> str:
-        piece, schema = PieceFile(path), vocabulary.schema
-        found = {
-            f"ids {space}": vocabulary.ids(space, piece.keys(space)).astype(schema.id_type)
-            for space in range(len(schema.spaces))
-        }
-        return write_lists(ids_path(path), found)
-
-    tasks = [workers.submit(partial(ids, path)) for path in paths]
-    return [task.result() for task in tasks]
-
-
-def ids_path(path: Path) -> Path:
-    """Return the path of the file with the ids of a piece's values."""
-    return path.with_suffix(".ids")
 
 
 @dataclass(frozen=True)
@@ -137,16 +68,10 @@ class ShardOptions:
     dense: str
 
 
-def build_shard(
-    ranges: Sequence[RowRange],
-    split: int,
-    paths: Sequence[Path] | Mapping[int, Path],
-    counts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
-    how: ShardOptions,
-) -> Piece:
-    """Build the rows of a shard, with ids and scaled numbers; `counts` has each piece's number of rows by split."""
+def build_shard(rows_of: Sequence[tuple[Path, slice]], how: ShardOptions) -> Piece:
+    """Build the rows of a shard, with ids and scaled numbers, from consecutive rows of pieces' files."""
     schema, layout = how.schema, how.layout
-    n, columns = sum(one.stop - one.start for one in ranges), len(layout.ids)
+    n, columns = sum(rows.stop - rows.start for _, rows in rows_of), len(layout.ids)
     several = bool(layout.targets.more)
     label = np.empty((n, len(layout.labels)), np.float32)
     weight = None if layout.targets.weight is None else np.empty(n, np.float32)
@@ -156,12 +81,9 @@ def build_shard(
     bag_weights: dict[str, list[Array]] = {bag.name: [] for bag in layout.bags if bag.weighted}
     spaces = {space: number for number, space in enumerate(layout.spaces)}
     done = 0
-    for one in ranges:
-        path = paths[one.piece]
-        piece, known = PieceFile(path), None if how.hashed else PieceFile(ids_path(path))
-        before = sum(counts[one.piece][:split])
-        rows = slice(before + one.start, before + one.stop)
-        here = slice(done, done + one.stop - one.start)
+    for path, rows in rows_of:
+        piece, known = PieceFile(path), None if how.hashed else PieceFile(path.with_suffix(".ids"))
+        here = slice(done, done + rows.stop - rows.start)
         for i in range(len(layout.labels)):
             label[here, i] = piece.array(f"label {i}")[rows]
         if weight is not None:
@@ -264,20 +186,9 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}/part-{number:05d}.arrow"
 
 
-def make_shard(
-    path: Path,
-    name: str,
-    ranges: Sequence[RowRange],
-    split: int,
-    paths: Sequence[Path] | Mapping[int, Path],
-    counts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
-    how: ShardOptions,
-) -> dict[str, Any]:
-    """Write a shard to `path`; return its entry of the journal: name, rows, SHA-256 and statistics.
-
-    `counts` has the number of rows by split of each piece.
-    """
-    rows = build_shard(ranges, split, paths, counts, how)
+def make_shard(path: Path, name: str, rows_of: Sequence[tuple[Path, slice]], how: ShardOptions) -> dict[str, Any]:
+    """Write a shard to `path`; return its entry of the journal: name, rows, SHA-256 and statistics."""
+    rows = build_shard(rows_of, how)
     out, uses = out_of_vocabulary(rows, how.schema)
     is_first = name == shard_name(SPLITS[0], 0)
     apart = find_apart(rows, how.schema) if is_first and not how.hashed else []

@@ -18,11 +18,11 @@ import pyarrow as pa
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
-from hostdev.data.preprocess.files import Chunk, TableFile, UnparsedRows
+from hostdev.data.preprocess.files import Chunk, DividedFile, UnparsedRows, unparsed
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.raw import RejectedLines
-from hostdev.data.preprocess.text import LONGEST, whole_lines, window_lines
+from hostdev.data.preprocess.text import LONGEST, text_windows, whole_lines, window_lines
 
 _BLOCK = 1 << 22  # bytes
 _NUMBER = r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?"
@@ -53,7 +53,7 @@ def find_kind(source: AnyInput) -> str | None:
     return next((kind for kind, form in _KINDS.items() if lines and all(map(form.fullmatch, lines))), None)
 
 
-class SparseText(TableFile):
+class SparseText(DividedFile):
     """A file of sparse text; a line is malformed if it has a column that does not occur in the file's first MiB."""
 
     def __init__(self, source: AnyInput, kind: str) -> None:
@@ -85,18 +85,17 @@ class SparseText(TableFile):
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Iterate over the text from a byte offset on, some MiB of whole lines at a time."""
-        for lines in whole_lines(self.input, offset, _BLOCK, self._too_long):
-            yield UnparsedRows((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
+        return map(unparsed, whole_lines(self.input, offset, _BLOCK, self._too_long))
 
-    @property
-    def windows(self) -> int | None:
-        """The number of windows that can be read alone; None if the text is not a plain file."""
-        return -(-self.input.size // _BLOCK) if self.input.plain else None
+    def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
+        """See `DividedFile`: windows, if the text is a plain file."""
+        return (text_windows(self.input, _BLOCK), None) if self.input.plain else super().places(looked)
 
-    def parts_of(self, window: int) -> Iterator[UnparsedRows]:
-        """Yield what `parts` yields of a window."""
-        for lines in window_lines(self.input, window, _BLOCK, self._too_long):
-            yield UnparsedRows((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
+    def parts_at(self, used: Sequence[str], place: Any) -> Iterator[UnparsedRows]:
+        """See `DividedFile`."""
+        if place is None:
+            return self.parts(used, 0)
+        return map(unparsed, window_lines(self.input, place, _BLOCK, self._too_long))
 
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part into rows and malformed lines."""

@@ -7,9 +7,10 @@ runs without --data is created once in the user's cache folder.
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from hostdev.data.manifest import FILE_NAME, VERSION
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.raw import BEGINNING, FileSource, RawBlock, RawRows, SourcePosition
+from hostdev.data.preprocess.raw import BEGINNING, FileSource, InputRange, RawBlock, RawRows, SourcePosition
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
 
@@ -83,6 +84,15 @@ class Synthetic(FileSource):
         for number in range(start.offset, -(-self.total // CHUNK_ROWS)):
             n = min(CHUNK_ROWS, self.total - number * CHUNK_ROWS)
             yield RawBlock((number, n), "synthetic", SourcePosition(0, number + 1), n)
+
+    def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
+        """See `Source`: chunks."""
+        chunks = range(-(-self.total // CHUNK_ROWS))
+        return [InputRange(0, chunk, CHUNK_ROWS, chunk * CHUNK_ROWS) for chunk in chunks], None
+
+    def blocks_of(self, one: InputRange) -> Iterator[RawBlock]:
+        """See `Source`."""
+        return islice(self.blocks(SourcePosition(0, one.place)), 1)
 
     def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Return a chunk's rows."""

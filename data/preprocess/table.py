@@ -12,13 +12,21 @@ from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive
 from hostdev.data.preprocess.delimited import DelimitedFile
-from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile, UnparsedRows, find_format, is_table
+from hostdev.data.preprocess.files import (
+    ArrowTable,
+    DividedFile,
+    ParquetTable,
+    TableFile,
+    UnparsedRows,
+    find_format,
+    is_table,
+)
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.forms import NUMBERS, Written
 from hostdev.data.preprocess.inputs import AnyInput, InputFile, open_input
 from hostdev.data.preprocess.lists import can_be_weights, elements
 from hostdev.data.preprocess.naming import about_blanks, listed, short
-from hostdev.data.preprocess.raw import BEGINNING, FileSource, RawBlock, RawRows, SourcePosition
+from hostdev.data.preprocess.raw import BEGINNING, FileSource, InputRange, RawBlock, RawRows, SourcePosition
 from hostdev.data.preprocess.sparse_text import SparseText, find_kind
 from hostdev.data.preprocess.table_options import TEXT_OPTIONS, TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
@@ -58,7 +66,6 @@ class TableSource(FileSource):
     Args:
         files: Paths, and files that are already open, such as a query's result; these are read last.
         options: Roles of the columns; may name further files, with test or validation rows.
-        groups: The paths of all files by split, in place of `files` and those that the options name.
 
     Raises UserError for unreadable files and wrong columns, in the constructor or while reading.
     """
@@ -67,16 +74,14 @@ class TableSource(FileSource):
     signed = True
     format_keys = None
 
-    def __init__(
-        self, files: Sequence[Path | TableFile], options: TableOptions, groups: Sequence[Sequence[Path]] | None = None
-    ) -> None:
+    def __init__(self, files: Sequence[Path | TableFile], options: TableOptions) -> None:
         chosen = (list(map(source_path, names)) for names in (options.test_files, options.validation_files))
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self.used = options.used()  # names of the columns that are read
         self._owners = dict(options.share)  # columns that share another column's ids
         named = [[file for file in files if isinstance(file, Path)], *chosen]
-        paths = [expand(group, is_table) if group else [] for group in named] if groups is None else groups
+        paths = [expand(group, is_table) if group else [] for group in named]
         opened: list[list[TableFile]] = [[open_table(path, options) for path in group] for group in paths]
         opened[0] += [file for file in files if not isinstance(file, Path)]
         self.files = [file for group in opened for file in group]  # in the order in which they are read
@@ -92,12 +97,6 @@ class TableSource(FileSource):
         self._parser = RowParser(options, self.files)
         self.total = sum(file.input.size for file in self.files)
         self.most_rows = sum(file.most_rows for file in self.files)
-
-    @property
-    def description(self) -> tuple[TableOptions, list[list[Path]]]:
-        """The options, and the paths of all files by split."""
-        pairs = list(zip(self.files, self._splits, strict=True))
-        return self._options, [[file.input.path for file, of in pairs if of == split] for split in range(3)]
 
     def options(self) -> dict[str, Any]:
         """Return the manifest's entry about the columns' roles and how their values are read."""
@@ -115,6 +114,28 @@ class TableSource(FileSource):
         return RawBlock(
             (file, part, self._splits[number]), file.input.name, SourcePosition(number, part.offset), part.taken
         )
+
+    def looks(self, number: int) -> list[range]:
+        """See `Source`."""
+        return self._divided(number).looks()
+
+    def look(self, number: int, windows: range) -> list[Any]:
+        """See `Source`."""
+        return self._divided(number).look(self.used, windows)
+
+    def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
+        """See `Source`."""
+        found, error = self._divided(number).places(looked)
+        return [InputRange(number, *one) for one in found], error
+
+    def blocks_of(self, one: InputRange) -> Iterator[RawBlock]:
+        """See `Source`."""
+        return (self.block(one.input, part) for part in self._divided(one.input).parts_at(self.used, one.place))
+
+    def _divided(self, number: int) -> DividedFile:
+        file = self.files[number]
+        assert isinstance(file, DividedFile)
+        return file
 
     def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Parse a block's rows.

@@ -164,6 +164,12 @@ def whole_lines(
             yield TextLines(rest, offset + len(rest), stream.taken() - before, is_last=True)
 
 
+def text_windows(source: AnyInput | Recoded, block_bytes: int) -> list[tuple[int, int]]:
+    """Return the windows of an uncompressed file that `window_lines` reads, each with its size."""
+    windows = -(-source.size // block_bytes)
+    return [(window, -(-source.size // windows)) for window in range(windows)]
+
+
 def window_lines(
     source: AnyInput | Recoded, number: int, block_bytes: int, too_long: Callable[[], UserError]
 ) -> Iterator[TextLines]:

@@ -1,7 +1,7 @@
 """Encoding of values as ids: by a vocabulary counted on the training rows, or by hash."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from hostdev.core import memory
-from hostdev.core.errors import TransientError
+from hostdev.core.errors import TransientError, naming
+from hostdev.core.outputs import replacing
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.schema import Schema, Space
@@ -124,122 +125,52 @@ class KnownIds(NamedTuple):
         return cls(spaces, first, lambda space, begin, size: Space(space.name, space.oov, begin, size))
 
 
-class Vocabulary:
-    """Ids for the values that occur more than `threshold` times in training rows.
-
-    Ids are assigned by id space, in order of first occurrence (within a row, in the order of the columns). A rarer or
-    unseen value gets its id space's out-of-vocabulary id.
+class CountedValues:
+    """The values of an id space that were counted in memory, in order of first occurrence.
 
     Args:
-        threshold: Values get an id if they occur more often than this. The layout can override it for an id space. If
-            it is None, no value gets a new id.
-        format_keys: Returns the texts of integer values; None if values are texts.
-        known: The ids that are kept; None for none. The caller must count their values first, with 0 uses, in the
-            order of their ids.
+        values: All values.
+        known: How many of them, the first ones, have an id of an earlier data set.
+        threshold: The other values get an id if they occur more often than this; None if none gets one.
     """
 
-    def __init__(
-        self, threshold: int | None, layout: SourceLayout, format_keys: FormatKeys | None, known: KnownIds | None = None
-    ) -> None:
-        self._threshold, self._layout = threshold, layout
-        self._known = known or KnownIds.none(layout)
-        self._values: list[Any] = [make_values(format_keys) for _ in layout.spaces]
-        self._ids: list[LongIds] = []
+    def __init__(self, values: IntegerValues | TextValues, known: int, threshold: int | None) -> None:
+        self._values, self._known, self._threshold = values, known, threshold
+        self._ids: LongIds = np.zeros(0, np.int64)
 
-    def count(self, space: int, keys: Any, uses: Array) -> None:
-        """Add the occurrence counts `uses` [N] of an id space's distinct values; thread-safe across id spaces."""
-        self._values[space].count(keys, uses)
-
-    def size(self, space: int) -> int:
-        """Return the number of counted values of an id space."""
-        return len(self._values[space].uses)
-
-    def known_uses(self) -> Iterator[tuple[int, int]]:
-        """Yield, by id space, the training occurrences of values with a known id, and of all values."""
-        for space, values in zip(self._known.spaces, self._values, strict=True):
-            yield int(values.uses[: space.values].sum()), int(values.uses.sum())
-
-    def fillers(self) -> dict[str, list[Any]]:
-        """Return the value that makes up most of a bag's values, and its share, for each bag that has such a value.
-
-        Such a value is usually padding. Shares are computed over the bag's id space.
-        """
-        found: dict[str, list[Any]] = {}
-        for number, space in enumerate(self._layout.spaces):
-            bags = [bag.name for bag in self._layout.bags if bag.space == space]
-            uses = self._values[number].uses
-            if bags and len(uses) > 1 and uses.max() > MOST_OF_A_BAG * uses.sum():
-                most = int(uses.argmax())
-                value = self._values[number].texts(np.array([most]))[0].as_py()
-                found |= {bag: [value, int(uses[most]) / int(uses.sum())] for bag in bags}
-        return found
-
-    def freeze(self) -> Schema:
-        """Assign the ids; return the schema."""
-        spaces = []
-        first = self._known.first
-        for number, (space, values) in enumerate(zip(self._known.spaces, self._values, strict=True)):
-            # The last element is the id of unseen values, for which `find` returns -1.
-            ids = np.full(len(values.uses) + 1, space.oov, np.int64)
-            done = size = 0
-            for begin, count in space.segments:
-                ids[done : done + count] = np.arange(begin, begin + count)
-                done += count
-            for kept in self._new(number):
-                ids[kept] = np.arange(first + size, first + size + len(kept))
-                size += len(kept)
-            self._ids.append(ids)
-            spaces.append(self._known.grow(space, first, size))
-            first += size
-        self.schema = Schema(
-            self._layout.label, self._layout.dense, self._layout.columns, tuple(spaces), first, self._layout.targets
-        )
-        return self.schema
-
-    def _new(self, space: int) -> Iterator[LongIds]:
+    def new(self) -> Iterator[LongIds]:
         """Yield the indices of the values that get new ids, in chunks that bound memory."""
-        uses, begin = self._values[space].uses, self._known.spaces[space].values
+        uses = self._values.uses
         if self._threshold is None:
             return
-        threshold = self._layout.thresholds.get(self._known.spaces[space].name, self._threshold)
-        for start in range(begin, len(uses), _AT_ONCE):
-            yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > threshold)
+        for start in range(self._known, len(uses), _AT_ONCE):
+            yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > self._threshold)
 
-    def _in_order(self) -> Iterator[tuple[int, LongIds]]:
-        """Yield the values with ids, in id order, as the number of an id space and the indices of values in it."""
-        earlier = []
-        for number, space in enumerate(self._known.spaces):
-            place = 0
-            for first, size in space.segments:
-                earlier.append((first, number, place, size))
-                place += size
-        for _, number, place, size in sorted(earlier):
-            for start in range(place, place + size, _AT_ONCE):
-                yield number, np.arange(start, min(start + _AT_ONCE, place + size))
-        for number in range(len(self._values)):
-            for new in self._new(number):
-                yield number, new
+    def assign(self, earlier: Sequence[Sequence[int]], first: int, oov: int, id_type: str) -> None:
+        """Assign ids: to earlier values those of segments (first, number), to new ones `first` and the following.
 
-    def ids(self, space: int, keys: Any) -> LongIds:
-        """Return the ids of values [N] of an id space after `freeze`; thread-safe."""
-        found: LongIds = self._ids[space][self._values[space].find(keys)]
+        All other values get the id `oov`.
+        """
+        # The last element is the id of unseen values, for which `find` returns -1.
+        self._ids = np.full(len(self._values.uses) + 1, oov, id_type)
+        done = 0
+        for begin, count in earlier:
+            self._ids[done : done + count] = np.arange(begin, begin + count)
+            done += count
+        for kept in self.new():
+            self._ids[kept] = np.arange(first, first + len(kept))
+            first += len(kept)
+
+    def find(self, keys: Any) -> Array:
+        """Return the ids of values [N] after `assign`; thread-safe."""
+        found: Array = self._ids[self._values.find(keys)]
         return found
 
-    def write(self, path: Path, rows: int) -> None:
-        """Write a file with a row per id: column or id space, value (null for fixed ids), occurrences in training rows.
-
-        A batch has at most 2^20 rows and 256 MiB of text, to bound memory.
-        """
-        rare = [int(values.uses.sum()) for values in self._values]
-        for number, kept in self._in_order():
-            rare[number] -= int(self._values[number].uses[kept].sum())
-        write_values(path, self._layout, [rows] * len(self._layout.dense) + rare, self._written())
-
-    def _written(self) -> "Iterator[WrittenValues]":
-        for number, kept in self._in_order():
-            values = self._values[number]
-            texts = partial(_take_texts, values, kept)
-            yield WrittenValues(self.schema.spaces[number].oov, values.lengths(kept), values.uses[kept], texts)
+    def written(self, oov: int, indices: Iterable[LongIds]) -> "Iterator[WrittenValues]":
+        """Yield the values at some indices, for `write_values`."""
+        for kept in indices:
+            texts = partial(_take_texts, self._values, kept)
+            yield WrittenValues(oov, self._values.lengths(kept), self._values.uses[kept], texts)
 
 
 def _take_texts(values: Any, numbers: LongIds, start: int, stop: int) -> pa.Array:
@@ -263,9 +194,10 @@ class WrittenValues(NamedTuple):
 
 
 def write_values(path: Path, layout: SourceLayout, fixed: Sequence[int], values: "Iterator[WrittenValues]") -> None:
-    """Write a vocabulary's file: `fixed` has the occurrences of the fixed ids; `values` follow in the order of ids.
+    """Write a vocabulary's file atomically.
 
-    The file does not depend on how the values are divided.
+    `fixed` has the occurrences of the fixed ids; `values` follow in the order of ids. The file does not depend on how
+    the values are divided.
     """
     names = pa.array([*layout.dense, *layout.spaces], pa.string())
     kinds = pa.schema(
@@ -274,7 +206,12 @@ def write_values(path: Path, layout: SourceLayout, fixed: Sequence[int], values:
     waiting: list[tuple[Array, pa.Array, LongIds]] = [
         (np.arange(len(names)), pa.nulls(len(names), pa.string()), np.array(fixed, np.int64))
     ]
-    with pa.OSFile(os.fsencode(path), "wb") as content, pa.ipc.new_file(content, kinds) as file:
+    with (
+        naming(path),
+        replacing(path) as part,
+        pa.OSFile(os.fsencode(part), "wb") as content,
+        pa.ipc.new_file(content, kinds) as file,
+    ):
 
         def write() -> None:
             fields, texts, counts = zip(*waiting, strict=True)

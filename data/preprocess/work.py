@@ -26,7 +26,7 @@ from hostdev.core.stores import Store
 from hostdev.core.sync import list_files, require_new, sync
 from hostdev.data.folder import FILE_NAME as _MANIFEST
 
-_VERSION = 5  # version of the folder's format
+_VERSION = 6  # version of the folder's format
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
 _SENT = "sent"  # the files that a store has
 

@@ -14,7 +14,7 @@ import pytest
 from hostdev import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
-from hostdev.data.preprocess import second_pass
+from hostdev.data.preprocess import learning, runner, second_pass, words
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.check import check
 from hostdev.data.preprocess.criteo import CriteoText
@@ -181,15 +181,12 @@ def test_version_1_says_nowhere_which_ids_are_whose(tmp_path):
     ("owner", "name", "at"),
     [
         (second_pass, "write_shard", 1),
-        (second_pass, "write_lists", 1),
-        (second_pass, "learn", 0),
-        ("vocabulary", "write", 0),
+        (runner, "write_lists", 1),
+        (learning.Learning, "run", 0),
+        (words, "write_values", 0),
     ],
 )
 def test_interrupted_work_goes_on_with_the_same_earlier_ids(tmp_path, monkeypatch, capsys, owner, name, at):
-    from hostdev.data.preprocess.vocabulary import Vocabulary
-
-    owner = {"vocabulary": Vocabulary}.get(owner, owner)
     options = Options(threshold=0, test_fraction=None, rows_per_shard=50)
     for day, values in ((1, 20), (2, 30)):
         build(table(tmp_path / f"{day}.arrow", rows_of(day, 200, values)), tmp_path / f"from{day}", options)

@@ -6,10 +6,9 @@ import shutil
 
 import pytest
 
-from hostdev.data.preprocess import build as build_module
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.build import Options, build
-from hostdev.data.preprocess.criteo import LAYOUT, CriteoText
+from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.work import _mark, _read_journal
 from tests.data.test_restart import fail_at
@@ -33,7 +32,7 @@ def killed(tmp_path_factory):
         with pytest.raises(KeyboardInterrupt):
             make(path / "rows.tsv", path / "out")
     entries = _read_journal(path / ".out.partial/journal.jsonl")
-    assert [next(iter(entry)) for entry in entries][-4:] == ["learned", "shard", "shard", "shard"]
+    assert [entry["task"] for entry in entries][-4:] == ["learned", *(f"shard-train-0000{i}" for i in range(3))]
     return path
 
 
@@ -80,32 +79,35 @@ def with_marks(entries):
 
 def test_entries_that_no_version_writes(killed, tmp_path):
     entries = _read_journal(killed / ".out.partial/journal.jsonl")
-    first, learned = entries[0]["piece"], next(entry["learned"] for entry in entries if "learned" in entry)
+    places = {entry["task"].partition("-")[0]: place for place, entry in reversed([*enumerate(entries)])}
+
+    def changed(kind, **by):
+        """The entries with other facts in the result of the first task of a kind."""
+        entry = entries[places[kind]]
+        result, inside = entry["result"], kind in ("piece", "shard")
+        result = {**result, kind: {**result[kind], **by}} if inside else {**result, **by}
+        return [*entries[: places[kind]], {**entry, "result": result}, *entries[places[kind] + 1 :]]
+
+    first = entries[places["piece"]]["result"]["piece"]
     for wrong in (
-        {"piece": {**first, "rows": [1, "2"]}},
-        {"piece": {**first, "end": 3}},
-        {"piece": []},
-        {"other": 1},
-        {},
-        {"piece": {**first, "missing": [[], []]}, "parsed": True},
-        {"piece": {**first, "more": 1}},
-        "[" * 100_000,
+        changed("piece", rows=[1, "2"]),
+        changed("piece", rows=[first["rows"][0] + 1, first["rows"][1]]),
+        changed("piece", end=3),
+        changed("piece", end=[0, first["end"][1] + 1]),
+        changed("piece", missing=[[], []]),
+        changed("piece", more=1),
     ):
+        goes_on(killed, tmp_path, with_marks(wrong))
+    for wrong in ({"task": "piece-000000-000000"}, {"other": 1}, {}, {"piece": first, "parsed": True}, "[" * 100_000):
         goes_on(killed, tmp_path, with_marks([*entries[:1], wrong, *entries[1:]]))
-    for wrong in (
-        {"schema": {}, "scaling": {}, "checksums": []},
-        {**learned, "checksums": [1]},
-        {**learned, "schema": 5},
-        {**learned, "scaling": {}},
-        {**learned, "scaling": {name: values[:-1] for name, values in learned["scaling"].items()}},
-        {**learned, "known_shares": {"C1": "x"}},
+    scaling = entries[places["learned"]]["result"]["scaling"]
+    for by in (
+        {"schema": {}, "scaling": {}, "files": {}},
+        {"files": {"result/vocabulary.arrow": 1}},
+        {"schema": 5},
+        {"scaling": {}},
+        {"scaling": {name: values[:-1] for name, values in scaling.items()}},
+        {"known_shares": {"C1": "x"}},
     ):
-        goes_on(
-            killed, tmp_path, with_marks([entry if "learned" not in entry else {"learned": wrong} for entry in entries])
-        )
-    goes_on(killed, tmp_path, with_marks([*entries[:-1], {"shard": {**entries[-1]["shard"], "rows": "4"}}]))
-
-
-def test_the_order_of_entries():
-    assert build_module._count_sound([{"parsed": True}], LAYOUT, "log", 2) == 0
-    assert build_module._count_sound([{"shard": {}}], LAYOUT, "log", 2) == 0
+        goes_on(killed, tmp_path, with_marks(changed("learned", **by)))
+    goes_on(killed, tmp_path, with_marks(changed("shard", rows="4")))

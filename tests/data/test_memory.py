@@ -15,17 +15,19 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.raw import SourceLayout, read_rejected
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
-from hostdev.data.preprocess.vocabulary import Vocabulary
+from hostdev.data.preprocess.vocabulary import CountedValues, make_values, write_values
 from hostdev.data.schema import Column
 
 
 def written(path, texts):
     """Write the vocabulary of two spaces with these texts; return its rows, and how many each batch has."""
-    counted = Vocabulary(0, SourceLayout("y", ("x",), (Column("a", "id", "a"), Column("b", "id", "b"))), None)
+    layout, found = SourceLayout("y", ("x",), (Column("a", "id", "a"), Column("b", "id", "b"))), []
     for space in range(2):
-        counted.count(space, pa.array(texts, pa.large_string()), np.arange(1, len(texts) + 1))
-    counted.freeze()
-    counted.write(path, 9)
+        values = make_values(None)
+        values.count(pa.array(texts, pa.large_string()), np.arange(1, len(texts) + 1))
+        counted = CountedValues(values, 0, 0)
+        found += counted.written(1 + space, counted.new())
+    write_values(path, layout, [9, 0, 0], iter(found))
     with pa.ipc.open_file(path) as file:
         batches = [file.get_batch(i) for i in range(file.num_record_batches)]
     return [row for batch in batches for row in batch.to_pylist()], list(map(len, batches))

@@ -20,14 +20,14 @@ import pytest
 from hostdev import UserError
 from hostdev.core.checksums import HashedFile
 from hostdev.core.errors import TransientError
-from hostdev.data.preprocess import first_pass, inputs, second_pass, vocabulary, work
+from hostdev.data.preprocess import first_pass, inputs, learning, runner, second_pass, words, work
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.scaling import Standard
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
-from hostdev.data.preprocess.vocabulary import Vocabulary
+from hostdev.data.preprocess.vocabulary import IntegerValues
 from tests import forks
 from tests.data.test_sources import contents
 
@@ -67,7 +67,7 @@ def text(tmp_path_factory):
 def test_counting_stops_after_a_piece(text, tmp_path, monkeypatch):
     """Ctrl-C comes while the results are waited for; what is on its way ends, and no more is counted."""
     interrupted, counted = threading.Event(), []
-    observe, count = Standard.observe, Vocabulary.count
+    observe, count = Standard.observe, IntegerValues.count
 
     class Stop(threading.Event):
         def set(self):
@@ -78,14 +78,14 @@ def test_counting_stops_after_a_piece(text, tmp_path, monkeypatch):
         observe(self, numbers)
         raise KeyboardInterrupt
 
-    def note(self, space, keys, uses):
-        counted.append(space)
+    def note(self, keys, uses):
+        counted.append(len(keys))
         assert interrupted.wait(10)
-        count(self, space, keys, uses)
+        count(self, keys, uses)
 
-    monkeypatch.setattr(second_pass, "Event", Stop)
+    monkeypatch.setattr(runner, "Event", Stop)
     monkeypatch.setattr(Standard, "observe", fail)
-    monkeypatch.setattr(Vocabulary, "count", note)
+    monkeypatch.setattr(IntegerValues, "count", note)
     with pytest.raises(KeyboardInterrupt):
         make(text, tmp_path / "out", threads=3)
     assert interrupted.is_set()
@@ -148,8 +148,8 @@ def fail_at(monkeypatch, owner, name, at, error):
         (HashedFile, "write", 0),
         (HashedFile, "write", 200),
         ("work", "note", 5),
-        ("vocabulary", "write", 0),
-        (second_pass, "write_lists", 2),
+        (words, "write_values", 0),
+        (runner, "write_lists", 2),
         (second_pass, "write_shard", 3),
         ("manifest", "write", 0),
     ],
@@ -159,7 +159,6 @@ def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, 
 
     named = {
         "work": work.WorkFolder,
-        "vocabulary": vocabulary.Vocabulary,
         "manifest": manifest.Manifest,
     }
     with monkeypatch.context() as patched:
@@ -235,7 +234,7 @@ def test_what_may_pass_keeps_the_work(tmp_path, text, straight, monkeypatch, cap
             make(text, tmp_path / "out", threads=1)
     assert f"of finished work is kept in {tmp_path / '.out.partial'}; the same command" in capsys.readouterr().err
     pieces = tmp_path / ".out.partial" / "pieces"
-    kept = {path: path.stat().st_mtime_ns for path in (pieces / f"{i:06d}.arrow" for i in range(3))}
+    kept = {path: path.stat().st_mtime_ns for path in (pieces / f"{i:06d}-000000.arrow" for i in range(3))}
     with monkeypatch.context() as patched:
         fail_at(patched, second_pass, "build_shard", 0, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
@@ -259,7 +258,7 @@ def test_a_parquet_file_on_a_medium_that_fails(tmp_path, monkeypatch):
 
 
 def test_damaged_pieces_are_made_again(tmp_path, text, straight, monkeypatch):
-    for damaged in ("000001.arrow", "000000.ids"):
+    for damaged in ("000001-000000.arrow", "000000-000000.ids"):
         with monkeypatch.context() as patched:
             fail_at(patched, second_pass, "build_shard", 2, KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
@@ -299,7 +298,7 @@ def test_two_at_once_share_the_work(tmp_path, text, straight, capfd):
     [
         (HashedFile, "write", 60),
         (HashedFile, "write", 250),
-        (second_pass, "learn", 0),
+        (learning.Learning, "run", 0),
         (second_pass, "build_shard", 1),
     ],
 )
@@ -380,6 +379,6 @@ def test_more_threads_than_there_may_be(tmp_path, text, straight, monkeypatch):
         message = r"^only 2 of 7 threads could be started \(can't start new thread\); use fewer, for example with"
         with pytest.raises(TransientError, match=message):
             make(text, tmp_path / "out", threads=7)
-    assert (tmp_path / ".out.partial" / "pieces" / "000000.arrow").exists()
+    assert (tmp_path / ".out.partial" / "pieces" / "000000-000000.arrow").exists()
     make(text, tmp_path / "out")
     assert contents(tmp_path / "out") == straight[0]

@@ -1,47 +1,45 @@
-"""The description of a preparation, in a file of the work folder, from which each worker builds source and options."""
+"""The workers' part: they open a preparation from its description, a file of the work folder, and run its tasks."""
 
 import contextlib
 import fcntl
-import io
-import json
 import os
 import pickle
 import socket
 import tempfile
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
-from uuid import uuid4
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 import hostdev
-from hostdev.core.addresses import address_of, is_remote, source_path
-from hostdev.core.checksums import Crc32, checksum
-from hostdev.core.errors import TransientError
+from hostdev.core.addresses import address_of, shown_place, source_path
+from hostdev.core.checksums import Crc32, HashedFile
+from hostdev.core.errors import HostdevError, TransientError, UserError, in_words, naming
+from hostdev.core.memory import available_bytes
 from hostdev.core.outputs import replacing
 from hostdev.data.preprocess import places
-from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.preprocess.earlier_vocabulary import NO_EARLIER, Earlier, read_earlier
-from hostdev.data.preprocess.first_pass import SplitDraw
-from hostdev.data.preprocess.inputs import open_input
+from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.pieces import write_lists
-from hostdev.data.preprocess.raw import Source
-from hostdev.data.preprocess.stored import StoredVocabulary
-from hostdev.data.preprocess.synthetic import Synthetic
-from hostdev.data.preprocess.table import TableSource
-from hostdev.data.preprocess.vocabulary import HashBuckets
+from hostdev.data.preprocess.pieces import Survey, merge
+from hostdev.data.preprocess.raw import InputRange, InvalidRowError, RawBlock, RawRows, RejectedLines, Source
+from hostdev.data.preprocess.runner import Files, Result, Workspace, survey_name
+from hostdev.data.preprocess.stored import DamagedError, StoredVocabulary
+from hostdev.data.preprocess.tasks import TASKS, run_task
+from hostdev.kernels.cardinality import estimate, total
+from hostdev.kernels.columns import narrowed
 from hostdev.kernels.jit import take_turns
 from hostdev.kernels.pool import set_host_threads
 
+rows_name = "rows/{}".format  # of a block's parsed rows
+FOLDERS = ("rows", "pieces", "spread", "words", "result")
 _Base: Any = type(Path())
 
 
@@ -64,24 +62,24 @@ def placed(shown: str, place: str) -> Path:
     return path
 
 
-_ATTEMPTS = "attempts"  # files that are not complete yet
-FOLDERS = ("rows", "pieces", "spread", "words", "shards", _ATTEMPTS)
+class JobPickler(pickle.Pickler):
+    """Writes a job with paths that open the same files in any folder.
 
-Files = dict[str, str]  # CRC-32, or SHA-256 for shards, by name within the job's folder
-_SHA_256 = 64  # hexadecimal digits
+    Links stay as they are, because their targets may differ by host.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to build a path anew."""
+        if not isinstance(obj, Path):
+            return NotImplemented
+        if (address := address_of(obj)) is not None:
+            return source_path, (address,)
+        return placed, (str(obj), os.path.abspath(obj))  # noqa: PTH100
 
 
 # What a task gets of its job: the path of the job's file, its checksum, the name of the client's host, and the versions
 # there. It is a plain tuple, which a worker with another version can read.
 Reference = tuple[str, str, str, tuple[tuple[str, str], ...]]
-
-
-class Description(NamedTuple):
-    """How to build a source anew: its kind, paths (as shown, absolute) by group, and further arguments."""
-
-    kind: str
-    groups: list[list[tuple[str, str]]]
-    more: Any
 
 
 @dataclass(frozen=True)
@@ -90,18 +88,18 @@ class Job:
 
     Attributes:
         folder: Absolute path of the job's folder, within the work folder.
-        source: How to build the source.
+        source: The rows; its inputs are opened anew on each worker.
         stamps: Size and modification time of each input; None for rows without files.
-        splits: Number of splits.
-        earlier: Path of the earlier data set, whether it is frozen, and its identity.
+        splits: The names of the splits.
+        earlier: The earlier data set, or `NO_EARLIER`.
     """
 
     folder: str
-    source: Description
+    source: Source
     stamps: list[tuple[int, Any]] | None
     options: Options
-    splits: int
-    earlier: tuple[str, bool, str] | None
+    splits: tuple[str, ...]
+    earlier: Earlier
 
 
 def get_versions() -> dict[str, str]:
@@ -113,158 +111,127 @@ def get_versions() -> dict[str, str]:
     }
 
 
-def describe(source: Source) -> Description | None:
-    """Return how to build a source on another machine, or None if it is bound to this one."""
-    if isinstance(source, Synthetic):
-        return Description("synthetic", [], (source.total, source.seed))
-    if source.stamp() is None:
-        return None
-    if isinstance(source, CriteoText):
-        return Description("criteo", [[_pair(one.path) for one in source.inputs]], source.block_bytes)
-    if not isinstance(source, TableSource) or any(str(file.input.path) == "-" for file in source.files):
-        return None
-    options, groups = source.description
-    return Description("table", [[_pair(path) for path in group] for group in groups], options)
+class WorkerJob(Workspace):
+    """A job as a worker sees it: what tasks leave for others is in files, because any worker may run these."""
 
-
-def _pair(path: Path) -> tuple[str, str]:
-    if (address := address_of(path)) is not None:
-        return address, address
-    return str(path), os.path.abspath(path)  # noqa: PTH100  (links stay as they are: their targets may differ by host)
-
-
-def _build(how: Description) -> Source:
-    """Build a source; nothing is printed, since the client has printed it already."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        if how.kind == "synthetic":
-            return Synthetic(*how.more)
-        groups = [
-            [source_path(place) if is_remote(place) else placed(shown, place) for shown, place in group]
-            for group in how.groups
-        ]
-        if how.kind == "criteo":
-            inputs = [open_input(path, lambda name: name == "train.txt") for path in groups[0]]
-            return CriteoText(inputs=inputs, block_bytes=how.more)
-        return TableSource([], how.more, groups)
-
-
-def stamps(source: Source) -> list[tuple[int, Any]] | None:
-    """Return size and modification time of each input of a source; None if it has no files."""
-    found = [one.stamp() for one in source.inputs]
-    return [(int(stamp[1]), stamp[2]) for stamp in found if stamp is not None] or None
-
-
-class WorkerJob:
-    """A job as a worker sees it."""
+    in_memory = False
 
     def __init__(self, job: Job) -> None:
-        self.job, self.folder = job, Path(job.folder)
-        self.options = job.options
-        self.draw = SplitDraw(job.options.seed, (job.options.test_fraction, job.options.validation_fraction))
-        self._lock = threading.Lock()
-        self._source: Source | None = None
-        self._earlier: Earlier | None = None
-
-    @property
-    def source(self) -> Source:
-        """The source, built when it is first needed. Raises TransientError if a file is not the client's."""
-        with self._lock:
-            if self._source is None:
-                for number in range(len(self.job.stamps or ())):
-                    self.check_input(number)
-                self._source = _build(self.job.source)
-            return self._source
+        super().__init__(Path(job.folder), job.source, job.options, job.splits, job.earlier)
+        self._stamps = job.stamps
 
     def check_input(self, number: int) -> None:
         """Raise TransientError if an input is not the file that the client sees, or has changed."""
-        if self.job.stamps is not None:
-            shown, place = [pair for group in self.job.source.groups for pair in group][number]
-            _require_file(shown, place, self.job.stamps[number])
+        if self._stamps is not None:
+            _require_file(self.source.inputs[number].path, self._stamps[number])
 
-    @property
-    def hashed(self) -> HashBuckets | None:
-        """The hash that maps values to ids, if there is no vocabulary."""
-        buckets = self.options.hash_buckets
-        return None if buckets is None else HashBuckets(buckets, self.source.layout)
+    def _open_stored(self) -> StoredVocabulary:
+        """Open the vocabulary of the earlier data set; raise TransientError if it is not the client's."""
+        if not self.earlier.keeps:
+            return super()._open_stored()
+        earlier = replace(self.earlier, folder=Path(os.fspath(self.earlier.folder)))  # where it is
+        if not earlier.folder.is_dir():
+            raise TransientError(f"{worker_name()} does not see {earlier.folder}; --vocabulary must be on the share")
+        try:
+            return earlier.open()
+        except DamagedError as error:
+            raise TransientError(
+                f"{worker_name()} sees another data set at {earlier.folder} than the client ({error})"
+            ) from None
 
-    @property
-    def earlier(self) -> Earlier:
-        """The earlier data set, or `NO_EARLIER`; raises TransientError if it is not the client's."""
-        if self.job.earlier is None:
-            return NO_EARLIER
-        with self._lock:
-            if self._earlier is None:
-                folder, frozen, identity = self.job.earlier
-                if not Path(folder).is_dir():
-                    raise TransientError(f"{worker_name()} does not see {folder}; --vocabulary must be on the share")
-                found = read_earlier(Path(folder), frozen=frozen)
-                if found.identity != identity:
-                    raise TransientError(f"{worker_name()} sees another data set at {folder} than the client")
-                self._earlier = found
-            return self._earlier
+    def blocks(self, one: InputRange) -> Iterator[RawBlock]:
+        """Yield the blocks of a range."""
+        return self.source.blocks_of(one)
 
-    @cached_property
-    def stored(self) -> StoredVocabulary:
-        """The vocabulary of the earlier data set, whose checksum is compared once."""
-        return self.earlier.open()
+    def put_rows(self, name: str, rows: RawRows) -> Files:
+        """See `Workspace`."""
+        return {rows_name(name): write_rows(self.path(rows_name(name)), rows)}
 
-    def path(self, name: str) -> Path:
-        """Return the path of a file in the job's folder."""
-        return self.folder / name
+    def take_rows(self, name: str) -> RawRows | None:
+        """See `Workspace`."""
+        path = self.path(rows_name(name))
+        return read_rows(path) if path.is_file() else None
 
-    def write(self, name: str, write: Callable[[Path], str]) -> str:
-        """Let `write` make a file, which gets its name once it is complete; return what `write` returns.
+    def drop_rows(self, name: str) -> None:
+        """See `Workspace`."""
+        with contextlib.suppress(OSError):
+            self.path(rows_name(name)).unlink(missing_ok=True)
 
-        Several workers may write the same file at once: each has a file of its own until then.
-        """
-        with replacing(self.path(name), self.folder / _ATTEMPTS) as attempt:
-            return write(attempt)
-
-    def write_lists(self, name: str, content: Mapping[str, Any]) -> Files:
-        """Write arrays to an Arrow file, as `pieces.write_lists` does; return its name and checksum."""
-        return {name: self.write(name, lambda path: write_lists(path, content))}
-
-    def are_intact(self, files: Files) -> bool:
-        """Return whether files have these checksums."""
-        return all(
-            self.path(name).is_file() and checksum(self.path(name), sha256 if len(of) == _SHA_256 else Crc32) == of
-            for name, of in files.items()
-        )
+    def put_survey(self, name: str, found: Survey) -> Files:
+        """See `Workspace`."""
+        return {survey_name(name): _dump(self.path(survey_name(name)), found)}
 
     def read_json(self, name: str, crc: str) -> Any:
-        """Return the content of a file of JSON, which is kept in memory."""
-        return _read_json(self.path(name), crc)
+        """See `Workspace`; the error names this worker."""
+        try:
+            return super().read_json(name, crc)
+        except TransientError as error:
+            raise TransientError(f"{worker_name()}: {error}") from None
 
 
-def _crc(content: bytes) -> str:
-    """Return the CRC-32 of bytes, as `Crc32` writes it."""
-    return f"{zlib.crc32(content):08x}"
+def look(work: Workspace, number: int, start: int, stop: int) -> Result:
+    """Return what divides an input into ranges."""
+    work.check_input(number)
+    return {"looked": [list(one) for one in work.source.look(number, range(start, stop))], "files": {}}
 
 
-@lru_cache(8)
-def _read_json(path: Path, crc: str) -> Any:
-    content = path.read_bytes()
-    if _crc(content) != crc:
-        raise TransientError(f"{worker_name()}: {path} is damaged; the same command writes it again")
-    return json.loads(content)
+def survey(work: Workspace, names: list[str], out: str) -> Result:
+    """Merge surveys into the file `out`; return the estimates of values, and of bytes of text, by id space."""
+    merged = merge([_load(work.path(name)) for name in names])
+    texts = None if merged.texts is None else list(map(total, merged.texts))
+    files = {out: _dump(work.path(out), merged)}
+    return {"values": list(map(estimate, merged.registers)), "texts": texts, "files": files}
 
 
-def write_json(work: WorkerJob, name: str, content: Any) -> str:
-    """Write a file of JSON; return its CRC-32."""
-    text = json.dumps(content).encode()
+def write_rows(path: Path, rows: RawRows) -> str:
+    """Write rows atomically, for `read_rows`, with numbers in small types; return the file's CRC-32."""
+    small = replace(
+        rows,
+        numbers=narrowed(np.ascontiguousarray(rows.numbers).reshape(-1)).reshape(rows.numbers.shape),
+        keys=rows.keys[:0],
+        bags=tuple((_narrow(values), lengths) for values, lengths in rows.bags),
+        rejected=RejectedLines(),
+    )
+    keys = [_narrow(np.ascontiguousarray(column)) for column in rows.keys.T]
+    return _dump(path, (small, keys, rows.rejected.columns()))
 
-    def write(path: Path) -> str:
-        path.write_bytes(text)
-        return _crc(text)
 
-    return work.write(name, write)
+def read_rows(path: Path) -> RawRows:
+    """Read the rows that `write_rows` wrote."""
+    small, columns, lines = _load(path)
+    keys = np.empty((len(columns), len(small.label)), np.int64)
+    for i, column in enumerate(columns):
+        keys[i] = column
+    reasons, texts = lines["reason"], lines["text"]
+    [file] = lines["file"].to_pylist() or [""]
+    rows: RawRows = replace(
+        small,
+        numbers=small.numbers.astype(np.float64),
+        keys=keys.T,
+        bags=tuple((values.astype(np.int64), lengths) for values, lengths in small.bags),
+        rejected=RejectedLines(file, lines["line"], lambda i: (reasons[i].as_py(), texts[i].as_py())),
+    )
+    return rows
 
 
-def write_job(job: Job, path: Path) -> Reference:
-    """Write a job's file, with a random mark that shows a worker whether it sees the same folder."""
-    content = pickle.dumps((uuid4().hex, job))
-    path.write_bytes(content)
-    return str(path), sha256(content).hexdigest(), socket.gethostname(), tuple(get_versions().items())
+def _narrow(values: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """Return integers in the smallest unsigned type that holds them; as they are if one is negative or large."""
+    if not len(values):
+        return values
+    low, high = int(values.min()), int(values.max())
+    return values if low < 0 or high >> 32 else values.astype(np.min_scalar_type(high))
+
+
+def _dump(path: Path, content: Any) -> str:
+    """Write objects atomically, for `_load`; return the file's CRC-32."""
+    with naming(path), replacing(path) as partial, closing(HashedFile(partial, Crc32)) as file:
+        pickle.dump(content, file, protocol=5)
+        return file.finish(to_disk=False)
+
+
+def _load(path: Path) -> Any:
+    with path.open("rb") as file:
+        return pickle.load(file)
 
 
 _opening = threading.Lock()
@@ -330,9 +297,10 @@ def worker_name() -> str:
     return f"worker {address} ({socket.gethostname()})"
 
 
-def _require_file(shown: str, place: str, stamp: tuple[int, Any]) -> None:
+def _require_file(path: Path, stamp: tuple[int, Any]) -> None:
+    shown = shown_place(path)
     try:
-        found = places.stamp(source_path(place))
+        found = places.stamp(path)
     except OSError as error:
         raise TransientError(
             f"{worker_name()} cannot read {shown} ({error.strerror}); all workers must see the files, under the same "
@@ -358,3 +326,53 @@ def _compiling() -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Return an error of a task as JSON, for `to_error`."""
+    if isinstance(error, InvalidRowError):
+        return {"kind": "row", "file": error.file, "row": error.row, "reason": error.reason}
+    return {"kind": type(error).__name__, "message": str(error)}
+
+
+def to_error(content: dict[str, Any]) -> Exception:
+    """Return the error that `describe_error` described."""
+    if content["kind"] == "row":
+        return InvalidRowError(content["file"], content["row"], content["reason"])
+    kind = TransientError if content["kind"] in ("TransientError", "StoreError") else UserError
+    return kind(content["message"])
+
+
+def _describe_failure(error: HostdevError | OSError | MemoryError) -> dict[str, Any]:
+    """Describe an error of a task, or of this worker's machine."""
+    if isinstance(error, HostdevError):
+        return describe_error(error)
+    return {"kind": "TransientError", "message": f"{in_words(error)} ({worker_name()})"}
+
+
+_TASKS: dict[str, Any] = {**TASKS, "look": look, "survey": survey}
+
+
+def run(reference: Reference, kind: str, arguments: tuple[Any, ...], known: Files | None) -> dict[str, Any]:
+    """Run a task of a job; return what `tasks.run_task` returns, with errors as JSON, as Dask would log raised ones."""
+    try:
+        outcome = run_task(open_job(reference), _TASKS[kind], arguments, known)
+    except (HostdevError, OSError, MemoryError) as error:
+        outcome = {"error": _describe_failure(error)}
+    for part in (outcome, outcome.get("result", {})):
+        if isinstance(part.get("error"), Exception):
+            part["error"] = describe_error(part["error"])
+    return outcome
+
+
+def check(reference: Reference, dask_worker: Any = None) -> dict[str, Any]:
+    """Check this worker; return an error as `run` does, or None, and the bytes of memory for each of its threads."""
+    name_worker(dask_worker.address)
+    try:
+        open_job(reference)
+    except (HostdevError, OSError, MemoryError) as error:
+        return {"error": _describe_failure(error), "memory": 0}
+    free = available_bytes()
+    manager = getattr(dask_worker, "memory_manager", None)
+    limit = getattr(manager, "memory_limit", None) or free
+    return {"error": None, "memory": min(free, limit) // max(1, dask_worker.state.nthreads)}

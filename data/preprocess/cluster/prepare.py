@@ -1,192 +1,52 @@
-"""The client's part of a preparation on a cluster: it submits tasks, keeps the journal, and writes the manifest.
+"""The client's part of a preparation on a cluster: it finds workers, describes the work to them, and submits tasks.
 
-Ranges are parsed in any order, and counted in the order of the source.
+The cluster's scheduler runs already, or has local worker processes.
 """
 
+import contextlib
+import io
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
+from multiprocessing import resource_tracker
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import monotonic, sleep
 from typing import Any
+from uuid import uuid4
 
-from hostdev.core.errors import HostdevError, UserError
-from hostdev.core.progress import bar
-from hostdev.data import schema as schemas
-from hostdev.data.manifest import SPLITS, Manifest
-from hostdev.data.preprocess import second_pass
-from hostdev.data.preprocess.build import VOCABULARY_FILE, Learned, ManifestWriter
-from hostdev.data.preprocess.cluster.first import InputRange, Result, divide, looks, plan, rows_name
-from hostdev.data.preprocess.cluster.job import (
-    FOLDERS,
-    Job,
-    Reference,
-    WorkerJob,
-    describe,
-    stamps,
-    write_job,
-    write_json,
-)
-from hostdev.data.preprocess.cluster.learning import Learning
-from hostdev.data.preprocess.cluster.runner import Connection, Runner, Task, connect, to_error
+from hostdev.core.errors import HostdevError, TransientError, UserError, in_words
+from hostdev.core.memory import available_bytes
+from hostdev.core.progress import counted, note
+from hostdev.data.manifest import Manifest
+from hostdev.data.preprocess import words
+from hostdev.data.preprocess.build import Preparation, find_splits, make_recipe
+from hostdev.data.preprocess.cluster import job
+from hostdev.data.preprocess.cluster.job import FOLDERS, Job, JobPickler, Reference, WorkerJob, get_versions
 from hostdev.data.preprocess.earlier_vocabulary import NO_EARLIER, Earlier
-from hostdev.data.preprocess.first_pass import RowCounts
-from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.pieces import Facts
-from hostdev.data.preprocess.raw import Rejected, Source
-from hostdev.data.preprocess.second_pass import ShardMemory, Shards, shard_name
-from hostdev.data.preprocess.synthetic import CHUNK_ROWS
-from hostdev.data.preprocess.work import WorkFolder, claim
+from hostdev.data.preprocess.options import Options, parse_scheduler
+from hostdev.data.preprocess.raw import InputRange, Source
+from hostdev.data.preprocess.runner import Files, Runner, Task
+from hostdev.data.preprocess.work import claim
 
-_FIRST = 10  # priority of tasks that free disk space
-_FORMAT = 1  # of the job's folder and of the journal's entries
-
-
-class ClusterFirstPass:
-    """Parses a source into pieces on the workers.
-
-    Attributes:
-        names: The names of all pieces, in order.
-        facts: The facts of all pieces.
-        lines_before: For each piece, what is added to the numbers of its malformed lines.
-    """
-
-    def __init__(self, source: Source, job: WorkerJob, runner: Runner) -> None:
-        self._source, self._job, self._runner = source, job, runner
-        self.names: list[str] = []
-        self.facts: list[Facts] = []
-        self.lines_before: list[int] = []
-        self._counts = RowCounts(source)
-        self._blocks: list[Result] = []  # in order, without facts where the piece is under way
-        self._before: list[tuple[int, int]] = []  # rows and lines before each block
-        self._pieces: dict[str, Result] = {}
-        self._parsed: dict[int, Result | HostdevError] = {}  # results that wait for those before them
-        self._missing: dict[int, list[Task]] = {}  # pieces whose range is parsed again
-
-    def run(self) -> None:
-        """Parse all ranges.
-
-        Raises the error that one machine would report: that of the first range in the source's order.
-        """
-        self._ranges = list(self._plan())
-        waiting = iter([number for number, one in enumerate(self._ranges) if isinstance(one, InputRange)])
-        end = next((n for n, one in enumerate(self._ranges) if not isinstance(one, InputRange)), len(self._ranges))
-        number, place = next(waiting, None), 0
-        with bar(self._source.total, "first pass", self._source.unit, unit_scale=True) as progress:
-            while True:
-                while place in self._parsed:
-                    self._count(self._ranges[place], self._parsed.pop(place), progress)
-                    place += 1
-                if place == end and end < len(self._ranges) and self._runner.is_idle:
-                    raise self._ranges[end]  # type: ignore[misc]
-                while number is not None and number < end and self._runner.has_room():
-                    task = self._task(number)
-                    if (known := self._runner.known(task)) is not None and not self._writes_pieces(known):
-                        self._parsed[number] = known
-                    else:
-                        self._runner.submit(task)
-                    number = next(waiting, None)
-                if place in self._parsed:
-                    continue
-                if self._runner.is_idle:
-                    break
-                end = self._handle(*self._runner.next(), end)
-        self._counts.check_rejected(self._counts.rows)
-        self._finish()
-
-    def _plan(self) -> Iterator[InputRange | UserError]:
-        """Yield the ranges of all inputs; after an error, which ends the source there, nothing."""
-        inputs = range(len(self._source.inputs) or 1)
-        plans = [plan(self._source, number) for number in inputs]
-        looked = {
-            number: [Task(f"look-{number:06d}-{at[1]:06d}", "look", at) for at in looks(self._source, number)]
-            for number in inputs
-            if plans[number] is None
-        }
-        results = self._runner.map(task for some in looked.values() for task in some)
-        for number, planned in enumerate(plans):
-            error = None
-            if planned is None:
-                mine = [one for task in looked[number] for one in results[task.key]["looked"]]
-                planned, error = divide(self._source, number, mine)
-            yield from planned
-            if error is not None:
-                yield error
-                return
-
-    def _task(self, number: int, *, again: bool = False) -> Task:
-        one = self._ranges[number]
-        assert isinstance(one, InputRange)
-        begin = one.place * CHUNK_ROWS if one.kind == "chunk" else None
-        return Task(f"parse-{number:06d}", "parse", (number, list(one), begin), again=again)
-
-    def _writes_pieces(self, parsed: Result) -> bool:
-        """Return whether a result of the task `parse` has pieces, whose files must be verified."""
-        return any(block["piece"] is not None for block in parsed["blocks"])
-
-    def _handle(self, task: Task, result: Result | HostdevError, end: int) -> int:
-        """Take a finished task; return the number of the first range that is not parsed, because one before failed."""
-        if task.kind == "parse":
-            number = task.arguments[0]
-            if task.again:
-                self._parse_again(number, result)
-                return end
-            self._parsed[number] = result
-            return min(end, number + 1) if isinstance(result, HostdevError) or result["error"] else end
-        if isinstance(result, HostdevError):
-            raise result
-        name = task.arguments[0]
-        if result.get("missing"):  # an earlier command removed the parsed rows, and then the piece was damaged
-            number = int(name.partition("-")[0])
-            waiting = self._missing.setdefault(number, [])
-            waiting.append(task)
-            if len(waiting) == 1:
-                self._runner.submit(self._task(number, again=True))
-            return end
-        self._pieces[name] = result["piece"]
-        with suppress(OSError):
-            self._job.path(rows_name(name)).unlink(missing_ok=True)
-        return end
-
-    def _parse_again(self, number: int, result: Result | HostdevError) -> None:
-        if isinstance(result, HostdevError):
-            raise result
-        for task in self._missing.pop(number):
-            self._runner.submit(task._replace(again=True))
-
-    def _count(self, of: InputRange | UserError, result: Result | HostdevError, progress: Any) -> None:
-        """Count the blocks of the next range, and submit the tasks that write their pieces."""
-        if isinstance(result, HostdevError):
-            raise result
-        counts = self._counts
-        for block in result["blocks"]:
-            lines, rows = counts.lines_before(block["input"]), counts.rows
-            if block["first"] is not None and counts.first is None:
-                first = Rejected(*block["first"])
-                counts.first = first._replace(line=lines + first.line)
-            counts.add(block["input"], block["rows"] + block["rejected"], block["rows"], block["rejected"])
-            counts.check_rejected(self._source.most_rows)
-            self._blocks.append(block)
-            self._before.append((rows, lines))
-            if block["piece"] is None:
-                self._runner.submit(Task(f"piece-{block['name']}", "piece", (block["name"], rows, lines), 1, _FIRST))
-            progress.update(block["size"])
-        if (error := result["error"]) is not None:
-            if error["kind"] == "row":
-                assert isinstance(of, InputRange)
-                row = counts.lines_before(of.input) + error["row"]
-                raise UserError(f"{error['file']}, row {row}, {error['reason']}")
-            raise to_error(error)
-
-    def _finish(self) -> None:
-        for block, (_, lines) in zip(self._blocks, self._before, strict=True):
-            direct = block["piece"] is not None
-            facts = block["piece"] if direct else self._pieces[block["name"]]
-            self.names.append(block["name"])
-            self.facts.append(Facts.from_json({**facts, "end": [block["input"], 0], "size": block["size"]}))
-            self.lines_before.append(lines if direct else 0)
+_FORMAT = 2  # of the job's folder and of the journal's entries
+_CONNECT_SECONDS = 20
+_FIRST_WORKER_SECONDS = 60
+_CLOSE_SECONDS = 10
+_CHECKS, _CHECK_AGAIN_SECONDS = 10, 0.5
+_LOGGERS = ("distributed", "tornado", "asyncio")
+_POLLED = 1.0  # seconds between looks at the scheduler
+_THREADS_SECONDS = 5.0
+_GATHER_SECONDS = 20
+_LONELY_SECONDS = 30.0  # without a worker, until a line says so
+_AHEAD, _LEAST_AHEAD = 4, 16  # submitted tasks per thread, and at least
 
 
 def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier: Earlier | None = None) -> Manifest:
@@ -203,123 +63,355 @@ def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier
         TransientError: A worker does not see the same files or has other versions; the scheduler is gone; a task ended
             several workers; or a read or write fails. Finished work is kept, and the same call continues.
     """
-    how = describe(source)
-    if how is None:
+    if source.stamp() is None or any(str(one.path) == "-" for one in source.inputs):
         raise UserError(
             "--scheduler: standard input, pipes and queries can be read only on this machine; give files that all "
             "workers see, or leave out --scheduler"
         )
     earlier = earlier or NO_EARLIER
     earlier.require(source, options.dense, options.hash_buckets)
-    with connect(scheduler) as connection, claim(out) as work:
-        manifest = _Preparation(source, work, options, earlier, connection).run()
+    with connect(scheduler) as workers, claim(out) as work:
+        recipe = ["cluster", _FORMAT, *make_recipe(source, options, earlier)]
+        entries = work.begin(recipe)
+        # Its folder has the recipe's name, so that a task of another recipe that is still running on a worker writes
+        # elsewhere.
+        folder = Path(os.path.abspath(work.pieces)) / sha256(json.dumps(recipe).encode()).hexdigest()[:12]  # noqa: PTH100
+        splits = find_splits(source, options)
+        for name in (*FOLDERS, *(f"result/{split}" for split in splits)):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        content = Job(str(folder), source, stamps(source), options, splits, earlier)
+        reference = _write_job(content, folder / "job.pickle")
+        workers.check(reference)
+        preparation = Preparation(WorkerJob(content), work, workers, entries)
+        first = preparation.first_pass()
+        first.run(_find_ranges(source, preparation.runner))
+        manifest = preparation.finish(first)
         work.finish()
     return manifest
 
 
-class _Preparation:
-    """The state of one preparation."""
+def _find_ranges(source: Source, runner: Runner) -> Iterator[InputRange | HostdevError]:
+    """Yield the ranges of all inputs; after an error, which ends the source there, nothing."""
+    inputs = range(len(source.inputs) or 1)
+    tasks = {
+        number: [
+            Task(f"look-{number:06d}-{windows.start:06d}", "look", (number, windows.start, windows.stop))
+            for windows in source.looks(number)
+        ]
+        for number in inputs
+    }
+    results = runner.map(task for some in tasks.values() for task in some)
+    for number in inputs:
+        looked = [one for task in tasks[number] for one in results[task.key]["looked"]]
+        ranges, error = source.ranges(number, looked)
+        yield from ranges
+        if error is not None:
+            yield error
+            return
 
-    def __init__(
-        self, source: Source, work: WorkFolder, options: Options, earlier: Earlier, connection: Connection
-    ) -> None:
-        self._source, self._work, self._options, self._earlier = source, work, options, earlier
-        self._connection = connection
-        has_validation = source.has_validation or options.validation_fraction is not None
-        self._splits = SPLITS if has_validation else SPLITS[:2]
 
-    def run(self) -> Manifest:
-        recipe = ["cluster", _FORMAT, self._source.stamp(), self._source.options(), self._options.as_json()]
-        recipe += self._earlier.recipe()
-        recipe = json.loads(json.dumps(recipe))
-        entries = self._work.begin(recipe)
-        self._make_job(sha256(json.dumps(recipe).encode()).hexdigest()[:12])
-        self._connection.check(self._reference)
-        mark = self._reference[1][:8]
-        self._runner = Runner(self._connection, self._reference, self._work, mark, entries)
-        self._work.rewrite(self._runner.entries())
-        first = ClusterFirstPass(self._source, self._job, self._runner)
-        first.run()
-        self._source.check_unchanged()
-        outcome = ManifestWriter(self._source, self._options, self._earlier, self._splits, first.facts)
-        rows = outcome.rows()
-        self._check_shards(first.facts)
-        content = {"names": first.names, "rows": [fact.rows for fact in first.facts]}
-        self._index = ["index.json", write_json(self._job, "index.json", content)]
-        found = Learning(
-            self._source, self._job, self._options, self._earlier, self._runner, self._connection.memory
-        ).run(first.names, self._index, rows["train"])
-        shards = self._write_shards(first.facts, found)
-        self._collect(shards)
-        learned = Learned(schemas.from_json(found["schema"]), found["scaling"], found["padded"], found["known_shares"])
-        paths = [self._job.path(f"pieces/{name}.arrow") for name in first.names]
-        return outcome.write(self._work.result, paths, learned, shards, found["sha256"], first.lines_before)
+def stamps(source: Source) -> list[tuple[int, Any]] | None:
+    """Return size and modification time of each input of a source; None if it has no files."""
+    found = [one.stamp() for one in source.inputs]
+    return [(int(stamp[1]), stamp[2]) for stamp in found if stamp is not None] or None
 
-    def _make_job(self, name: str) -> None:
-        """Write the job's file. Its folder has the recipe's name, so that a task of another recipe that is still
-        running on a worker writes elsewhere."""
-        folder = Path(os.path.abspath(self._work.pieces)) / name  # noqa: PTH100
-        shutil.rmtree(folder / "attempts", ignore_errors=True)  # left by killed workers
-        for each in FOLDERS:
-            (folder / each).mkdir(parents=True, exist_ok=True)
-        for split in self._splits:
-            (folder / "shards" / split).mkdir(exist_ok=True)
-        how = describe(self._source)
-        assert how is not None
-        job = Job(str(folder), how, stamps(self._source), self._options, len(self._splits), self._earlier.reference)
-        self._reference: Reference = write_job(job, folder / "job.pickle")
-        self._job = WorkerJob(job)
 
-    def _check_shards(self, facts: Sequence[Facts]) -> None:
-        """Raise TransientError unless a shard fits into the memory of a worker's thread."""
-        options, layout = self._options, self._source.layout
-        hashed = self._job.hashed
-        id_type = "int32" if hashed is None else hashed.schema.id_type
-        memory = ShardMemory(layout, options.rows_per_shard, 1, id_type, len(self._splits), self._connection.memory)
-        memory.add_pieces(facts)
+def _write_job(job: Job, path: Path) -> Reference:
+    """Write a job's file, with a random mark that shows a worker whether it sees the same folder."""
+    content = io.BytesIO()
+    JobPickler(content).dump((uuid4().hex, job))
+    path.write_bytes(content.getvalue())
+    checksum = sha256(content.getvalue()).hexdigest()
+    return str(path), checksum, socket.gethostname(), tuple(get_versions().items())
 
-    def _write_shards(self, facts: Sequence[Facts], found: dict[str, Any]) -> Shards:
-        """Write all shards."""
-        content = {"schema": found["schema"], "scaling": found["scaling"]}
-        learned = ["learned.json", write_json(self._job, "learned.json", content)]
-        shards = Shards(self._splits, schemas.from_json(found["schema"]), hashed=self._options.hash_buckets is not None)
-        order: list[tuple[str, str]] = []
 
-        def tasks() -> Any:
-            for i, split in enumerate(self._splits):
-                parts = second_pass.split_shards(facts, i, self._options.rows_per_shard)
-                for number, ranges in enumerate(parts):
-                    key, name = f"shard-{split}-{number:05d}", shard_name(split, number)
-                    order.append((split, key))
-                    places = [[one.piece, one.start, one.stop] for one in ranges]
-                    size = sum(one.stop - one.start for one in ranges)
-                    yield Task(key, "shard", (name, i, places, self._index, learned), size)
+@contextmanager
+def connect(scheduler: str) -> "Iterator[DaskWorkers]":
+    """Connect to the scheduler that --scheduler names, and wait for a worker; close everything in the end.
 
-        total = sum(sum(fact.rows) for fact in facts)
-        with bar(total, "second pass", "rows", unit_scale=True) as progress:
-            results = self._runner.map(tasks(), progress.update)
-        for split, key in order:
-            shards.add(split, results[key]["shard"])
-        return shards
-
-    def _collect(self, shards: Shards) -> None:
-        """Move the vocabulary and the shards to the data set's folder."""
-        if self._options.hash_buckets is None:
-            self._move(f"words/{VOCABULARY_FILE}", VOCABULARY_FILE)
-        for split, found in shards.found.items():
-            (self._work.result / split).mkdir(exist_ok=True)
-            for one in found:
-                self._move(f"shards/{one.file}", one.file)
-
-    def _move(self, name: str, to: str) -> None:
-        """Give a file of the job its name in the data set.
-
-        A copy by a hard link leaves the job's file for a command that is repeated after an interruption; a file system
-        without links gets a copy.
-        """
-        path = self._work.result / to
-        path.unlink(missing_ok=True)
+    Raises:
+        UserError: Dask is not installed, or no scheduler answers.
+        TransientError: No worker comes.
+    """
+    local = parse_scheduler(scheduler)
+    try:
+        import dask
+        import distributed
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--scheduler needs Dask, and {error.name} is not installed; pip install 'hostdev[dask]'"
+        ) from None
+    settings = {"distributed.comm.timeouts.connect": f"{_CONNECT_SECONDS}s", "distributed.admin.log-length": 0}
+    with _silent(), dask.config.set(settings), contextlib.ExitStack() as stack:
+        address = scheduler
+        if local is not None:
+            cluster = stack.enter_context(_local(local))
+            address = cluster.scheduler_address
+        client = stack.enter_context(_client(distributed, scheduler, address))
         try:
-            path.hardlink_to(self._job.path(name))
+            client.wait_for_workers(1, timeout=_FIRST_WORKER_SECONDS)
+        except TimeoutError:
+            raise TransientError(
+                f"{scheduler} has no worker, and none came within {_FIRST_WORKER_SECONDS} s; start one with "
+                f"dask worker {address}"
+            ) from None
+        yield DaskWorkers(client, scheduler)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Silence the loggers of Dask in this process: the command says in one line what happens."""
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in _LOGGERS]
+    loggers = [logging.getLogger(name) for name in {*names, *_LOGGERS}]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _client(distributed: Any, shown: str, address: str) -> Iterator[Any]:
+    try:
+        client = distributed.Client(address, timeout=_CONNECT_SECONDS, set_as_default=False, name="hostdev")
+    except (OSError, TimeoutError, ValueError) as error:
+        raise UserError(
+            f"--scheduler {shown}: no scheduler answers there ({in_words(error)[:120]}); start one with "
+            "dask scheduler, or use local:N"
+        ) from None
+    try:
+        yield client
+    finally:
+        with contextlib.suppress(Exception):  # the scheduler may be gone
+            client.close(timeout=_CLOSE_SECONDS)
+
+
+@contextmanager
+def _local(workers: int) -> Iterator[Any]:
+    """Start worker processes with one thread each; end them and remove their folder in the end."""
+    from distributed import LocalCluster
+
+    folder = tempfile.mkdtemp(prefix="hostdev-dask-")
+    runner = _loop_without_interrupts()
+    try:
+        cluster: Any = LocalCluster(  # type: ignore[no-untyped-call]
+            n_workers=0,
+            threads_per_worker=1,
+            processes=True,
+            host="127.0.0.1",
+            loop=runner.loop,
+            dashboard_address="127.0.0.1:0",  # any free port
+            local_directory=folder,
+            memory_limit=available_bytes() // workers,
+            silence_logs=logging.CRITICAL,
+        )
+        try:
+            cluster.scale(workers)  # returns at once, so that Ctrl-C finds a cluster to close
+            yield cluster
+        finally:
+            with contextlib.suppress(Exception):
+                cluster.close(timeout=_CLOSE_SECONDS)
+    finally:
+        with contextlib.suppress(Exception):
+            runner.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _loop_without_interrupts() -> Any:
+    """Start the thread of Dask's event loop with SIGINT blocked.
+
+    The processes that it starts inherit that, so that Ctrl-C in a terminal, which reaches them, too, does not end them:
+    the command that started them does.
+    """
+    from distributed.utils import LoopRunner
+
+    resource_tracker.ensure_running()  # multiprocessing's, which unblocks SIGINT in the thread that starts it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        runner: Any = LoopRunner(asynchronous=False)
+        runner.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return runner
+
+
+class DaskWorkers:
+    """Runs tasks on the workers of a cluster: a `runner.Executor`.
+
+    Args:
+        client: Dask's client.
+        address: The scheduler's address, as messages name it.
+    """
+
+    sharing = 1
+
+    def __init__(self, client: Any, address: str) -> None:
+        self._client, self._address = client, address
+        self.memory: int | None = None
+        self._running: dict[str, tuple[Task, Any]] = {}
+        self._done: SimpleQueue[Any] = SimpleQueue()
+        self._threads, self._looked, self._lonely = 0, -_THREADS_SECONDS, monotonic()
+
+    def check(self, reference: Reference) -> None:
+        """Check all workers that are there, and let `submit` run a job's tasks there.
+
+        One that is lost meanwhile is left out, as one lost later is.
+
+        Raises TransientError, by its name, for a worker that does not see the work folder or has other versions; and
+        if the scheduler is lost, or no worker is left and none comes.
+        """
+        # Its checksum makes the keys of this run differ from those of one that was interrupted, which the scheduler may
+        # still have.
+        self._reference, self._mark = reference, reference[1][:8]
+        for _ in range(_CHECKS):
+            try:
+                self._client.wait_for_workers(1, timeout=_FIRST_WORKER_SECONDS)
+                found = self._client.run(job.check, reference, on_error="return")
+            except TimeoutError:
+                break
+            except OSError:
+                raise TransientError(f"the scheduler at {self._address} no longer answers") from None
+            if memory := self._memory(found):
+                self.memory = min(memory)
+                return
+            sleep(_CHECK_AGAIN_SECONDS)  # until the scheduler has noticed that the workers are lost
+        raise TransientError(f"{self._address} has no worker any more; run again once there is one")
+
+    def _memory(self, found: dict[str, Any]) -> list[int]:
+        """Return the bytes of memory of the workers that have answered; see `check`."""
+        memory = []
+        for worker, answer in found.items():
+            if isinstance(answer, OSError):  # of the connection: the task returns those of the worker's own
+                continue
+            if isinstance(answer, BaseException):
+                raise TransientError(
+                    f"worker {worker} cannot run hostdev's tasks ({in_words(answer)}); install this version of hostdev "
+                    "there"
+                )
+            if answer["error"] is not None:
+                raise TransientError(answer["error"]["message"])
+            memory.append(answer["memory"])
+        return memory
+
+    def close_files(self) -> None:
+        """Let all workers close the files that tasks have left open; one that is lost has none."""
+        with contextlib.suppress(Exception):  # the next task tells if the scheduler is gone
+            self._client.run(words.close_files, on_error="ignore")
+
+    def has_room(self, running: int, parsing: int, pieces: int) -> bool:
+        """See `runner.Executor`: some tasks wait for each thread."""
+        return running < max(_LEAST_AHEAD, _AHEAD * self._count_threads())
+
+    def submit(self, task: Task, known: Files | None) -> None:
+        """See `runner.Executor`."""
+        future = self._client.submit(
+            job.run,
+            self._reference,
+            task.kind,
+            task.arguments,
+            known,
+            key=f"{task.key}-{self._mark}" + "-again" * task.again,
+            priority=task.priority,
+            pure=False,
+        )
+        self._running[future.key] = task, future
+        future.add_done_callback(self._done.put)
+
+    def gather(self) -> list[tuple[Task, dict[str, Any]]]:
+        """See `runner.Executor`.
+
+        Raises TransientError if the scheduler is gone, or a task has ended several workers.
+        """
+        return list(self._gather())
+
+    def stop(self) -> None:
+        """See `runner.Executor`: no task of a worker is long."""
+
+    def _gather(self) -> Iterator[tuple[Task, dict[str, Any]]]:
+        """Wait for futures, and yield the results of all that are done."""
+        futures = self._wait()
+        client = self._client
+        for future in futures:
+            if future.status == "error":
+                raise self._failure(self._running[future.key][0], future.exception())
+        if any(future.status in ("cancelled", "lost") for future in futures):
+            raise self._gone()
+        try:
+            # With a limit, as the results of a worker that is lost now come only when its tasks have run again.
+            found = client.sync(lambda: client.gather(futures, asynchronous=True), callback_timeout=_GATHER_SECONDS)
+        except TimeoutError:
+            self._look()
+            for future in futures:
+                future.add_done_callback(self._done.put)
+            return
         except OSError:
-            shutil.copyfile(self._job.path(name), path)
+            raise self._gone() from None
+        except Exception as error:
+            if type(error).__name__ in ("FuturesCancelledError", "FutureCancelledError", "CancelledError"):
+                raise self._gone() from None
+            if type(error).__name__ == "KilledWorker":
+                raise self._failure(None, error) from None
+            raise
+        for future, result in zip(futures, found, strict=True):
+            for part in (result, result.get("result", {})):
+                if part.get("error") is not None:
+                    part["error"] = job.to_error(part["error"])
+            yield self._running.pop(future.key)[0], result
+
+    def _wait(self) -> list[Any]:
+        """Return the futures that are done, at least one."""
+        while True:
+            try:
+                futures = {(future := self._done.get(timeout=_POLLED)).key: future}
+            except Empty:
+                self._look()
+                continue
+            while True:
+                try:
+                    future = self._done.get_nowait()
+                except Empty:
+                    break
+                futures[future.key] = future
+            wanted = [future for key, future in futures.items() if key in self._running]
+            if wanted:
+                return wanted
+
+    def _failure(self, task: Task | None, error: BaseException) -> BaseException:
+        """Return what to raise for an exception that Dask or a task raised."""
+        if type(error).__name__ == "KilledWorker":
+            name = "a task" if task is None else f"the task {task.key}"
+            workers = counted(getattr(error, "allowed_failures", 3) + 1, "worker")
+            return TransientError(
+                f"{name} ended {workers} in turn; they probably have too little memory: give them more (dask worker "
+                "--memory-limit), or fewer --nthreads"
+            )
+        if isinstance(error, ImportError) or "deserialization" in str(error):
+            return TransientError(
+                f"a worker, or the scheduler at {self._address}, cannot load hostdev's tasks; install this "
+                "version of hostdev wherever they run"
+            )
+        return error
+
+    def _gone(self) -> TransientError:
+        return TransientError(f"the scheduler at {self._address} no longer answers")
+
+    def _look(self) -> None:
+        """Raise TransientError if the client has lost the scheduler; print a line if no worker is left."""
+        if self._client.status in ("closed", "closing"):
+            raise self._gone()
+        if self._count_threads():
+            self._lonely = monotonic()
+        elif monotonic() - self._lonely > _LONELY_SECONDS:
+            note(f"{self._address} has no worker; waiting for one")
+            self._lonely = monotonic() + _LONELY_SECONDS
+
+    def _count_threads(self) -> int:
+        if monotonic() - self._looked >= _THREADS_SECONDS:
+            try:
+                self._threads, self._looked = sum(self._client.nthreads().values()), monotonic()
+            except Exception:  # whatever a closed connection raises
+                raise self._gone() from None
+        return self._threads

@@ -14,9 +14,8 @@ import pytest
 
 from hostdev.core.errors import UserError
 from hostdev.core.keys import RAW
-from hostdev.data.preprocess import delimited, sparse_text
+from hostdev.data.preprocess import delimited, learning, sparse_text
 from hostdev.data.preprocess.build import Options, build
-from hostdev.data.preprocess.cluster import learning
 from hostdev.data.preprocess.cluster.prepare import prepare
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 import pytest
 
 from hostdev.core.errors import TransientError, UserError
-from hostdev.data.preprocess.cluster import job, learning, prepare, runner, tasks
-from hostdev.data.preprocess.cluster import runner as connecting
+from hostdev.data.preprocess import build as build_module
+from hostdev.data.preprocess import learning, runner
+from hostdev.data.preprocess.build import Preparation
+from hostdev.data.preprocess.cluster import job, prepare
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from tests.conftest import environment
 from tests.data.preprocess.clusters import (
@@ -30,10 +32,9 @@ from tests.data.preprocess.clusters import (
 ROWS = 8000
 # Dask may load a file of --preload twice.
 REPLACED = (
-    "import time\nfrom hostdev.data.preprocess.cluster import tasks\n"
-    "_run = tasks._real = getattr(tasks, '_real', tasks.run)\n"
+    "import time\nfrom hostdev.data.preprocess.cluster import job\n_run = job._real = getattr(job, '_real', job.run)\n"
 )
-SLOW = REPLACED + "def run(*given):\n    time.sleep(0.2)\n    return _run(*given)\ntasks.run = run\n"
+SLOW = REPLACED + "def run(*given):\n    time.sleep(0.2)\n    return _run(*given)\njob.run = run\n"
 
 
 IS_SLOW = pytest.mark.slow
@@ -104,7 +105,7 @@ def test_interrupted_after_some_results(text, tmp_path, expected, scheduler, mon
 
     monkeypatch.setattr(runner.Runner, "note", note)
     with monkeypatch.context() as patched:
-        patched.setattr(prepare, "Runner", Stopped)
+        patched.setattr(build_module, "Runner", Stopped)
         Stopped.left = results
         with pytest.raises(KeyboardInterrupt):
             make(text, tmp_path / "out", scheduler)
@@ -127,7 +128,7 @@ def damage(path):
         "pieces/*-*.arrow",
         *(
             pytest.param(name, marks=IS_SLOW)
-            for name in ("pieces/*.ids", "words/vocabulary.arrow", "shards/train/*.arrow")
+            for name in ("pieces/*.ids", "result/vocabulary.arrow", "result/train/*.arrow")
         ),
         pytest.param("", marks=IS_SLOW),
     ],
@@ -135,7 +136,7 @@ def damage(path):
 def test_damaged_files_are_made_again(text, tmp_path, expected, scheduler, monkeypatch, name):
     """Also pieces whose parsed rows were removed, and files that are missing."""
     with monkeypatch.context() as patched:
-        patched.setattr(prepare._Preparation, "_collect", lambda *_: 1 / 0)
+        patched.setattr(Preparation, "_collect", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make(text, tmp_path / "out", scheduler)
     [folder] = (tmp_path / ".out.partial" / "pieces").iterdir()
@@ -151,7 +152,7 @@ def test_damaged_files_are_made_again(text, tmp_path, expected, scheduler, monke
 
 def test_a_journal_of_nonsense_is_left_alone(text, tmp_path, expected, scheduler, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(prepare, "Runner", Stopped)
+        patched.setattr(build_module, "Runner", Stopped)
         Stopped.left = 30
         with pytest.raises(KeyboardInterrupt):
             make(text, tmp_path / "out", scheduler)
@@ -173,10 +174,8 @@ def test_a_journal_of_nonsense_is_left_alone(text, tmp_path, expected, scheduler
 
 
 def test_work_of_one_machine_is_not_continued(text, tmp_path, expected, scheduler, monkeypatch, capsys):
-    from hostdev.data.preprocess import second_pass
-
     with monkeypatch.context() as patched:
-        patched.setattr(second_pass, "learn", lambda *_: 1 / 0)
+        patched.setattr(learning.Learning, "run", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build_alone(text, tmp_path / "out")
     make(text, tmp_path / "out", scheduler)
@@ -188,13 +187,13 @@ def test_a_full_disk_on_a_worker(text, tmp_path, expected, scheduler, monkeypatc
 
     with monkeypatch.context() as patched:
 
-        def full(*_, real=job.WorkerJob.write, count=[]):  # noqa: B006
+        def full(*_, real=job.write_rows, count=[]):  # noqa: B006
             count.append(1)
-            if len(count) > 20:
+            if len(count) > 10:
                 raise OSError(errno.ENOSPC, "No space left on device", "/share/x")
             return real(*_)
 
-        patched.setattr(job.WorkerJob, "write", full)
+        patched.setattr(job, "write_rows", full)
         with pytest.raises(TransientError, match=r"^/share/x: No space left on device \(worker tcp://127"):
             make(text, tmp_path / "out", scheduler)
     make(text, tmp_path / "out", scheduler)
@@ -202,13 +201,14 @@ def test_a_full_disk_on_a_worker(text, tmp_path, expected, scheduler, monkeypatc
 
 
 def test_a_bug_in_a_task_is_raised(text, tmp_path, scheduler, monkeypatch):
-    monkeypatch.setattr(tasks, "_TASKS", {**tasks._TASKS, "spread": None, "count": None})
+    monkeypatch.setattr(job, "_TASKS", {**job._TASKS, "spread": None, "count": None})
     with pytest.raises(TypeError):
         make(text, tmp_path / "out", scheduler)
 
 
 def test_a_worker_that_sees_other_files(text, tmp_path, scheduler, monkeypatch):
-    monkeypatch.setattr(prepare, "stamps", lambda of: [(size + 1, time) for size, time in job.stamps(of)])
+    stamps = prepare.stamps
+    monkeypatch.setattr(prepare, "stamps", lambda of: [(size + 1, time) for size, time in stamps(of)])
     with pytest.raises(TransientError, match=r"rows.tsv has another size or time of change on worker tcp://127"):
         make(text, tmp_path / "out", scheduler)
     assert list(tmp_path.iterdir()) == []
@@ -257,7 +257,7 @@ def test_workers_that_do_not_fit_are_refused_by_name(text, tmp_path, processes, 
 def test_a_worker_is_killed_while_it_is_checked(text, tmp_path, expected, processes):
     """It is lost, not wrong: the other one does the work."""
     processes.start_worker(
-        preload=REPLACED + "def check(*_, **__):\n    import os\n    os._exit(9)\ntasks.check = check\n"
+        preload=REPLACED + "def check(*_, **__):\n    import os\n    os._exit(9)\njob.check = check\n"
     )
     processes.start_worker()
     from distributed import Client
@@ -289,13 +289,13 @@ LOST, FINE = OSError("in <TCP (closed)>"), {"error": None, "memory": 7}
 
 
 def test_answers_of_workers_that_are_checked(monkeypatch):
-    monkeypatch.setattr(connecting, "_CHECK_AGAIN_SECONDS", 0)
+    monkeypatch.setattr(prepare, "_CHECK_AGAIN_SECONDS", 0)
     for answers in (
         [{"a": LOST, "b": FINE}],
         [{"a": LOST}, {"b": FINE}],
         [{}, {"b": {**FINE, "memory": 9}, "c": FINE}],
     ):
-        made = connecting.Connection(Answers(*answers), "here")
+        made = prepare.DaskWorkers(Answers(*answers), "here")
         made.check(("job", "sum"))
         assert made.memory == 7
     for answers, said in (
@@ -308,7 +308,7 @@ def test_answers_of_workers_that_are_checked(monkeypatch):
         ([{"a": LOST}, LOST], "scheduler at here"),
     ):
         with pytest.raises(TransientError, match=said):
-            connecting.Connection(Answers(*answers), "here").check(("job", "sum"))
+            prepare.DaskWorkers(Answers(*answers), "here").check(("job", "sum"))
 
 
 def test_a_worker_is_killed(text, tmp_path, expected, processes):
@@ -352,7 +352,7 @@ def test_a_task_that_ends_its_workers(text, tmp_path, expected):
     dies = "def run(*given):\n    import os\n    if given[1] == 'count': os._exit(1)\n    return _run(*given)\n"
     with Processes(tmp_path / "dask") as processes:
         processes.start_scheduler(DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES="0")
-        processes.start_worker(preload=REPLACED + dies + "tasks.run = run\n")
+        processes.start_worker(preload=REPLACED + dies + "job.run = run\n")
         with pytest.raises(TransientError, match=r"^the task count-\S+ ended 1 worker in turn; they probably "):
             make(text, tmp_path / "out", processes.address)
         processes.start_worker()
@@ -361,13 +361,11 @@ def test_a_task_that_ends_its_workers(text, tmp_path, expected):
 
 
 def test_no_scheduler_and_no_worker(text, tmp_path, processes, monkeypatch):
-    from hostdev.data.preprocess.cluster import runner
-
-    monkeypatch.setattr(runner, "_FIRST_WORKER_SECONDS", 1)
+    monkeypatch.setattr(prepare, "_FIRST_WORKER_SECONDS", 1)
     with pytest.raises(TransientError, match=r"has no worker, and none came within 1 s; start one with dask"):
         make(text, tmp_path / "out", processes.address)
     kill(processes.scheduler)
-    monkeypatch.setattr(runner, "_CONNECT_SECONDS", 1)
+    monkeypatch.setattr(prepare, "_CONNECT_SECONDS", 1)
     with pytest.raises(UserError, match=r"^--scheduler tcp://127.*: no scheduler answers there"):
         make(text, tmp_path / "out", processes.address)
     assert [path.name for path in tmp_path.iterdir()] == ["dask"]

@@ -1,7 +1,10 @@
-"""The client's part of learning: it plans the tasks for scaling and vocabulary, and makes the schema of the counts."""
+"""The client's part of learning: it plans the tasks for scaling and vocabulary, and makes the schema of the counts.
+
+In one process, values are counted in memory. Workers count them by hash ranges, so that none has to hold them all.
+"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -9,16 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.progress import bar
-from hostdev.data.preprocess.cluster import words
-from hostdev.data.preprocess.cluster.first import Result, survey_name
-from hostdev.data.preprocess.cluster.job import WorkerJob
-from hostdev.data.preprocess.cluster.runner import Runner, Task
-from hostdev.data.preprocess.cluster.tasks import has_groups, make_scaling
-from hostdev.data.preprocess.earlier_vocabulary import Earlier
-from hostdev.data.preprocess.options import Options
+from hostdev.data.preprocess import words
 from hostdev.data.preprocess.pieces import PieceFile
-from hostdev.data.preprocess.raw import Source
-from hostdev.data.preprocess.vocabulary import MOST_OF_A_BAG, HashBuckets
+from hostdev.data.preprocess.runner import Result, Runner, Task, Workspace, survey_name
+from hostdev.data.preprocess.tasks import has_groups, make_scaling
+from hostdev.data.preprocess.vocabulary import MOST_OF_A_BAG
 from hostdev.data.schema import Schema, Space
 from hostdev.kernels.strings import BYTES_A_TEXT, BYTES_A_VALUE
 
@@ -39,18 +37,11 @@ class _Group(NamedTuple):
 
 
 class Learning:
-    """Learns scaling and vocabulary on the workers.
+    """Learns scaling and vocabulary."""
 
-    Args:
-        memory: Bytes of memory for a task.
-    """
-
-    def __init__(
-        self, source: Source, job: WorkerJob, options: Options, earlier: Earlier, runner: Runner, memory: int
-    ) -> None:
-        self._source, self._job, self._options, self._earlier = source, job, options, earlier
-        self._known = earlier.known_ids(source.layout)
-        self._runner, self._memory, self._layout = runner, memory, source.layout
+    def __init__(self, work: Workspace, runner: Runner) -> None:
+        self._work, self._runner = work, runner
+        self._layout, self._known = work.source.layout, work.earlier.known_ids(work.source.layout)
 
     def run(self, names: Sequence[str], index: list[str], rows: int) -> Result:
         """Return the schema, the statistics of the scaling and more, as JSON.
@@ -62,36 +53,34 @@ class Learning:
         """
         task = Task("learned", "learned", (index,))
         known = self._runner.known(task)
-        if known is not None and self._are_intact(known["files"]):
+        if known is not None and all(self._runner.verify({name: crc} for name, crc in known["files"].items())):
             return known
         self._names, self._index = names, index
-        hashed = self._options.hash_buckets
+        hashed = self._work.hashed
         groups = self._moments()
-        scale = Task("scale", "scale", (len(groups), index))
-        if hashed is not None:
-            found: Result = {"schema": HashBuckets(hashed, self._layout).schema.as_json(), "padded": {}, "files": {}}
-            self._runner.map(groups)
-            found |= {"known_shares": None, "sha256": None, "scaling": self._runner.map([scale])["scale"]["scaling"]}
-        else:
-            found = self._find_words(groups, scale, rows)
-            self._runner.connection.close_files()  # those of the vocabulary, which are removed now
+        scale = Task("scale", "scale", (len(groups), index), noted=not self._work.in_memory)
+        try:
+            if hashed is not None:
+                found: Result = {"schema": hashed.schema.as_json(), "padded": {}, "files": {}}
+                self._runner.map(groups)
+                scaling = self._runner.map([scale])["scale"]["scaling"]
+                found |= {"known_shares": None, "sha256": None, "scaling": scaling}
+            else:
+                found = self._find_words(groups, scale, rows)
+        finally:
+            self._work.values.clear()
+        self._runner.executor.close_files()  # those of the vocabulary, which are removed now
         self._runner.note(task, found)
-        for folder in ("spread", "words"):  # what is still needed are the ids of the pieces, and the vocabulary
-            for path in self._job.path(folder).iterdir():
-                if f"{folder}/{path.name}" not in found["files"]:
-                    with suppress(OSError):
-                        path.unlink()
+        for folder in () if self._work.in_memory else ("spread", "words"):
+            for path in self._work.path(folder).iterdir():
+                with suppress(OSError):
+                    path.unlink()
         return found
-
-    def _are_intact(self, files: dict[str, str]) -> bool:
-        tasks = [
-            Task(f"verify-{i:06d}", "verify", ({name: crc},), again=True) for i, (name, crc) in enumerate(files.items())
-        ]
-        return all(result["intact"] for result in self._runner.map(tasks).values())
 
     def _moments(self) -> list[Task]:
         """Return the tasks that look at the numbers of groups of pieces; none if one task looks at all of them."""
-        if self._earlier.keeps or not self._layout.dense or not has_groups(make_scaling(self._job)):
+        work = self._work
+        if work.in_memory or work.earlier.keeps or not self._layout.dense or not has_groups(make_scaling(work)):
             return []
         starts = range(0, len(self._names), MOMENTS)
         return [
@@ -101,52 +90,61 @@ class Learning:
 
     def _find_words(self, groups_of_numbers: list[Task], scale: Task, rows: int) -> Result:
         """Find the vocabulary, and the scaling at the same time."""
-        self._ranges = self._count_ranges()
+        in_memory, noted, pieces = self._work.in_memory, not self._work.in_memory, len(self._names)
+        self._ranges = [1] * len(self._layout.spaces) if in_memory else self._count_ranges()
         parts = [(space, r, several) for space, several in enumerate(self._ranges) for r in range(several)]
-        steps = len(self._names) * (max(self._ranges) > 1) + 2 * len(parts) + len(self._names) + 1
+        steps = pieces * (max(self._ranges) > 1) + 2 * len(parts) + pieces + 1
+        if in_memory:
+            has_numbers = bool(self._layout.dense) and not self._work.earlier.keeps
+            steps = pieces * (1 + len(parts) + has_numbers)
         with bar(steps, "counting", "steps") as progress:
+            done: Callable[[int], object] = progress.update
+            if in_memory:  # its tasks look at many pieces
+                self._work.advance, done = progress.update, lambda n: None
             if max(self._ranges) > 1:
-                self._runner.map(
-                    (Task(f"spread-{name}", "spread", (name, self._ranges)) for name in self._names), progress.update
-                )
+                self._runner.map((Task(f"spread-{name}", "spread", (name, self._ranges)) for name in self._names), done)
             counts = [
-                Task(f"count-{space:04d}-{r:06d}of{several}", "count", ((space, r, several), self._index))
+                Task(f"count-{space:04d}-{r:06d}of{several}", "count", ((space, r, several), self._index), noted=noted)
                 for space, r, several in parts
             ]
             self._runner.map(groups_of_numbers)
-            results = self._runner.map([scale, *counts], progress.update)
+            results = self._runner.map([scale, *counts], done)
             by_space: list[list[Result]] = [[] for _ in self._ranges]
             for (space, _, _), task in zip(parts, counts, strict=True):
                 by_space[space].append(results[task.key])
-            schema, groups = self._number(by_space)
-            self._runner.map(
-                Task(f"rank-{space:04d}-{one.number:06d}", "rank", (space, one.number, self._ranges[space], *one[1:]))
+            schema, firsts, groups = self._number(by_space)
+            if not in_memory:
+                self._runner.map(
+                    Task(
+                        f"rank-{space:04d}-{one.number:06d}", "rank", (space, one.number, self._ranges[space], *one[1:])
+                    )
+                    for space, some in enumerate(groups)
+                    for one in some
+                )
+            oovs = [space.oov for space in schema.spaces]
+            order = sorted(
+                (one.ids[0][0], space, oovs[space], one.number, one.place)
                 for space, some in enumerate(groups)
                 for one in some
             )
-            oovs = [space.oov for space in schema.spaces]
-            order = sorted(
-                (one.ids[0][0], space, one.number, oovs[space]) for space, some in enumerate(groups) for one in some
-            )
             rare = [sum(one["uses"] - one["kept_uses"] for one in some) for some in by_space]
             fixed = [rows] * len(self._layout.dense) + rare
-            write = Task("vocabulary", "vocabulary", ([one[1:] for one in order], fixed))
+            write = Task("vocabulary", "vocabulary", ([one[1:] for one in order], fixed), noted=noted)
             numbers = [
                 Task(
                     f"number-{space:04d}-{r:06d}of{several}",
                     "number",
-                    ((space, r, several), len(groups[space]), self._index, oovs[space], schema.id_type),
+                    ((space, r, several), firsts[space], len(groups[space]), self._index, oovs[space], schema.id_type),
+                    noted=noted,
                 )
                 for space, r, several in parts
             ]
-            written = self._runner.map([write, *numbers], progress.update)["vocabulary"]
-            encoded = self._runner.map(
-                (
-                    Task(f"encode-{name}", "encode", (name, place, self._ranges, schema.id_type))
-                    for place, name in enumerate(self._names)
-                ),
-                progress.update,
-            )
+            encode = [
+                Task(f"encode-{name}", "encode", (name, place, self._ranges, schema.id_type), noted=noted)
+                for place, name in enumerate(self._names)
+            ]
+            written = self._runner.map([write, *numbers], done)["vocabulary"]
+            encoded = self._runner.map(encode, done)
         files = dict(written["files"])
         for result in encoded.values():
             files |= result["files"]
@@ -154,7 +152,7 @@ class Learning:
             "schema": schema.as_json(),
             "scaling": results["scale"]["scaling"],
             "padded": self._fillers(by_space),
-            "known_shares": self._earlier.known_shares(map(_sum_uses, by_space)),
+            "known_shares": self._work.earlier.known_shares(map(_sum_uses, by_space)),
             "sha256": written["sha256"],
             "files": files,
         }
@@ -178,31 +176,38 @@ class Learning:
             number = values + self._known.spaces[space].values
             length = size / max(1.0, values)
             needed = _MARGIN * number * (each + _PLACE_BYTES + 3 * length)
-            ranges.append(max(1, math.ceil(needed / max(1.0, self._memory * RANGE_SHARE))))
+            ranges.append(max(1, math.ceil(needed / max(1.0, (self._runner.executor.memory or 0) * RANGE_SHARE))))
         return ranges
 
-    def _number(self, by_space: Sequence[Sequence[Result]]) -> tuple[Schema, list[list[_Group]]]:
-        """Return the schema, and the groups of values that get consecutive ids, by id space."""
-        spaces, groups, first = [], [], self._known.first
-        for number, space in enumerate(self._known.spaces):
-            firsts = self._firsts(number, len(by_space[number]))
-            size = int(firsts.sum())
+    def _number(self, by_space: Sequence[Sequence[Result]]) -> tuple[Schema, list[int], list[list[_Group]]]:
+        """Return the schema, each id space's first id of a new value, and its groups of values with consecutive ids."""
+        spaces, firsts, groups, first = [], [], [], self._known.first
+        for number, (space, counted) in enumerate(zip(self._known.spaces, by_space, strict=True)):
+            size = sum(one["new"] for one in counted)
             mine = list(_earlier_groups(space))
-            mine += _new_groups(firsts, first, len(mine))
+            if self._work.in_memory:
+                mine += [_Group(len(mine), (1, 0, 0, 0), [[first, size]])] if size else []
+            else:
+                mine += _new_groups(self._count_firsts(number, len(counted)), first, len(mine))
             spaces.append(self._known.grow(space, first, size))
+            firsts.append(first)
             groups.append(mine)
             first += size
         layout = self._layout
-        return Schema(layout.label, layout.dense, layout.columns, tuple(spaces), first, layout.targets), groups
+        schema = Schema(layout.label, layout.dense, layout.columns, tuple(spaces), first, layout.targets)
+        return schema, firsts, groups
 
-    def _firsts(self, space: int, ranges: int) -> npt.NDArray[np.int64]:
+    def _count_firsts(self, space: int, ranges: int) -> npt.NDArray[np.int64]:
         """Return for each piece how many values that get new ids occur first in it, int64 [pieces]."""
-        paths = (self._job.path(words.firsts_name(space, r)) for r in range(ranges))
+        paths = (self._work.path(words.firsts_name(space, r)) for r in range(ranges))
         total: npt.NDArray[np.int64] = np.sum([PieceFile(path).array("new") for path in paths], axis=0)
         return total
 
     def _fillers(self, by_space: Sequence[Sequence[Result]]) -> dict[str, list[Any]]:
-        """Return what `Vocabulary.fillers` returns."""
+        """Return the value that makes up most of a bag's values, and its share, for each bag that has such a value.
+
+        Such a value is usually padding. Shares are computed over the bag's id space.
+        """
         found: dict[str, list[Any]] = {}
         for space, some in zip(self._layout.spaces, by_space, strict=True):
             bags = [bag.name for bag in self._layout.bags if bag.space == space]

@@ -8,6 +8,7 @@ dictionaries, by range, and `encode` puts them together for each piece.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,27 @@ import numpy as np
 import pyarrow as pa
 
 from hostdev.core.checksums import Crc32, HashedFile, checksum
+from hostdev.core.outputs import replacing
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.build import VOCABULARY_FILE
-from hostdev.data.preprocess.cluster.first import Result, piece_name
-from hostdev.data.preprocess.cluster.job import WorkerJob
 from hostdev.data.preprocess.pieces import PieceFile
+from hostdev.data.preprocess.runner import Files, Result, Workspace, ids_name, piece_name, result_name
 from hostdev.data.preprocess.stored import DamagedError
-from hostdev.data.preprocess.vocabulary import DIGITS, FormatKeys, WrittenValues, make_values, write_values
+from hostdev.data.preprocess.vocabulary import (
+    DIGITS,
+    CountedValues,
+    FormatKeys,
+    IntegerValues,
+    TextValues,
+    WrittenValues,
+    make_values,
+    write_values,
+)
 from hostdev.kernels.arrays import Array, LongIds
 from hostdev.kernels.counter import mix64
 from hostdev.kernels.strings import hash_texts
 
+VOCABULARY_FILE = "vocabulary.arrow"
 _KEPT_OPEN = 1024  # files, mapped into memory
 
 Entry = tuple[Any, Array, Array | None]
@@ -43,7 +53,6 @@ firsts_name = "words/firsts-{:04d}-{:06d}.arrow".format
 ranked_name = "words/ranked-{:04d}-{:06d}.arrow".format
 numbers_name = "words/ids-{:04d}-{:06d}.bin".format
 ends_name = "words/ends-{:04d}-{:06d}.arrow".format
-ids_name = "pieces/{}.ids".format
 
 
 def _ranges_of(keys: Any, ranges: int) -> LongIds:
@@ -52,7 +61,7 @@ def _ranges_of(keys: Any, ranges: int) -> LongIds:
     return (((mix64(hashes) >> np.uint64(32)) * np.uint64(ranges)) >> np.uint64(32)).astype(np.int64)
 
 
-def spread(work: WorkerJob, name: str, ranges: list[int]) -> Result:
+def spread(work: Workspace, name: str, ranges: list[int]) -> Result:
     """Write the dictionaries of a piece, sorted by range, for all id spaces with more than one range."""
     piece = PieceFile(work.path(piece_name(name)))
     content: dict[str, Any] = {}
@@ -85,19 +94,26 @@ def close_files() -> None:
     _open_once.cache_clear()
 
 
-def _entries(work: WorkerJob, name: str, part: Part) -> Entry:
+def _entries(work: Workspace, name: str, part: Part) -> Entry:
     """Return a range's entries of a piece: values, uses (0 for none in training rows), and indices; None for all."""
     space, number, ranges = part
     if ranges == 1:
-        piece = _open(work.path(piece_name(name)))
-        keys, uses = piece.keys(space), piece.array(f"uses {space}")
-        padded = np.zeros(len(keys), np.uint32)
-        padded[: len(uses)] = uses
-        return keys, padded, None
+        path = work.path(piece_name(name))
+        piece = PieceFile(path) if work.in_memory else _open(path)
+        return piece.keys(space), piece.array(f"uses {space}"), None
     piece = _open(work.path(spread_name(name)))
     start, stop = piece.array(f"ends {space}")[number : number + 2].tolist()
     index = piece.array(f"index {space}")[start:stop]
     return piece.keys(space)[start:stop], piece.array(f"uses {space}")[start:stop], index
+
+
+def _training_entries(work: Workspace, name: str, part: Part) -> Entry:
+    """Return a range's entries of a piece that occur in training rows, as `_entries` does."""
+    keys, uses, where = _entries(work, name, part)
+    if where is None:  # a piece's dictionary begins with them
+        return keys[: len(uses)], uses, None
+    there = uses > 0
+    return (keys, uses, where) if there.all() else (_select(keys, there), uses[there], where[there])
 
 
 def _select(keys: Any, rows: Array) -> Any:
@@ -107,63 +123,75 @@ def _select(keys: Any, rows: Array) -> Any:
     return np.ascontiguousarray(keys[rows])
 
 
-def count(work: WorkerJob, part: Part, index: list[str]) -> Result:
-    """Count the values of a range in the training rows of all pieces; write those that get ids.
+def count(work: Workspace, part: Part, index: list[str]) -> Result:
+    """Count the values of a range in the training rows of all pieces; keep those that get ids.
 
     `index` has the name and the checksum of the file that lists all pieces.
     """
-    space, number, _ = part
+    space = part[0]
     values = make_values(work.source.format_keys)
-    pieces: list[LongIds] = [np.zeros(0, np.int64)]
-    indices: list[LongIds] = [np.zeros(0, np.int64)]
-    for keys, places in _earlier(work, part):
+    places: list[tuple[LongIds, LongIds]] = []  # pieces and indices in their dictionaries, where values occur first
+    for keys, indices in _earlier(work, part):
         before = len(values.uses)
         values.count(keys, np.zeros(len(keys), np.int64))
         if len(values.uses) != before + len(keys):
-            raise DamagedError(work.stored.path, "a value occurs twice")
-        pieces.append(np.zeros(len(keys), np.int64))
-        indices.append(places)
+            raise DamagedError(work.stored.path, f"a value of {work.source.layout.spaces[space]!r} occurs twice")
+        if not work.in_memory:
+            places.append((np.zeros(len(keys), np.int64), indices))
     known = len(values.uses)
     names = work.read_json(*index)["names"]
     for p, name in enumerate(names, 1):
-        keys, uses, where = _entries(work, name, part)
-        there = uses > 0
-        if not there.all():
-            keys, uses = _select(keys, there), uses[there]
-            where = np.flatnonzero(there) if where is None else where[there]
+        if work.stopping.is_set():
+            break
+        keys, uses, where = _training_entries(work, name, part)
         before = len(values.uses)
         values.count(keys, uses)
-        if len(values.uses) > before:
-            new = np.flatnonzero(values.find(keys) >= before)
-            indices.append((new if where is None else where[new]).astype(np.int64))
-            pieces.append(np.full(len(new), p, np.int64))
-    uses, piece = values.uses, np.concatenate(pieces)
-    threshold = _threshold(work, space)
-    kept = np.zeros(len(uses), np.bool_)
-    kept[:known] = True
-    if threshold is not None:
-        kept[known:] = uses[known:] > threshold
-    numbers = np.flatnonzero(kept)
-    counted = {
-        "piece": piece[kept],
-        "index": np.concatenate(indices)[kept],
-        "uses": uses[kept],
-        "keys": values.keys(numbers),
-    }
-    firsts = {"new": np.bincount(piece[kept], minlength=len(names) + 1)[1:]}
+        work.advance()
+        if not work.in_memory and (more := len(values.uses) - before):
+            # Without ranges, the order in which values were counted is that of their indices.
+            indices = np.arange(before, before + more) if where is None else where[values.find(keys) >= before]
+            places.append((np.full(more, p), indices.astype(np.int64)))
+    counted = CountedValues(values, known, _threshold(work, space))
+    uses = values.uses
+    new = sum(map(len, counted.new()))
+    kept_uses = int(uses[:known].sum()) + sum(int(uses[kept].sum()) for kept in counted.new())
     most = int(uses.argmax()) if len(uses) else -1
+    files: Files = {}
+    if work.in_memory:
+        work.values[space] = counted
+    else:
+        files = _write_counted(
+            work, part, len(names), values, places, np.concatenate([np.arange(known), *counted.new()])
+        )
     return {
         "values": len(uses),
+        "new": new,
         "uses": int(uses.sum()),
         "known_uses": int(uses[:known].sum()),
-        "kept_uses": int(uses[kept].sum()),
+        "kept_uses": kept_uses,
         "most": None if most < 0 else [int(uses[most]), values.texts(np.array([most]))[0].as_py()],
-        "files": work.write_lists(counted_name(space, number), counted)
-        | work.write_lists(firsts_name(space, number), firsts),
+        "files": files,
     }
 
 
-def _threshold(work: WorkerJob, space: int) -> int | None:
+def _write_counted(
+    work: Workspace,
+    part: Part,
+    pieces: int,
+    values: IntegerValues | TextValues,
+    places: Sequence[tuple[LongIds, LongIds]],
+    kept: LongIds,
+) -> Files:
+    """Write the values that get ids, with the places where they occur first, and how many occur first in each piece."""
+    none = np.zeros(0, np.int64)
+    piece, index = (np.concatenate([none, *some])[kept] for some in (zip(*places, strict=True) if places else ((), ())))
+    content = {"piece": piece, "index": index, "uses": values.uses[kept], "keys": values.keys(kept)}
+    firsts = {"new": np.bincount(piece, minlength=pieces + 1)[1:]}
+    files = work.write_lists(counted_name(*part[:2]), content)
+    return files | work.write_lists(firsts_name(*part[:2]), firsts)
+
+
+def _threshold(work: Workspace, space: int) -> int | None:
     earlier, layout = work.earlier, work.source.layout
     if earlier.frozen:
         return None
@@ -171,13 +199,16 @@ def _threshold(work: WorkerJob, space: int) -> int | None:
     return layout.thresholds.get(layout.spaces[space], work.options.threshold)
 
 
-def _earlier(work: WorkerJob, part: Part) -> Iterator[tuple[Any, LongIds]]:
+def _earlier(work: Workspace, part: Part) -> Iterator[tuple[Any, LongIds]]:
     """Yield a range's values of the earlier data set, with their indices in the order of its ids."""
     space, number, ranges = part
     start = 0
     for keys in work.earlier.keys(work.stored, space):
-        there = _ranges_of(_large(keys), ranges) == number
-        yield _large(_select(keys, there)), start + np.flatnonzero(there)
+        if ranges == 1:
+            yield _large(keys), np.arange(start, start + len(keys))
+        else:
+            there = _ranges_of(_large(keys), ranges) == number
+            yield _large(_select(keys, there)), start + np.flatnonzero(there)
         start += len(keys)
 
 
@@ -186,7 +217,7 @@ def _large(keys: Any) -> Any:
 
 
 def rank(
-    work: WorkerJob, space: int, group: int, ranges: int, place: tuple[int, int, int, int], ids: list[list[int]]
+    work: Workspace, space: int, group: int, ranges: int, place: tuple[int, int, int, int], ids: list[list[int]]
 ) -> Result:
     """Write the values whose first occurrence is in a range of places, in the order of their ids.
 
@@ -215,12 +246,19 @@ def rank(
     return {"files": work.write_lists(ranked_name(space, group), content)}
 
 
-def number(work: WorkerJob, part: Part, groups: int, index: list[str], oov: int, id_type: str) -> Result:
-    """Write the ids of a range's entries in all dictionaries, piece by piece.
+def number(work: Workspace, part: Part, first: int, groups: int, index: list[str], oov: int, id_type: str) -> Result:
+    """Find the ids of a range's entries in all dictionaries.
 
-    `index` has the name and the checksum of the file that lists all pieces.
+    Args:
+        first: The first id of new values.
+        groups: The number of groups of values (see `rank`).
+        index: Name and checksum of the file that lists all pieces.
     """
     space, number, _ = part
+    if work.in_memory:
+        earlier = work.earlier.known_ids(work.source.layout).spaces[space].segments
+        work.values[space].assign(earlier, first, oov, id_type)
+        return {"files": {}}
     counted = PieceFile(work.path(counted_name(space, number)))
     values = make_values(work.source.format_keys)
     values.count(counted.keys_of("keys"), np.zeros(len(counted.array("uses")), np.int64))
@@ -228,28 +266,25 @@ def number(work: WorkerJob, part: Part, groups: int, index: list[str], oov: int,
     ids = np.concatenate([*parts, [oov]]).astype(id_type)  # `find` returns -1 for an unknown value
     assert len(ids) == len(values.uses) + 1
     lengths: list[int] = []
-
-    def write(path: Path) -> str:
-        file = HashedFile(path, Crc32)
-        try:
-            for name in work.read_json(*index)["names"]:
-                keys, _, _ = _entries(work, name, part)
-                lengths.append(len(keys))
-                if len(keys):
-                    file.write(ids[values.find(keys)])
-            return file.finish(to_disk=False)
-        finally:
-            file.close()
-
-    files = {numbers_name(space, number): work.write(numbers_name(space, number), write)}
+    name = numbers_name(space, number)
+    with replacing(work.path(name)) as partial, closing(HashedFile(partial, Crc32)) as file:
+        for piece in work.read_json(*index)["names"]:
+            keys, _, _ = _entries(work, piece, part)
+            lengths.append(len(keys))
+            if len(keys):
+                file.write(ids[values.find(keys)])
+        files = {name: file.finish(to_disk=False)}
     ends = {"ends": ragged.offsets_of(np.array(lengths, np.int64))}
     return {"files": files | work.write_lists(ends_name(space, number), ends)}
 
 
-def encode(work: WorkerJob, name: str, place: int, ranges: list[int], id_type: str) -> Result:
-    """Write the ids of the dictionaries of piece number `place`, as `second_pass.number` does."""
+def encode(work: Workspace, name: str, place: int, ranges: list[int], id_type: str) -> Result:
+    """Write the ids of the dictionaries of piece number `place`."""
     piece, content = PieceFile(work.path(piece_name(name))), {}
     for space, several in enumerate(ranges):
+        if work.in_memory:
+            content[f"ids {space}"] = work.values[space].find(piece.keys(space))
+            continue
         parts = [_read_ids(work, space, number, place, id_type) for number in range(several)]
         if several == 1:
             content[f"ids {space}"] = parts[0]
@@ -257,32 +292,34 @@ def encode(work: WorkerJob, name: str, place: int, ranges: list[int], id_type: s
         ids = np.empty(len(piece.keys(space)), id_type)
         ids[PieceFile(work.path(spread_name(name))).array(f"index {space}")] = np.concatenate(parts)
         content[f"ids {space}"] = ids
+    work.advance()
     return {"files": work.write_lists(ids_name(name), content)}
 
 
-def _read_ids(work: WorkerJob, space: int, number: int, place: int, id_type: str) -> Array:
+def _read_ids(work: Workspace, space: int, number: int, place: int, id_type: str) -> Array:
     ends = _open(work.path(ends_name(space, number))).array("ends")
     start, stop = ends[place : place + 2].tolist()
     path, size = work.path(numbers_name(space, number)), np.dtype(id_type).itemsize
     return np.fromfile(path, id_type, stop - start, offset=start * size)  # not mapped: it is large, and read in part
 
 
-def vocabulary(work: WorkerJob, groups: list[tuple[int, int, int]], fixed: list[int]) -> Result:
-    """Write the vocabulary's file from the ranked groups, each with its id space and out-of-vocabulary id."""
-    name = f"words/{VOCABULARY_FILE}"
-    found: list[str] = []
+def vocabulary(work: Workspace, groups: list[list[Any]], fixed: list[int]) -> Result:
+    """Write the vocabulary's file.
 
-    def write(path: Path) -> str:
-        write_values(path, work.source.layout, fixed, _written(work, groups))
-        found.append(checksum(path))
-        return checksum(path, Crc32)
-
-    crc = work.write(name, write)
-    return {"sha256": found[0], "files": {name: crc}}
+    `groups` has, in the order of ids, the id space, the out-of-vocabulary id, the number and the place of each group of
+    values (see `rank`).
+    """
+    name = result_name(VOCABULARY_FILE)
+    write_values(work.path(name), work.source.layout, fixed, _written(work, groups))
+    return {"sha256": checksum(work.path(name)), "files": {name: checksum(work.path(name), Crc32)}}
 
 
-def _written(work: WorkerJob, groups: Sequence[tuple[int, int, int]]) -> Iterator[WrittenValues]:
-    for space, group, oov in groups:
+def _written(work: Workspace, groups: Sequence[Sequence[Any]]) -> Iterator[WrittenValues]:
+    for space, oov, group, (is_new, _, *indices) in groups:
+        if work.in_memory:
+            counted = work.values[space]
+            yield from counted.written(oov, counted.new() if is_new else [np.arange(*indices)])
+            continue
         ranked = PieceFile(work.path(ranked_name(space, group)))
         keys = ranked.keys_of("keys")
         if isinstance(keys, pa.Array):

@@ -1,30 +1,30 @@
-"""The tasks of a worker, by name; errors for users are returned as JSON.
+"""The tasks of a preparation, by name, and the threads of this process that run them.
 
-The tasks that learn the scaling, write the shards and verify files stand here. Scaling has the sums of one machine in
+The tasks that learn the scaling, write the shards and verify files stand here. Scaling has the sums of one thread in
 the same order: maxima are found by groups of pieces in any order. For means and deviations, a group computes the
 moments of its blocks of rows, which `scale` merges in order. Limits of clipped columns take several passes over all
-numbers; then one task does everything.
+numbers; then, as in one process, one task does everything.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from pathlib import Path
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.errors import HostdevError, in_words
-from hostdev.core.memory import available_bytes
+from hostdev.core.errors import HostdevError
+from hostdev.core.workers import Workers
 from hostdev.data import ragged
 from hostdev.data import schema as schemas
+from hostdev.data.preprocess import first_pass, words
 from hostdev.data.preprocess import scaling as scalings
-from hostdev.data.preprocess.cluster import first, words
-from hostdev.data.preprocess.cluster.first import Result, piece_name
-from hostdev.data.preprocess.cluster.job import Files, Reference, WorkerJob, name_worker, open_job, worker_name
 from hostdev.data.preprocess.pieces import PieceFile
+from hostdev.data.preprocess.runner import Files, Result, Task, Workspace, piece_name, result_name
 from hostdev.data.preprocess.scaling import BLOCK, BlockMoments, ByColumn, ByMaximum, Scaling, Standard, learn
-from hostdev.data.preprocess.second_pass import RowRange, ShardOptions, get_numbers, make_shard
+from hostdev.data.preprocess.second_pass import ShardOptions, get_numbers, make_shard
 from hostdev.kernels.arrays import Numbers
 
 _NAMES = ("low", "high", "count", "mean", "squares")
@@ -38,7 +38,7 @@ def has_groups(scaling: Scaling) -> bool:
     return not (isinstance(scaling, ByColumn) and scaling.clips)
 
 
-def make_scaling(work: WorkerJob) -> Scaling:
+def make_scaling(work: Workspace) -> Scaling:
     """Return the scaling before any row is seen."""
     layout = work.source.layout
     return work.earlier.scaling(work.options.dense, layout, signed=work.source.signed)
@@ -48,7 +48,7 @@ def _parts(scaling: Scaling, columns: int) -> Sequence[tuple[npt.NDArray[np.int6
     return scaling.parts if isinstance(scaling, ByColumn) else [(np.arange(columns), scaling)]
 
 
-def find_moments(work: WorkerJob, group: int, start: int, stop: int, index: list[str]) -> Result:
+def find_moments(work: Workspace, group: int, start: int, stop: int, index: list[str]) -> Result:
     """Write the maxima of the pieces [start, stop), and the moments of the blocks that begin in them."""
     content, layout = work.read_json(*index), work.source.layout
     ends = ragged.offsets_of(np.array([rows[0] for rows in content["rows"]], np.int64))
@@ -86,7 +86,7 @@ def _columns(numbers: Numbers, columns: npt.NDArray[np.int64], dense: Sequence[s
     return numbers if len(columns) == len(dense) else np.ascontiguousarray(numbers[:, columns])
 
 
-def scale(work: WorkerJob, groups: int, index: list[str]) -> Result:
+def scale(work: Workspace, groups: int, index: list[str]) -> Result:
     """Return the statistics of the scaling; `groups` is the number of files of `find_moments`, 0 for none."""
     layout = work.source.layout
     scaling = make_scaling(work)
@@ -97,9 +97,11 @@ def scale(work: WorkerJob, groups: int, index: list[str]) -> Result:
 
         def known() -> Iterator[Numbers]:
             for name, rows in zip(content["names"], content["rows"], strict=True):
+                if work.stopping.is_set():
+                    return
                 yield get_numbers(PieceFile(work.path(piece_name(name))), len(layout.dense))[: rows[0]]
 
-        learn(scaling, known)
+        learn(scaling, known, work.advance)
     parts = _parts(scaling, len(layout.dense))
     for group in range(groups):
         lists = PieceFile(work.path(moments_name(group)))
@@ -113,8 +115,7 @@ def scale(work: WorkerJob, groups: int, index: list[str]) -> Result:
     return {"scaling": scaling.statistics(), "files": {}}
 
 
-@lru_cache(2)
-def _options(work: WorkerJob, name: str, crc: str) -> ShardOptions:
+def _options(work: Workspace, name: str, crc: str) -> ShardOptions:
     learned, layout = work.read_json(name, crc), work.source.layout
     of = work.options.dense, layout.dense, layout.scaling
     scaling = scalings.fixed(*of, learned["scaling"], signed=work.source.signed)
@@ -123,34 +124,27 @@ def _options(work: WorkerJob, name: str, crc: str) -> ShardOptions:
 
 
 def shard(
-    work: WorkerJob, name: str, split: int, ranges: list[list[int]], index: list[str], learned: list[str]
+    work: Workspace, name: str, split: int, ranges: list[list[int]], index: list[str], learned: list[str]
 ) -> Result:
     """Write a shard; return its entry, as `shards.make_shard` does."""
-    content = work.read_json(*index)
-    chosen = [RowRange(*one) for one in ranges]
-    paths = {one.piece: work.path(piece_name(content["names"][one.piece])) for one in chosen}
-    counts = {one.piece: content["rows"][one.piece] for one in chosen}
-    how = _options(work, *learned)
-    made: dict[str, Any] = {}
-
-    def write(path: Path) -> str:
-        made.update(make_shard(path, name, chosen, split, paths, counts, how))
-        return str(made["sha256"])
-
-    file = f"shards/{name}"
-    return {"shard": made, "files": {file: work.write(file, write)}}
+    content, rows_of = work.read_json(*index), []
+    for piece, start, stop in ranges:
+        before = sum(content["rows"][piece][:split])
+        rows_of.append((work.path(piece_name(content["names"][piece])), slice(before + start, before + stop)))
+    how = work.once(f"shards {learned[1]}", partial(_options, work, *learned))
+    file = result_name(name)
+    made = make_shard(work.path(file), name, rows_of, how)
+    return {"shard": made, "files": {file: made["sha256"]}}
 
 
-def verify(work: WorkerJob, files: Files) -> Result:
+def verify(work: Workspace, files: Files) -> Result:
     """Return whether files have these checksums."""
     return {"intact": work.are_intact(files), "files": {}}
 
 
-_TASKS = {
-    "look": first.look,
-    "parse": first.parse,
-    "piece": first.piece,
-    "survey": first.survey,
+TASKS = {
+    "parse": first_pass.parse,
+    "piece": first_pass.write,
     "spread": words.spread,
     "count": words.count,
     "rank": words.rank,
@@ -164,39 +158,46 @@ _TASKS = {
 }
 
 
-def run(reference: Reference, kind: str, arguments: tuple[Any, ...], known: Files | None) -> dict[str, Any]:
-    """Run a task of a job.
+def run_task(work: Workspace, task: Any, arguments: tuple[Any, ...], known: Files | None) -> dict[str, Any]:
+    """Run a task, a function such as those of `TASKS`.
 
     Returns {"result": ...}, {"known": True} if the files `known`, with their checksums, are there already, or
-    {"error": ...}. An error is returned, as Dask would log one that is raised.
+    {"error": ...} for a HostdevError.
     """
     try:
-        work = open_job(reference)
         if known is not None and work.are_intact(known):
             return {"known": True}
-        task: Any = _TASKS[kind]
         return {"result": task(work, *arguments)}
     except HostdevError as error:
-        return {"error": first.describe_error(error)}
-    except (OSError, MemoryError) as error:
-        return {"error": _failed(error)}
+        return {"error": error}
 
 
-def _failed(error: OSError | MemoryError) -> dict[str, Any]:
-    """Describe an error of this worker's machine."""
-    return {"kind": "TransientError", "message": f"{in_words(error)} ({worker_name()})"}
+class Threads:
+    """Runs tasks in threads of this process: an `Executor`."""
 
+    memory: int | None = None
 
-def check(reference: Reference, dask_worker: Any = None) -> dict[str, Any]:
-    """Check this worker; return an error as `run` does, or None, and the bytes of memory for each of its threads."""
-    name_worker(dask_worker.address)
-    try:
-        open_job(reference)
-    except HostdevError as error:
-        return {"error": first.describe_error(error), "memory": 0}
-    except (OSError, MemoryError) as error:
-        return {"error": _failed(error), "memory": 0}
-    free = available_bytes()
-    manager = getattr(dask_worker, "memory_manager", None)
-    limit = getattr(manager, "memory_limit", None) or free
-    return {"error": None, "memory": min(free, limit) // max(1, dask_worker.state.nthreads)}
+    def __init__(self, work: Workspace, workers: Workers, threads: int) -> None:
+        self._work, self._workers, self.sharing = work, workers, threads
+        self._done: SimpleQueue[tuple[Task, Future[dict[str, Any]]]] = SimpleQueue()
+
+    def has_room(self, running: int, parsing: int, pieces: int) -> bool:
+        """See `Executor`: blocks that are parsed and pieces that are written at once are held in memory."""
+        return max(parsing, pieces) <= self.sharing and running <= 2 * self.sharing + 1
+
+    def submit(self, task: Task, known: Files | None) -> None:
+        """See `Executor`."""
+        future = self._workers.submit(partial(run_task, self._work, TASKS[task.kind], task.arguments, known))
+        future.add_done_callback(lambda future: self._done.put((task, future)))
+
+    def gather(self) -> list[tuple[Task, dict[str, Any]]]:
+        """See `Executor`."""
+        task, future = self._done.get()
+        return [(task, future.result())]
+
+    def stop(self) -> None:
+        """See `Executor`."""
+        self._work.stopping.set()
+
+    def close_files(self) -> None:
+        """See `Executor`: none is left open."""
