@@ -37,7 +37,11 @@ CHECKS = {
         **dict.fromkeys(("_chance", "judge", "score", "worst", "divide", "exchange", "take"), (OWN,)),
     },
     "cache.next_uses": {"announce": (REQUESTED,), "advance": (REQUESTED,)},
-    "checkpoint.columns": {"_copy_rows": (IDS, STORED, COVERED), "_copy_keyed": (STORED,)},
+    "checkpoint.row_index": {
+        "_find_ids": (IDS, STORED, COVERED),
+        "_find_keys": (STORED,),
+        "copy_rows": (IDS, STORED, COVERED),
+    },
     "kernels.adagrad": {
         **dict.fromkeys(("sgd", "momentum", "adagrad", "row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)),
         "mean_square": (OWN,),

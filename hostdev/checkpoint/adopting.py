@@ -1,6 +1,6 @@
 """Checkpoints that hold the segments of a table on disk by hard links, in place of its rows; and tables that do so."""
 
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -8,14 +8,13 @@ import numpy as np
 from hostdev.checkpoint.folder import Checkpoint, check_file, mapped, segments_of, still_exists
 from hostdev.checkpoint.items import FROM_FIRST, Held
 from hostdev.checkpoint.manifest import RangeFile, SegmentState, Table
-from hostdev.checkpoint.ranges import has_local_rows, map_rows, parse_range
+from hostdev.checkpoint.ranges import RowChunk, has_local_rows, map_rows, parse_range
 from hostdev.checkpoint.segment_rows import count_records, require_locations
 from hostdev.core.initializers import Constant, Normal, Uniform
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.host.disk.segments import SegmentFile
-from hostdev.host.disk.storage import DiskStorage
 from hostdev.host.snapshot import split_locations
-from hostdev.kernels.arrays import AnyIds, LongIds, Mask
+from hostdev.kernels.arrays import AnyIds, Mask
 
 
 def can_adopt(about: Table, table: Any) -> bool:
@@ -24,48 +23,55 @@ def can_adopt(about: Table, table: Any) -> bool:
     if state is None or not table.capabilities.on_disk:
         return False
     storage = table.storage
-    records, own = storage.tier.store.format, storage.format
+    records = storage.tier.store.format
     same = (about.dtype, about.slots_dtype) == (table.dtype, table.slots_dtype)
-    sizes = own.row_bytes, records.record_bytes, records.block_bytes
+    sizes = storage.row_bytes, records.record_bytes, records.block_bytes
     fits = all(file.bytes % records.chunk_bytes == 0 and file.bytes <= records.segment_bytes for file in state.files)
     fits = fits and 2 * len(state.files) <= storage.tier.store.segments.most
     return same and fits and sizes == (state.row_bytes, state.record_bytes, state.block_bytes)
 
 
-class Adopted:
-    """The segments of a checkpoint that a table on disk holds.
-
-    Use it in a `with` block, in which `place` says which row has which location.
+def adopt_files(
+    checkpoint: Checkpoint,
+    about: Table,
+    table: Any,
+    files: Iterable[RangeFile],
+    used: Mask,
+    place: Callable[[RowChunk], tuple[AnyIds, Any]],
+) -> None:
+    """Let a table on disk hold segments of a checkpoint, and take the records of rows in these.
 
     Args:
         checkpoint: The checkpoint.
         about: The table's entry in its manifest.
-        storage: The table's storage.
-        used: bool [segments], which of the segments have rows of this process.
+        table: The table.
+        files: The files with the locations of rows.
+        used: bool [segments], which of the segments have rows of these files.
+        place: Returns, for a file's rows [N], the rows of the table, and which of the file's these are: an index of
+            arrays [N].
     """
-
-    def __init__(self, checkpoint: Checkpoint, about: Table, storage: DiskStorage, used: Mask) -> None:
-        assert about.segments is not None
-        self._tier = storage.tier
-        files = [
+    assert about.segments is not None
+    tier, at = table.storage.tier, np.full(len(used), -1, np.int64)
+    at[used] = tier.store.adopt(
+        [
             SegmentFile(checkpoint.path / file.file, file.bytes, file.sha256, file.number)
             for file, is_used in zip(about.segments.files, used.tolist(), strict=True)
             if is_used
         ]
-        self._at = np.full(len(used), -1, np.int64)
-        self._at[used] = self._tier.store.adopt(files)
-
-    def place(self, rows: AnyIds, locations: LongIds) -> None:
-        """Take the records at locations [N], none of which is 0, for rows [N]."""
-        self._tier.forget(rows)
-        segments, records = split_locations(locations)
-        self._tier.adopt(rows, self._at[segments] * self._tier.store.format.per_segment + records)
-
-    def __enter__(self) -> "Adopted":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tier.store.use_adopted()
+    )
+    try:
+        for file in files:
+            path = checkpoint.path / file.file
+            found = parse_range(path, mapped(path), about, file)
+            rows, chosen = place(found)
+            assert found.locations is not None
+            locations = found.locations[chosen]
+            rows, locations = rows[locations > 0], locations[locations > 0]  # others have initial values
+            tier.forget(rows)
+            segments, records = split_locations(locations)
+            tier.adopt(rows, at[segments] * tier.store.format.per_segment + records)
+    finally:
+        tier.store.use_adopted()
 
 
 def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, check: bool) -> Mask:
@@ -75,18 +81,13 @@ def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, c
     for file in files:
         if check:
             check_file(checkpoint.path / file.file, file)
-        locations = read_locations(checkpoint.path / file.file, about, file)
+        path = checkpoint.path / file.file
+        locations = parse_range(path, mapped(path), about, file).locations
+        assert locations is not None
         locations = locations[locations != 0]
         require_locations(checkpoint.path, about, locations, records)
         used[split_locations(locations)[0]] = True
     return used
-
-
-def read_locations(path: Path, about: Table, file: RangeFile) -> LongIds:
-    """Return the locations of a file's rows, int64 [N]; raise BrokenCheckpointError if one cannot be."""
-    rows = parse_range(path, mapped(path), about, file)
-    assert rows.locations is not None
-    return rows.locations
 
 
 def adopt_rows(checkpoint: Checkpoint, name: str, table: Any, *, check: bool) -> bool:
@@ -106,13 +107,11 @@ def adopt_rows(checkpoint: Checkpoint, name: str, table: Any, *, check: bool) ->
     files = [file for file in about.files if has_local_rows(about, file, table)]
     used = find_used(checkpoint, about, files, check=check)
     table.forget_rows()
-    with Adopted(checkpoint, about, storage, used) as adopted:
-        for file in files:
-            locations = read_locations(checkpoint.path / file.file, about, file)
-            numbers, chosen = map_rows(about, np.arange(file.start, file.stop), table)
-            locations = locations if chosen is None else locations[chosen]
-            there = locations > 0
-            adopted.place(numbers[there], locations[there])
+
+    def place(rows: RowChunk) -> tuple[AnyIds, Any]:
+        return map_rows(about, np.arange(rows.start, rows.start + len(rows)), table)
+
+    adopt_files(checkpoint, about, table, files, used, place)
     return True
 
 
@@ -135,7 +134,7 @@ def describe_segments(table: Any) -> SegmentState:
     return SegmentState(
         files=[],
         numbering=FROM_FIRST,
-        row_bytes=format_.row_bytes,
+        row_bytes=table.storage.row_bytes,
         record_bytes=records.record_bytes,
         block_bytes=records.block_bytes,
         seed=format_.seed,

@@ -35,7 +35,7 @@ FROM_FIRST = [Numbering(first_row=0, first_segment=0)]
 
 
 class Source(Protocol):
-    """A table's rows at one moment; `host.snapshot.Snapshot` implements it."""
+    """A table's rows at one moment; `host.snapshot.Snapshot` implements it. One thread reads, with ascending ranges."""
 
     count: int  # number of rows to save
 
@@ -43,7 +43,7 @@ class Source(Protocol):
         """Return the rows in [first, last) to save, ascending."""
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """Copy rows in [first, last) to the outputs. One thread calls this, with ascending ranges.
+        """Copy rows in [first, last) to the outputs.
 
         Args:
             first: The first row of the range.
@@ -53,12 +53,49 @@ class Source(Protocol):
             row_columns: Output, float32 [R, N]: per-row optimizer state.
         """
 
+    def locate(self, first: int, last: int, out: LongIds) -> None:
+        """Write where the rows in [first, last) are in segments, if the table's entry says that they are."""
 
-class Located(NamedTuple):
-    """The rows of a table on disk at one moment: where they are."""
+    def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
+        """Make `hold` hold each segment in which rows are; see `LocationCopies.finish`."""
 
-    locate: Callable[[int, int, LongIds], None]  # writes the locations of the rows in [first, last); called like `read`
-    finish: Callable[[Callable[[SegmentFile], str]], list[tuple[str, SegmentFile]]]  # see `LocationCopies.finish`
+    def key_columns(self, first: int, last: int) -> KeyColumns | None:
+        """Return the keys of the rows [first, last) of a table by key, or None."""
+
+    def other_keys(self) -> Sequence[npt.NDArray[Any]] | None:
+        """Return the fields of `keyed.OtherKeys` of a table by key, or None; this takes time in its first call."""
+
+    def end(self) -> None:
+        """Free memory, as all rows have been read; may be called again."""
+
+
+class FullSource:
+    """The methods of a `Source` that has all rows of a table by row, in memory or in files."""
+
+    count: int
+
+    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return all rows in [first, last)."""
+        return np.arange(first, last)
+
+    def locate(self, first: int, last: int, out: LongIds) -> None:
+        """Not for these rows: see `Source`."""
+        raise NotImplementedError
+
+    def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
+        """Not for these rows: see `Source`."""
+        raise NotImplementedError
+
+    def key_columns(self, first: int, last: int) -> KeyColumns | None:
+        """See `Source`."""
+        return None
+
+    def other_keys(self) -> Sequence[npt.NDArray[Any]] | None:
+        """See `Source`."""
+        return None
+
+    def end(self) -> None:
+        """See `Source`."""
 
 
 class Item(NamedTuple):
@@ -67,17 +104,10 @@ class Item(NamedTuple):
     table: Table
     source: Source
     full: bool  # whether all rows are saved
-    stop: Callable[[], None]  # called when all rows have been read, and again at the end
-    end: Callable[[bool], None]
+    end: Callable[[bool], None] = lambda saved: None
     first: int = 0  # position of the part's first row among all rows
     rows: int | None = None  # rows of the part, or None for all rows of the table
     cuts: Sequence[int] = ()  # rows at which a file must begin
-    get_keys: Callable[[int, int], KeyColumns] | None = None  # of a table by key, the keys of the rows [first, last)
-    # With the channel between the processes, or None: returns other files by name, below the table's folder. All
-    # processes call it, and the first one writes the files.
-    files: Callable[[Any], dict[str, bytes]] = lambda channel: {}
-    prepare: Callable[[], object] = lambda: None  # called before `files`; may fail in one process alone
-    located: Located | None = None  # if rows are located in segments, which `table.segments` describes, and not read
 
 
 def split_rows(item: Item) -> Iterator[tuple[int, int, LongIds | None]]:
@@ -106,10 +136,10 @@ def split_rows(item: Item) -> Iterator[tuple[int, int, LongIds | None]]:
 def read_rows(item: Item, buffer: Rows, start: int, stop: int, ids: LongIds | None) -> tuple[Rows, RowChunk]:
     """Return the rows of a file, and the buffer in which they are."""
     table, N = item.table, stop - start if ids is None else len(ids)
-    keys = None if item.get_keys is None else item.get_keys(start, stop)
-    if item.located is not None:
+    keys = item.source.key_columns(start, stop)
+    if table.segments is not None:
         locations = np.empty(N, np.int64)
-        item.located.locate(start, stop, locations)
+        item.source.locate(start, stop, locations)
         return buffer, RowChunk(start, None, {}, {}, keys, locations)
     buffer, columns, row_columns = _get_columns(buffer, table, N)
     item.source.read(start, stop, ids, columns, row_columns)
@@ -136,9 +166,8 @@ def hold_segments(partial: Path, prefix: str, item: Item, held: Held) -> Segment
         held: Segments that the last checkpoint holds. Where those of the table are on another file system, those that
             it has are held again, and only the others are copied.
     """
-    if item.located is None:
+    if item.table.segments is None:
         return None
-    assert item.table.segments is not None
 
     def hold(file: SegmentFile) -> str:
         name = f"{prefix}{file.path.name}"
@@ -149,7 +178,7 @@ def hold_segments(partial: Path, prefix: str, item: Item, held: Held) -> Segment
 
     entries = [
         SegmentEntry(file=name, bytes=file.nbytes, sha256=file.sha256, number=file.number)
-        for name, file in item.located.finish(hold)
+        for name, file in item.source.finish(hold)
     ]
     sync_folder((partial / prefix).parent)
     return replace(item.table.segments, files=entries)
@@ -199,8 +228,8 @@ def describe_table(table: Any) -> Table:
     )
 
 
-class DeviceRows:
-    """A `writer.Source` of the current rows of a device table.
+class DeviceRows(FullSource):
+    """A `Source` of the current rows of a device table.
 
     Args:
         table: A `DeviceTable`.
@@ -217,16 +246,12 @@ class DeviceRows:
             self._block = self._block.to("cpu", copy=True)
             self._row_slots = self._row_slots.to("cpu", copy=True)
 
-    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all rows in [first, last)."""
-        return np.arange(first, last)
-
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """See `writer.Source`."""
+        """See `Source`."""
         assert ids is None
         np.copyto(columns, self._block[first:last].cpu().numpy().transpose(1, 0, 2))
         np.copyto(row_columns, self._row_slots[first:last].cpu().numpy().T)
 
-    def stop(self) -> None:
+    def end(self) -> None:
         """Free the copies."""
         self._block, self._row_slots = self._block[:0], self._row_slots[:0]

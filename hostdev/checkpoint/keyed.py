@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hostdev.checkpoint.adopting import Adopted, can_adopt, find_used
+from hostdev.checkpoint.adopting import adopt_files, can_adopt, find_used
 from hostdev.checkpoint.folder import Chain, Checkpoint, chain_of_table, check_file, mapped
 from hostdev.checkpoint.manifest import BrokenCheckpointError, KeyState, RangeFile, Table
-from hostdev.checkpoint.ranges import WEIGHTS, parse_range
-from hostdev.checkpoint.segment_rows import open_segments
+from hostdev.checkpoint.ranges import WEIGHTS, RowChunk, stack_columns
+from hostdev.checkpoint.segment_rows import open_segments, read_chunk
 from hostdev.core.errors import UserError, raise_if_transient
 from hostdev.core.keys import SHARED, FormerIds, KeyColumns
 from hostdev.core.progress import bar
@@ -124,46 +125,34 @@ def load_keys(chain: Chain, name: str, table: Any, *, check: bool) -> None:
         others = read_others(checkpoint, own, check=check)
         table.index.decay(own.decay, own.decays - decays)
         table.forget(others.gone)
-        unknown, decays = len(own.unknown), own.decays
+        decays, files = own.decays, sorted(about.files, key=lambda file: file.start)
         if can_adopt(about, table):
-            _adopt_keys(checkpoint, about, table, check=check)
+            used = find_used(checkpoint, about, files, check=check)
+            adopt_files(checkpoint, about, table, bar_over(files), used, partial(_place, checkpoint, own, table))
             continue
         segments = open_segments(checkpoint, name)
-        for file in bar_over(sorted(about.files, key=lambda file: file.start)):
+        for file in bar_over(files):
             path = checkpoint.path / file.file
-            if check:
-                check_file(path, file)
-            rows = parse_range(path, mapped(path), about, file, segments)
-            assert rows.keys is not None
-            block = np.stack([rows.columns[column] for column in (WEIGHTS, *about.slots)], axis=1)
-            row_slots = np.empty((len(rows), 0), np.float32)
-            if about.row_slots:
-                row_slots = np.stack([rows.row_columns[column] for column in about.row_slots], axis=1)
-            first = max(0, min(len(rows), unknown - file.start))
+            rows = read_chunk(path, about, file, segments, check=check)
+            block, row_slots = stack_columns(about, {**rows.columns, **rows.row_columns})
             try:
-                table.load_unknown(own.unknown[file.start : file.start + first], block[:first], row_slots[:first])
-                table.load_rows(rows.keys.at(slice(first, None)), block[first:], row_slots[first:])
+                table.load_rows(_list_unknown(own, rows), rows.keys, block, row_slots)
             except ValueError as error:
                 raise BrokenCheckpointError(f"{path} cannot be loaded ({error})") from None
     table.restore_keys(own.step, own.decays, others.waiting, others.counts, others.sketch)
 
 
-def _adopt_keys(checkpoint: Checkpoint, about: Table, table: Any, *, check: bool) -> None:
-    """Let a table on disk hold the segments of a checkpoint; see `adopting`."""
-    unknown = keys_of(about).unknown
-    used = find_used(checkpoint, about, about.files, check=check)
-    with Adopted(checkpoint, about, table.storage, used) as adopted:
-        for file in bar_over(sorted(about.files, key=lambda file: file.start)):
-            path = checkpoint.path / file.file
-            rows = parse_range(path, mapped(path), about, file)
-            assert rows.keys is not None and rows.locations is not None
-            first = max(0, min(len(rows), len(unknown) - file.start))
-            if not rows.locations.all():
-                raise BrokenCheckpointError(f"{path} is broken (keys have no location)")
-            own = table.place_unknown(unknown[file.start : file.start + first])
-            adopted.place(own, rows.locations[: len(own)])
-            placed, mine = table.place_rows(rows.keys.at(slice(first, None)))
-            adopted.place(placed, rows.locations[first:][mine])
+def _list_unknown(state: KeyState, rows: RowChunk) -> list[str]:
+    """Return the names of the out-of-vocabulary rows in a file, which are its first rows."""
+    return state.unknown[rows.start : rows.start + len(rows)]
+
+
+def _place(checkpoint: Checkpoint, state: KeyState, table: Any, rows: RowChunk) -> Any:
+    """Give rows to a file's keys; see `adopt_files`."""
+    assert rows.keys is not None and rows.locations is not None
+    if not rows.locations.all():
+        raise BrokenCheckpointError(f"{checkpoint.path} is broken (keys of table {table.name!r} have no location)")
+    return table.place_rows(_list_unknown(state, rows), rows.keys)
 
 
 def load_ids(layers: Any, name: str, table: Any, former: FormerIds | None = None) -> None:
@@ -179,18 +168,17 @@ def load_ids(layers: Any, name: str, table: Any, former: FormerIds | None = None
     columns = [WEIGHTS, *about.slots, *about.row_slots]
     for start, stop in layers.ranges(name):
         found = layers.columns_of_ids(name, start, stop, columns)
-        block = np.stack([found[column] for column in columns[: 1 + len(about.slots)]], axis=1)
-        row_slots = np.concatenate([np.empty((stop - start, 0), np.float32), *(found[c] for c in about.row_slots)], 1)
-        row_slots, ones = np.ascontiguousarray(row_slots), np.ones(stop - start, np.uint32)
+        (block, row_slots), ones = stack_columns(about, found), np.ones(stop - start, np.uint32)
         if former is None:
-            table.load_rows(KeyColumns(np.arange(start, stop), ones, ones), block, row_slots)
+            table.load_rows([], KeyColumns(np.arange(start, stop), ones, ones), block, row_slots)
             continue
         here = former.known[start:stop]
-        found = KeyColumns(former.keys[start:stop], ones, np.maximum(former.uses[start:stop], 1)).at(here)
-        table.load_rows(found, block[here], row_slots[here])
+        keys = KeyColumns(former.keys[start:stop], ones, np.maximum(former.uses[start:stop], 1))
+        table.load_rows([], keys.at(here), block[here], row_slots[here])
         for unknown, row in former.unknown.items() if table.unknown == SHARED else ():
             if start <= row < stop:
-                table.load_unknown([unknown], block[row - start :][:1], row_slots[row - start :][:1])
+                at = slice(row - start, row - start + 1)
+                table.load_rows([unknown], keys.at(at), block[at], row_slots[at])
 
 
 def bar_over(files: Sequence[RangeFile]) -> Iterator[RangeFile]:

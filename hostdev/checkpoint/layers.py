@@ -1,326 +1,230 @@
-"""The merged rows and keys of a checkpoint and its parents, read from the files one range at a time.
+"""The rows of tables in a checkpoint and its parents: rows of any ids or keys, and whole tables range by range.
 
-Keys are merged in parts, by the highest bits of their hashes, so that little memory is needed beside the result.
-
-Steps of some tables also change rows that the batch does not use. Files hold rows as they were last written, and the
-manifest holds the table's step history. Reading a row applies the steps that the row has missed.
+`SavedRows` is one table, opened read-only: an index, which finds the places of rows (`row_index`), values at places,
+and a history. Files hold rows as they were last written, and the manifest holds the table's step history, if its steps
+also change rows that the batch does not use. With it, reading a row applies the steps that the row has missed.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint.columns import Mapped, open_column
-from hostdev.checkpoint.folder import Chain, Checkpoint, chain_of_table, mapped
-from hostdev.checkpoint.keyed import OtherKeys, keys_of, read_others
-from hostdev.checkpoint.manifest import BrokenCheckpointError, KeyState, RangeFile, Table
-from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, parse_range, require_covered, rows_per_file
-from hostdev.checkpoint.segment_rows import open_segments
+from hostdev.checkpoint.folder import Chain, chain_of_table, mapped
+from hostdev.checkpoint.keyed import keys_of
+from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
+from hostdev.checkpoint.ranges import (
+    KEY,
+    LOCATION,
+    SPREAD,
+    WEIGHTS,
+    RowChunk,
+    get_column,
+    get_width,
+    parse_range,
+    require_covered,
+    rows_per_file,
+)
+from hostdev.checkpoint.row_index import (
+    PLACE_BITS,
+    IdIndex,
+    KeyedIndex,
+    MergedKeys,
+    TableFiles,
+    copy_rows,
+    make_places,
+    run,
+)
+from hostdev.checkpoint.segment_rows import SegmentRows
 from hostdev.core.history import History, NoHistory
-from hostdev.core.keys import KeyArrays, KeyColumns, decayed, join_columns
+from hostdev.core.initializers import from_text
 from hostdev.core.optimizer_base import LAST, CatchUp
 from hostdev.core.optimizers import Adam
-from hostdev.kernels.arrays import Rows, reserved
+from hostdev.core.rounding import rounding_key
+from hostdev.core.table_dtypes import BF16
+from hostdev.kernels.arrays import Keys, LongIds, Rows, identity
+from hostdev.kernels.bfloat16 import round_rows
 from hostdev.kernels.catch_up import bring_tasks
-from hostdev.kernels.clock import Clock
-from hostdev.kernels.counter import mix64
+from hostdev.kernels.jit import address_of
+from hostdev.kernels.plane_formats import BFLOAT16
 from hostdev.kernels.pool import run_tasks
+from hostdev.kernels.shards import ids_of
 
-_PART_BITS = 8
-_AT_ONCE = 1 << 16  # keys that are merged as one part
-
-
-class MergedKeys(NamedTuple):
-    """The keys of a chain's table by key, in the order of their hashes, and where the newest version of each row is."""
-
-    columns: KeyColumns  # [K]
-    layers: npt.NDArray[np.int32]  # [K], the checkpoint that has the row
-    positions: npt.NDArray[np.int32]  # [K], the row's position in that checkpoint
-    others: OtherKeys  # of the newest checkpoint
+_HELD = 2  # files of locations whose rows are held, so that their columns are read once
 
 
-class _Layer(NamedTuple):
-    """The keys of one checkpoint, in the order of their hashes."""
+class FileSlice(NamedTuple):
+    """The rows [start, stop) of a file."""
 
-    state: KeyState
-    others: OtherKeys
-    files: list[KeyColumns]  # in memory-mapped files
-    ends: npt.NDArray[np.int64]  # [parts + 1], where the keys of each part begin and end
-    gone_ends: npt.NDArray[np.int64]  # [parts + 1], the same for the keys that are gone
-
-    def between(self, first: int, last: int) -> KeyColumns:
-        """Return the keys at the positions [first, last)."""
-        found, begin = [KeyColumns(*_nothing())], 0
-        for file in self.files:
-            end = begin + len(file.keys)
-            if first < end and begin < last:
-                found.append(file.at(slice(max(0, first - begin), last - begin)))
-            begin = end
-        return join_columns(found)
+    file: int
+    start: int
+    stop: int
 
 
-class _Part(NamedTuple):
-    """Merged keys of a part; fields as in `MergedKeys`."""
+class SavedRows:
+    """A table in a chain. Several threads may call its methods.
 
-    columns: KeyColumns
-    layers: npt.NDArray[np.int32]
-    positions: npt.NDArray[np.int32]
+    Args:
+        chain: A full checkpoint and its increments, from `read_chain`.
+        name: The table.
+        current: Whether rows are read as of the table's last step; otherwise, as they were last written.
+        all_rows: Whether all rows will be read.
 
+    Attributes:
+        table: Its entry in the newest manifest.
+        rows: Number of rows or, for a table by key, of keys that have one.
 
-def merge_keys(chain: Chain, name: str) -> MergedKeys:
-    """Return the merged keys of a chain; raise BrokenCheckpointError if they contradict each other."""
-    own = chain_of_table(chain, name)
-    layers = [_read_layer(checkpoint, checkpoint.manifest.table(name)) for checkpoint in own]
-    count = layers[-1].state.count
-    columns = KeyColumns(*(reserved((count,), dtype) for dtype in (np.int64, np.uint32, np.uint32)))
-    found = MergedKeys(columns, reserved((count,), np.int32), reserved((count,), np.int32), layers[-1].others)
-    few = sum(int(layer.ends[-1]) for layer in layers) <= _AT_ONCE
-    first = 0
-    for begin, end in [(0, 1 << _PART_BITS)] if few else [(part, part + 1) for part in range(1 << _PART_BITS)]:
-        part = _merge_part(layers, begin, end)
-        last = first + len(part.layers)
-        if last <= count:
-            at = slice(first, last)
-            columns.keys[at], columns.last[at], columns.uses[at] = part.columns
-            found.layers[at], found.positions[at] = part.layers + (len(chain) - len(own)), part.positions
-        first = last
-    if first != count:
-        raise BrokenCheckpointError(f"{chain[-1].path} is broken (table {name!r} has {first:,} keys, not {count:,})")
-    return found
+    Raises:
+        BrokenCheckpointError: A file is damaged, or the checkpoints contradict each other.
+    """
 
-
-def key_arrays(merged: MergedKeys, state: KeyState) -> KeyArrays:
-    """Return merged keys for a digest."""
-    others = merged.others
-    return KeyArrays(state.step, state.unknown, *merged.columns, others.waiting, others.counts, others.sketch)
-
-
-def _read_layer(checkpoint: Checkpoint, table: Table) -> _Layer:
-    state = keys_of(table)
-    others = read_others(checkpoint, state)
-    files, ends = _read_columns(checkpoint, table)
-    return _Layer(state, others, files, ends, _ends(mix64(others.gone.view(np.uint64))))
-
-
-def _read_columns(checkpoint: Checkpoint, table: Table) -> tuple[list[KeyColumns], npt.NDArray[np.int64]]:
-    """Return the keys that have a row in a checkpoint, and where their parts begin and end."""
-    unknown, last = len(keys_of(table).unknown), -1
-    found, ends = [], np.zeros((1 << _PART_BITS) + 1, np.int64)
-    for file in sorted(table.files, key=lambda file: file.start):
-        path = checkpoint.path / file.file
-        rows = parse_range(path, mapped(path), table, file)
-        assert rows.keys is not None
-        found.append(rows.keys.at(slice(max(0, min(unknown - file.start, len(rows))), None)))
-        hashes = mix64(found[-1].keys.view(np.uint64))
-        if len(hashes):
-            if int(hashes[0]) <= last or (hashes[1:] <= hashes[:-1]).any():
+    def __init__(self, chain: Chain, name: str, *, current: bool = True, all_rows: bool = False) -> None:
+        newest, chain = chain[-1], chain_of_table(chain, name)
+        self.table = about = newest.manifest.table(name)
+        self.name, self.dim, self.is_by_key = name, about.dim, about.keys is not None
+        if not self.is_by_key:
+            require_covered(chain, name)
+        for checkpoint in chain:
+            table = checkpoint.manifest.table(name)
+            is_larger = not self.is_by_key and table.rows > about.rows
+            if (table.dim, table.order) != (about.dim, about.order) or is_larger:
                 raise BrokenCheckpointError(
-                    f"{checkpoint.path} is broken (the keys of table {table.name!r} are not in order)"
+                    f"{checkpoint.path} is broken (table {name!r} differs in shape or row order from {newest.path})"
                 )
-            last = int(hashes[-1])
-            ends += _ends(hashes)
-    return found, ends
+        self._files = _open_files(chain[::-1], name)
+        self._index = (KeyedIndex if self.is_by_key else IdIndex)(name, self._files)
+        self.rows = self._index.rows
+        self._segments = None if about.segments is None else SegmentRows(newest.path, about, all_rows=all_rows)
+        self._load = lru_cache(maxsize=_HELD)(partial(_load, self._files.chunks, self._segments))  # by number
+        self._addresses: dict[str, LongIds] = {}
+        history = history_of(chain, name) if current else NoHistory()
+        self._clock = history.clock()
+        self._planes = [WEIGHTS, *about.slots] if history.how is not None and history.how.betas else [WEIGHTS]
 
+    @cached_property
+    def merged(self) -> MergedKeys:
+        """All keys of a table by key."""
+        assert isinstance(self._index, KeyedIndex)
+        return self._index.merge()
 
-def _ends(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Return where each part of ascending hashes begins and ends."""
-    starts = np.arange(1 << _PART_BITS, dtype=np.uint64) << np.uint64(64 - _PART_BITS)
-    return np.append(np.searchsorted(hashes, starts), len(hashes))
+    def lookup(self, ids: npt.ArrayLike, unknown: str | Sequence[str] | None = None) -> Rows:
+        """Return a copy, float32 [N, D], of the weights of ids or keys [N].
 
+        Args:
+            ids: int32 or int64 [N] in [0, rows); for a table by key, keys.
+            unknown: For a table by key, as for `KeyedIndex.find`.
 
-def _nothing() -> tuple[Any, Any, Any]:
-    return np.zeros(0, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.uint32)
+        Raises:
+            TypeError, ValueError, UserError: As for `HostTable.lookup`; or there is no out-of-vocabulary row of this
+                name.
+            BrokenCheckpointError: A segment is damaged.
+        """
+        checked, places = self._index.find(ids, unknown)
+        if not (isinstance(self._index, KeyedIndex) and self._index.has_initial):
+            return np.ascontiguousarray(self.read(places, [WEIGHTS])[WEIGHTS])
+        out, has_row = np.empty((len(places), self.dim), np.float32), places >= 0
+        out[has_row] = self.read(places[has_row], [WEIGHTS])[WEIGHTS]
+        out[~has_row] = make_initial(self.table, checked[~has_row])
+        return out
 
+    def find(self, ids: npt.ArrayLike) -> LongIds:
+        """Return the places of the rows of ids [N], int64 [N]; raise the errors of `lookup`."""
+        return self._index.find(ids)[1]
 
-def _merge_part(layers: list[_Layer], begin: int, end: int) -> _Part:
-    """Merge the keys of the parts [begin, end)."""
-    none = np.zeros(0, np.int32)
-    merged, decays = _Part(KeyColumns(*_nothing()), none, none), 0
-    for number, layer in enumerate(layers):
-        first, last = layer.ends[[begin, end]].tolist()
-        added = layer.between(first, last)
-        gone = layer.others.gone[slice(*layer.gone_ends[[begin, end]].tolist())]
-        state = layer.state
-        uses, decays = decayed(merged.columns.uses, state.decay, state.decays - decays), state.decays
-        merged = merged._replace(columns=merged.columns._replace(uses=uses))
-        unknown = len(state.unknown)
-        positions = np.arange(unknown + first, unknown + last, dtype=np.int32)
-        merged = _replace(merged, gone, _Part(added, np.full(len(positions), number, np.int32), positions))
-    return merged
-
-
-def _replace(merged: _Part, gone: npt.NDArray[np.int64], new: _Part) -> _Part:
-    """Remove keys, and then add keys or replace them; all are in the order of their hashes."""
-    if not len(merged.layers):
-        return new
-    hashes, others = mix64(merged.columns.keys.view(np.uint64)), mix64(new.columns.keys.view(np.uint64))
-    kept = np.ones(len(hashes), np.bool_)
-    for removed in (mix64(gone.view(np.uint64)), others):
-        at = np.minimum(np.searchsorted(hashes, removed), len(hashes) - 1)
-        kept[at[hashes[at] == removed]] = False
-    at = np.searchsorted(hashes[kept], others)
-
-    def join(old: npt.NDArray[Any], values: npt.NDArray[Any]) -> Any:
-        return np.insert(old[kept], at, values)
-
-    old, own = merged.columns, new.columns
-    columns = KeyColumns(join(old.keys, own.keys), join(old.last, own.last), join(old.uses, own.uses))
-    return _Part(columns, join(merged.layers, new.layers), join(merged.positions, new.positions))
-
-
-class Layers:
-    """A chain's tables, read from memory-mapped files without verifying checksums; a layer is one checkpoint."""
-
-    def __init__(self, chain: Chain) -> None:
-        self.chain = chain
-        tables = [_merged_entry(table) for table in chain[-1].manifest.tables]
-        self.manifest = replace(chain[-1].manifest, tables=tables)
-        self.merged = lru_cache(maxsize=None)(partial(merge_keys, chain))  # called with the name of a table by key
-        self._parsed = lru_cache(maxsize=None)(self._parse)
-        self._mapped = lru_cache(maxsize=None)(partial(open_column, chain))
-        self._segments = lru_cache(maxsize=None)(lambda layer, name: open_segments(chain[layer], name))
-
-    def ranges(self, name: str) -> list[tuple[int, int]]:
-        """Return the row ranges of a table's files; raise BrokenCheckpointError unless they cover the table.
+    def locate(self, start: int, stop: int) -> LongIds | FileSlice:
+        """Return the places of the rows [start, stop) in stored order.
 
         The rows of a table by key are its out-of-vocabulary rows, and then those of its keys in the order of hashes.
         """
-        table = self.manifest.table(name)
-        if table.keys is not None:
-            step = rows_per_file(table)
-            return [(start, min(start + step, table.rows)) for start in range(0, table.rows, step)]
-        return require_covered(self._chain(name), name)
+        chunks = self._files.chunks if len(self._files.chain) == 1 else ()
+        for file, chunk in enumerate(chunks):
+            if chunk.start <= start and stop <= chunk.start + len(chunk):
+                return FileSlice(file, start - chunk.start, stop - chunk.start)
+        if isinstance(self._index, KeyedIndex):
+            return self.merged.places[start:stop]
+        return self._index.locate(np.arange(start, stop))
 
-    def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowChunk:
-        """Return the rows [start, stop), one of `ranges`, in stored order, with `columns` or, for None, all columns."""
-        table = self.manifest.table(name)
-        wanted = [WEIGHTS, *table.slots, *table.row_slots] if columns is None else list(columns)
-        if table.keys is not None:
-            return self._keyed_rows(table, start, stop, wanted)
-        chain = self._chain(name)
-        first = len(self.chain) - len(chain)
-        base = next(file for file in chain[0].manifest.table(name).files if file.start == start)
-        found = {column: _column(self._rows_of(first, table, base), column) for column in wanted}
-        copied = False
-        for layer, checkpoint in enumerate(chain[1:], first + 1):
-            for file in checkpoint.manifest.table(name).files:
-                if file.stop <= start or stop <= file.start:
-                    continue
-                rows = self._rows_of(layer, table, file)
-                ids = rows.ids if rows.ids is not None else np.arange(file.start, file.stop)
-                begin, end = np.searchsorted(ids, (start, stop))
-                if begin == end:
-                    continue
-                if not copied:
-                    found = {column: values.copy() for column, values in found.items()}
-                    copied = True
-                for column in wanted:
-                    found[column][ids[begin:end] - start] = _column(rows, column)[begin:end]
-        columns_found = {column: values for column, values in found.items() if column not in table.row_slots}
-        return RowChunk(
-            start, None, columns_found, {column: found[column] for column in table.row_slots if column in found}
-        )
+    def read(self, places: LongIds | FileSlice, columns: Sequence[str]) -> dict[str, Rows]:
+        """Return columns of rows by name, float32 [N, D], or [N, 1] for per-row state; some may be read-only views."""
+        if self._clock is None:
+            return self._read_stored(places, columns)
+        found = self._read_stored(places, list(dict.fromkeys([*self._planes, LAST, *columns])))
+        block, found[LAST] = np.stack([found[plane] for plane in self._planes], 1), found[LAST].copy()
+        run_tasks(bring_tasks(block, found[LAST], self._clock))
+        found |= {plane: block[:, number] for number, plane in enumerate(self._planes)}
+        return {column: found[column] for column in columns}
 
-    def column(self, name: str, column: str) -> Iterator[Rows]:
-        """Yield a column's rows in id order, range by range: float32 [n, D], or [n, 1] for per-row state."""
-        for start, stop in self.ranges(name):
-            yield self.columns_of_ids(name, start, stop, [column])[column]
+    def read_locations(self, start: int, stop: int) -> LongIds:
+        """Return the locations of the rows [start, stop) of a table whose rows are in segments."""
+        places = self.locate(start, stop)
+        if isinstance(places, FileSlice):
+            places = make_places(*places)
+        return self._copy(places, LOCATION).view(np.int64)[:, 0]
 
-    def lookup(self, name: str, column: str, ids: npt.NDArray[Any]) -> Rows:
-        """Return the rows `ids` of a column, float32 [N, D], or [N, 1] for per-row state."""
-        found: Rows = self._mapped(name, column).lookup(ids)
-        return found
+    def _read_stored(self, places: LongIds | FileSlice, columns: Sequence[str]) -> dict[str, Rows]:
+        if isinstance(places, FileSlice):
+            chunk, part = self._load(places.file), slice(places.start, places.stop)
+            return {column: get_column(chunk, column)[part].reshape(-1, self._width(column)) for column in columns}
+        if self._segments is None or not len(places):
+            return {column: self._copy(places, column) for column in columns}
+        places, inverse = np.unique(places, return_inverse=True)
+        locations = self._copy(places, LOCATION).view(np.int64)[:, 0]
+        found = self._segments.columns(locations, self._get_ids(places))
+        return {column: found[column].reshape(len(places), -1)[inverse] for column in columns}
 
-    def columns_of_ids(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
-        """Return the rows with ids in [start, stop), one of `ranges`, by column: float32 [n, D] or [n, 1]."""
-        if self.manifest.table(name).order == SPREAD:
-            return {column: self.lookup(name, column, np.arange(start, stop)) for column in columns}
-        rows = self.rows(name, start, stop, columns)
-        found = {**rows.columns, **rows.row_columns}
-        return {column: found[column].reshape(stop - start, -1) for column in columns}
+    def _get_ids(self, places: LongIds) -> LongIds:
+        """Return the ids in the whole table, or the keys, of rows in segments, all of which one checkpoint has."""
+        if self.is_by_key:
+            return self._copy(places, KEY).view(np.int64)[:, 0]
+        starts = np.array([chunk.start for chunk in self._files.chunks], np.int64)
+        positions = starts[places >> PLACE_BITS] + (places & ((1 << PLACE_BITS) - 1))
+        return ids_of(positions, self.rows) if self.table.order == SPREAD else positions
 
-    def _rows_of(self, layer: int, table: Table, file: RangeFile) -> RowChunk:
-        found: RowChunk = self._parsed(layer, table.name, file)
-        return found
+    def _copy(self, places: LongIds, column: str) -> Rows:
+        """Return copies of what the files have in a column, float32 [N, any]."""
+        out = np.empty((len(places), self._width(column)), np.float32)
+        if len(places):
+            addresses = self._addresses.get(column)
+            if addresses is None:
+                values = [int(address_of(get_column(chunk, column))) for chunk in self._files.chunks]
+                addresses = self._addresses[column] = np.array(values, np.int64)
+            run(copy_rows, len(places), places, addresses, out, nbytes=4 * out.shape[1])
+        return out
 
-    def locate(self, name: str, first: int, last: int, out: npt.NDArray[np.int64]) -> None:
-        """Write the locations of the merged rows [first, last) of a table whose rows are in segments, int64."""
-        for file in self.chain[-1].manifest.table(name).files:
-            begin, end = max(first, file.start), min(last, file.stop)
-            if begin < end:
-                rows = self._rows_of(len(self.chain) - 1, self.manifest.table(name), file)
-                assert rows.locations is not None
-                out[begin - first : end - first] = rows.locations[begin - file.start : end - file.start]
-
-    def _chain(self, name: str) -> Chain:
-        return chain_of_table(self.chain, name)
-
-    def _parse(self, layer: int, name: str, file: RangeFile) -> RowChunk:
-        path: Path = self.chain[layer].path / file.file
-        table = self.chain[layer].manifest.table(name)
-        return parse_range(path, mapped(path), table, file, self._segments(layer, name))
-
-    def _keyed_rows(self, table: Table, start: int, stop: int, wanted: Sequence[str]) -> RowChunk:
-        """Return the merged rows [start, stop) of a table by key."""
-        assert table.keys is not None
-        found = self.gather(table.name, np.arange(start, stop), wanted)
-        columns = {name: values for name, values in found.items() if name not in table.row_slots}
-        row_columns = {name: found[name] for name in table.row_slots if name in found}
-        return RowChunk(start, None, columns, row_columns, self.key_columns(table.name, start, stop))
-
-    def key_columns(self, name: str, start: int, stop: int) -> KeyColumns:
-        """Return the keys of the merged rows [start, stop) of a table by key; see `gather` for their order."""
-        table = self.manifest.table(name)
-        assert table.keys is not None
-        unknown = len(table.keys.unknown)
-        keys = self.merged(name).columns.at(slice(max(start, unknown) - unknown, max(stop, unknown) - unknown))
-        if start >= unknown:
-            return keys
-        files = [file for file in self.chain[-1].manifest.table(name).files if file.start < unknown]
-        own = [self._rows_of(len(self.chain) - 1, table, file).keys for file in files]
-        first = join_columns([each for each in own if each is not None])
-        return join_columns([first.at(slice(start, min(stop, unknown))), keys])
-
-    def gather(self, name: str, rows: npt.NDArray[Any], columns: Sequence[str]) -> dict[str, Rows]:
-        """Return merged rows of a table by key by column, from the newest files that have them.
-
-        Args:
-            name: The table.
-            rows: Row numbers [N]: out-of-vocabulary rows are first, followed by the keys of `merged`.
-            columns: Names of columns, which are returned as float32 [N, D], or [N] for per-row state.
-        """
-        table = self.manifest.table(name)
-        assert table.keys is not None
-        merged, unknown = self.merged(name), len(table.keys.unknown)
-        layers, positions = np.full(len(rows), len(self.chain) - 1, np.int32), np.array(rows, np.int64)
-        by_key = np.flatnonzero(positions >= unknown)
-        at = positions[by_key] - unknown
-        layers[by_key], positions[by_key] = merged.layers[at], merged.positions[at]
-        found: dict[str, Rows] = {}
-        for column in columns:
-            found[column] = np.empty(len(rows) if column in table.row_slots else (len(rows), table.dim), np.float32)
-        for layer in np.unique(layers).tolist():
-            for file in self.chain[layer].manifest.table(name).files:
-                at = np.flatnonzero((layers == layer) & (file.start <= positions) & (positions < file.stop))
-                if len(at):
-                    chunk = self._rows_of(layer, table, file)
-                    for column, values in found.items():
-                        values[at] = _column(chunk, column)[positions[at] - file.start]
-        return found
+    def _width(self, column: str) -> int:
+        return get_width(self.table, column)
 
 
-def _merged_entry(table: Table) -> Table:
-    """Return a table's entry; a table by key gets the number of rows that it has in all checkpoints together."""
-    return table if table.keys is None else replace(table, rows=len(table.keys.unknown) + table.keys.count)
+def _open_files(chain: Chain, name: str) -> TableFiles:
+    """Open the files of a table; the newest checkpoint comes first."""
+    entries = [sorted(each.manifest.table(name).files, key=lambda file: file.start) for each in chain]
+    chunks = [
+        parse_range(path, mapped(path), checkpoint.manifest.table(name), file)
+        for checkpoint, files in zip(chain, entries, strict=True)
+        for file in files
+        for path in [checkpoint.path / file.file]
+    ]
+    layers = np.array([0, *accumulate(map(len, entries))], np.int64)
+    return TableFiles(chain, [file for files in entries for file in files], chunks, layers)
 
 
-def _column(rows: RowChunk, column: str) -> Any:
-    return rows.columns[column] if column in rows.columns else rows.row_columns[column]
+def _load(chunks: list[RowChunk], segments: SegmentRows | None, file: int) -> RowChunk:
+    """Return the rows of a file with their columns."""
+    return chunks[file] if segments is None else segments.load(chunks[file])
+
+
+def make_initial(table: Table, keys: Keys) -> Rows:
+    """Return the initial weights of keys [N] of a table by key, float32 [N, D]."""
+    assert table.seed is not None
+    block = np.empty((len(keys), 1, table.dim), np.float32)
+    from_text(keys_of(table).init).fill(block, table.seed, table.name, np.empty(0, np.float32), ids=keys)
+    if table.dtype == BF16:
+        round_rows(block, identity(len(keys)), keys, rounding_key(table.seed, table.name, 0), (BFLOAT16,))
+    return block[:, 0]
 
 
 def history_of(chain: Chain, name: str) -> NoHistory | History:
@@ -347,59 +251,62 @@ def _catch_up(about: Table) -> CatchUp:
     return CatchUp(float(given["weight_decay"]))
 
 
-class CurrentTable:
-    """A table's weights as of its last step, float32 [rows, dim], with the interface of `MappedTable`.
+class Layers:
+    """A chain's tables, read range by range from memory-mapped files without verifying checksums.
 
     Args:
-        chain: A full checkpoint and its increments.
-        name: The table.
-        history: The table's step history.
+        chain: The checkpoint, with its parents.
+        current: As for `SavedRows`.
     """
 
-    def __init__(self, chain: Chain, name: str, history: History) -> None:
-        about = chain[-1].manifest.table(name)
-        self._clock = history.clock()
-        planes = [WEIGHTS, *about.slots] if history.how.betas is not None else [WEIGHTS]
-        self._planes = [open_column(chain, name, column) for column in planes]
-        self._last = open_column(chain, name, LAST)
-        self.is_by_key = self._last.is_by_key
-        self.name, self.rows, self.dim = name, self._planes[0].rows, about.dim
+    def __init__(self, chain: Chain, *, current: bool = False) -> None:
+        self.chain = chain
+        tables = [_merged_entry(table) for table in chain[-1].manifest.tables]
+        self.manifest = replace(chain[-1].manifest, tables=tables)
+        self.open = lru_cache(maxsize=None)(partial(SavedRows, chain, current=current, all_rows=True))  # by name
 
-    def lookup(self, ids: npt.NDArray[Any], **options: Any) -> Rows:
-        """Return a copy of the rows `ids`, after applying the steps that each has missed; see `MappedTable.lookup`.
+    def merged(self, name: str) -> MergedKeys:
+        """Return all keys of a table by key."""
+        return self.open(name).merged
 
-        For a table by key, the arguments are those of `MappedKeys.lookup`.
+    def ranges(self, name: str) -> list[tuple[int, int]]:
+        """Return the row ranges of a table's files; raise BrokenCheckpointError unless they cover the table.
+
+        The rows of a table by key are its out-of-vocabulary rows, and then those of its keys in the order of hashes.
         """
-        block = np.stack([plane.lookup(ids, **options) for plane in self._planes], 1)
-        run_tasks(bring_tasks(block, self._last.lookup(ids, **options), self._clock))
-        return np.ascontiguousarray(block[:, 0])
+        table = self.manifest.table(name)
+        if table.keys is not None:
+            step = rows_per_file(table)
+            return [(start, min(start + step, table.rows)) for start in range(0, table.rows, step)]
+        return require_covered(chain_of_table(self.chain, name), name)
 
+    def read(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
+        """Return the rows [start, stop) in stored order, by column: float32 [n, D], or [n, 1] for per-row state."""
+        rows = self.open(name)
+        return rows.read(rows.locate(start, stop), columns)
 
-def open_table(chain: Chain, name: str) -> Mapped | CurrentTable:
-    """Return a table's weights for lookups."""
-    history = history_of(chain, name)
-    return open_column(chain, name) if isinstance(history, NoHistory) else CurrentTable(chain, name, history)
+    def column(self, name: str, column: str) -> Iterator[Rows]:
+        """Yield a column's rows in id order, range by range: float32 [n, D], or [n, 1] for per-row state."""
+        for start, stop in self.ranges(name):
+            yield self.columns_of_ids(name, start, stop, [column])[column]
 
-
-class CurrentLayers(Layers):
-    """A chain's tables; `columns_of_ids` returns rows as of the last step."""
-
-    def __init__(self, chain: Chain) -> None:
-        super().__init__(chain)
-        self._clocks: dict[str, Clock | None] = {}
+    def lookup(self, name: str, ids: npt.ArrayLike, columns: Sequence[str]) -> dict[str, Rows]:
+        """Return the rows of ids [N] by column: float32 [N, D], or [N, 1] for per-row state."""
+        rows = self.open(name)
+        return rows.read(rows.find(ids), columns)
 
     def columns_of_ids(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
-        """See `Layers`."""
-        if name not in self._clocks:
-            self._clocks[name] = history_of(self.chain, name).clock()
-        clock, about = self._clocks[name], self.manifest.table(name)
-        if clock is None:
-            return super().columns_of_ids(name, start, stop, columns)
-        planes = [WEIGHTS, *about.slots]
-        found = super().columns_of_ids(name, start, stop, [*planes, *about.row_slots])
-        block = np.stack([found[column] for column in planes], 1)
-        row_slots = np.concatenate([found[column] for column in about.row_slots], 1)
-        run_tasks(bring_tasks(block, row_slots, clock))
-        found = {column: block[:, number] for number, column in enumerate(planes)}
-        found |= {column: row_slots[:, number : number + 1] for number, column in enumerate(about.row_slots)}
-        return {column: found[column] for column in columns}
+        """Return the rows with ids in [start, stop), as `read` does; for a table by key, rows in stored order."""
+        if self.manifest.table(name).order == SPREAD:
+            return self.lookup(name, np.arange(start, stop), columns)
+        return self.read(name, start, stop, columns)
+
+    def gather(self, name: str, rows: LongIds, columns: Sequence[str]) -> dict[str, Rows]:
+        """Return rows [N] of a table by key by their numbers in stored order, as `read` does."""
+        stored = self.open(name)
+        return stored.read(stored.merged.places[rows], columns)
+
+
+def _merged_entry(table: Table) -> Table:
+    """Return a table's entry; a table by key gets the number of rows that it has in all checkpoints together."""
+    return table if table.keys is None else replace(table, rows=len(table.keys.unknown) + table.keys.count)

@@ -20,21 +20,19 @@ from hostdev.checkpoint.folder import (
     chain_of_table,
     check_entry,
     check_file,
-    mapped,
     read_chain,
 )
 from hostdev.checkpoint.keyed import load_ids, load_keys, require_kind
 from hostdev.checkpoint.layers import Layers, history_of
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, SegmentEntry, Table
-from hostdev.checkpoint.ranges import WEIGHTS, has_local_rows, map_rows, parse_range
+from hostdev.checkpoint.ranges import has_local_rows, map_rows, stack_columns
 from hostdev.checkpoint.remote import candidates
-from hostdev.checkpoint.segment_rows import SegmentRows, open_segments
+from hostdev.checkpoint.segment_rows import SegmentRows, open_segments, read_chunk
 from hostdev.checkpoint.state import read_values
 from hostdev.core.errors import UserError
 from hostdev.core.keys import FormerIds
 from hostdev.core.optimizers import can_continue, hyperparameters
 from hostdev.core.progress import bar
-from hostdev.kernels.arrays import scratch
 
 _THREADS = 4
 
@@ -242,21 +240,10 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, f
 
 
 def _load(path: Path, about: Table, file: RangeFile, table: Any, segments: SegmentRows | None, *, check: bool) -> int:
-    if check:
-        content = scratch("checkpoint content", (file.bytes,), np.uint8).data
-        check_file(path, file, content)
-    else:
-        content = mapped(path)
-    rows = parse_range(path, content, about, file, segments)
+    rows = read_chunk(path, about, file, segments, check=check)
     numbers = rows.ids if rows.ids is not None else np.arange(file.start, file.stop)
     numbers, chosen = map_rows(about, numbers, table)
-    columns = [rows.columns[name] for name in (WEIGHTS, *about.slots)]
-    row_columns = [rows.row_columns[name] for name in about.row_slots]
-    if chosen is not None:
-        columns, row_columns = [each[chosen] for each in columns], [each[chosen] for each in row_columns]
-    block = scratch("checkpoint rows", (len(numbers), len(columns), about.dim))
-    np.stack(columns, axis=1, out=block)
-    row_slots = np.stack(row_columns, axis=1) if row_columns else np.empty((len(numbers), 0), np.float32)
+    block, row_slots = stack_columns(about, {**rows.columns, **rows.row_columns}, chosen)
     try:
         table.write_rows(numbers, block, row_slots)
     except ValueError as error:

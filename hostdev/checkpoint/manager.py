@@ -3,15 +3,14 @@
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.adopting import can_locate, describe_segments, find_held
 from hostdev.checkpoint.folder import Checkpoint
-from hostdev.checkpoint.items import DeviceRows, Item, Located, describe_table
-from hostdev.checkpoint.keyed import OtherKeys, make_state
+from hostdev.checkpoint.items import DeviceRows, Item, describe_table
+from hostdev.checkpoint.keyed import make_state
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import FILE_BYTES
 from hostdev.checkpoint.uploads import Uploads
@@ -130,7 +129,7 @@ class CheckpointManager:
         """
         self.join()
         self.lock()
-        if self._world.size > 1 and self._channel is None:
+        if self._channel is None:
             self._channel = self._world.channel()
         tables = sorted(tables, key=lambda table: table.name)
         budget = Budget(COPIES_BYTES)
@@ -147,7 +146,8 @@ class CheckpointManager:
                 for name, changes in noted.items():  # not of the tables: they may have forgotten their changes since
                     changes.since = self._token(writer.checkpoint)
                     changes.digests = writer.range_digests.get(name, changes.digests)
-                written = sum(item.source.count * _row_bytes(item.table) for item in items if item.located is None)
+                copied = [item for item in items if item.table.segments is None]
+                written = sum(item.source.count * _row_bytes(item.table) for item in copied)
                 self._increments = 0 if parent is None else self._increments + written
                 self.last = writer.checkpoint
             self._found_damage = isinstance(writer.error, BrokenCheckpointError)
@@ -178,7 +178,7 @@ class CheckpointManager:
             )
         except BaseException:
             for item in items:
-                item.stop()
+                item.source.end()
                 item.end(False)
             budget.close()
             raise
@@ -218,55 +218,41 @@ class CheckpointManager:
         about = replace(describe_table(table), segments=describe_segments(table))
         copies = LocationCopies(table.storage.tier)
         try:
-            item, rows = self._begin_item(number, table, about, budget, full=True, copies=copies)
+            return self._begin_item(number, table, about, budget, full=True, copies=copies)
         except BaseException:
             copies.end()
             raise
-        return item._replace(located=Located(rows.locate, copies.finish))
 
     def _begin_item(
         self, number: int, table: Any, about: Table, budget: Budget, *, full: bool, copies: Copies | None = None
-    ) -> tuple[Item, Any]:
-        """Begin a snapshot of a table in host memory or on disk; return its item, and the snapshot."""
+    ) -> Item:
+        """Begin a snapshot of a table in host memory or on disk."""
         changes = table.note_changes()
         rows = table.begin_snapshot(budget, everything=full, copies=copies)
-        if table.capabilities.by_key:
-            return self._keyed_item(number, table, about, changes, rows), rows
-        end = partial(_end, table, changes, rows)
-        return Item(about, rows, full, rows.end, end, table.start, table.rows), rows
 
-    def _keyed_item(self, number: int, table: Any, about: Table, changes: Any, rows: Any) -> Item:
-        mine = [rows.count, table.rows, rows.found.waiting_count]
+        def end(saved: bool) -> None:
+            changes.end(rows, saved=saved)  # not those of the table, which may track others since
+
+        if not table.capabilities.by_key:
+            return Item(about, rows, full, end, table.start, table.rows)
         try:
-            counts = self._world.control.share(mine)
+            counts = self._world.control.share([rows.count, table.rows, rows.found.waiting_count])
         except BaseException:
-            table.end_snapshot(changes, rows, saved=False)
+            end(False)
             raise
         saved_rows, live, waiting = map(sum, zip(*counts, strict=True))
         state = make_state(table, rows, number, live, waiting)
         about = replace(about, rows=saved_rows, keys=state, seed=table.seed, order="ids")
-        found, gone = rows.found, rows.gone
-        return Item(
-            about,
-            rows,
-            True,
-            rows.end,
-            partial(_end, table, changes, rows),
-            sum(count for count, *_ in counts[: self._world.rank]),
-            rows.count,
-            get_keys=rows.key_columns,
-            files=lambda channel: _other_files(found, gone, channel),
-            prepare=lambda: found.waiting,
-        )
+        first = sum(count for count, *_ in counts[: self._world.rank])
+        return Item(about, rows, True, end, first, rows.count)
 
     def _item(self, number: int, table: Any, budget: Budget, parent: Checkpoint | None) -> Item:
         about, full = describe_table(table), parent is None
         if parent is not None and parent.manifest.table(table.name).segments is not None:
             full, about = True, replace(about, whole=True)  # an increment cannot build on segments
         if not hasattr(table, "note_changes"):
-            rows = DeviceRows(table, COPIES_BYTES)
-            return Item(about, rows, True, rows.stop, lambda saved: None)
-        return self._begin_item(number, table, about, budget, full=full or not self._knows_changes(table))[0]
+            return Item(about, DeviceRows(table, COPIES_BYTES), True)
+        return self._begin_item(number, table, about, budget, full=full or not self._knows_changes(table))
 
     def _knows_changes(self, table: Any) -> bool:
         """Return whether a table's changes are tracked since the last checkpoint in this folder."""
@@ -321,18 +307,8 @@ class CheckpointManager:
             self._writer.join()
 
 
-def _end(table: Any, changes: Any, rows: Any, saved: bool) -> None:
-    table.end_snapshot(changes, rows, saved=saved)
-
-
 def _shape(table: Table, *, keyed: bool) -> tuple[Any, ...]:
     return table.name, keyed or (table.rows, table.order)
-
-
-def _other_files(found: Any, gone: Any, channel: Any) -> dict[str, bytes]:
-    """Return the files of keys that have no row in a checkpoint; of all ranks, on the first one."""
-    others = OtherKeys(found.waiting[0], found.waiting[1], gone, found.sketch)
-    return (others if channel is None else OtherKeys(*map(channel.gather_first, others))).files()
 
 
 def _row_bytes(table: Table) -> int:

@@ -7,25 +7,24 @@ are in segments, there is instead the column `location`, int64 (`host.snapshot`)
 """
 
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.manifest import KEY_COLUMNS, BrokenCheckpointError, RangeFile, Table
-from hostdev.checkpoint.segment_rows import LocatedColumns, SegmentRows, number_segments
+from hostdev.checkpoint.manifest import KEY_COLUMNS, BrokenCheckpointError, RangeFile, SegmentState, Table
 from hostdev.core.checksums import HashedFile
 from hostdev.core.digest import Digests, range_digests, rows_per_range
 from hostdev.core.errors import raise_if_transient
 from hostdev.core.keys import KeyColumns
-from hostdev.kernels.arrays import LongIds, Rows
+from hostdev.host.snapshot import LOCATION_BITS
+from hostdev.kernels.arrays import LongIds, Rows, scratch
 from hostdev.kernels.shards import get_positions, ids_of
 
 FILE_BYTES = 1 << 26
-WEIGHTS, ID, LOCATION = "weights", "id", "location"
+WEIGHTS, ID, LOCATION, KEY = "weights", "id", "location", KEY_COLUMNS[0]
 SPREAD = "spread"  # a value of `Table.order`
 
 
@@ -38,7 +37,7 @@ class RowChunk(NamedTuple):
         columns: Columns by name, float32 [N, D]: weights first, then optimizer state.
         row_columns: Per-row optimizer state by name, float32 [N].
         keys: For a table by key, the keys [N].
-        locations: int64 [N], where the rows are if they are in segments; columns are then read when they are needed.
+        locations: int64 [N], where the rows are if they are in segments; `SegmentRows.load` then reads the columns.
     """
 
     start: int
@@ -104,21 +103,31 @@ def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows
 
 
 def get_width(table: Table, column: str) -> int:
-    """Return the float32 values of a row in a column; a location is one int64."""
-    return 2 if column == LOCATION else 1 if column in table.row_slots else table.dim
+    """Return the float32 values of a row in a column; a location and a key are an int64 each."""
+    return 2 if column in (LOCATION, KEY) else 1 if column in table.row_slots else table.dim
 
 
 def get_column(rows: RowChunk, column: str) -> Rows:
-    """Return a column of rows, float32 [N, D], or [N] for per-row state; locations as the bits of [N, 2]."""
-    if column == LOCATION:
-        assert rows.locations is not None
-        return rows.locations.view(np.float32).reshape(-1, 2)
+    """Return a column of rows, float32 [N, D], or [N] for per-row state; locations and keys as the bits of [N, 2]."""
+    if column in (LOCATION, KEY):
+        values = rows.locations if column == LOCATION else None if rows.keys is None else rows.keys.keys
+        assert values is not None
+        return values.view(np.float32).reshape(-1, 2)
     return rows.columns[column] if column in rows.columns else rows.row_columns[column]
 
 
-def parse_range(
-    path: Path, content: Any, table: Table, file: RangeFile, segments: SegmentRows | None = None
-) -> RowChunk:
+def stack_columns(table: Table, columns: Mapping[str, Rows], chosen: Any = slice(None)) -> tuple[Rows, Rows]:
+    """Return chosen rows as block [n, 1 + S, D], in memory that the thread uses again, and per-row state [n, R]."""
+    vectors = [columns[name][chosen] for name in (WEIGHTS, *table.slots)]
+    block = scratch("checkpoint rows", (len(vectors[0]), len(vectors), table.dim))
+    np.stack(vectors, axis=1, out=block)
+    row_slots = np.empty((len(block), len(table.row_slots)), np.float32)
+    for number, name in enumerate(table.row_slots):
+        row_slots[:, number] = columns[name].reshape(-1)[chosen]
+    return block, row_slots
+
+
+def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowChunk:
     """Return the rows of a file as views of its content, a buffer such as a memory map.
 
     Args:
@@ -126,7 +135,6 @@ def parse_range(
         content: Its content.
         table: The table's entry in the manifest.
         file: The file's entry.
-        segments: The table's segments, if the file has locations in them; None opens them.
 
     Raises:
         BrokenCheckpointError: The rows do not match the manifest. (Kernels read them by address, without a check.)
@@ -156,29 +164,18 @@ def parse_range(
         raise BrokenCheckpointError(f"{path} is broken (its rows do not match the range {file.start}..{file.stop - 1})")
     keys = None if table.keys is None else KeyColumns(*(batch[name].to_numpy() for name in KEY_COLUMNS))
     if table.segments is not None:
-        return _located(path, table, file, batch[LOCATION].to_numpy(), keys, segments)
+        locations = number_segments(batch[LOCATION].to_numpy(), file.start, table.segments)
+        return RowChunk(file.start, None, {}, {}, keys, locations)
     columns = {
         name: batch[name].flatten().to_numpy().reshape(len(batch), table.dim) for name in (WEIGHTS, *table.slots)
     }
     return RowChunk(file.start, ids, columns, {name: batch[name].to_numpy() for name in table.row_slots}, keys)
 
 
-def _located(
-    path: Path, table: Table, file: RangeFile, locations: LongIds, keys: KeyColumns | None, segments: SegmentRows | None
-) -> RowChunk:
-    """Return the rows at locations, which are read when they are needed."""
-    assert table.segments is not None
-    root = path.parents[len(PurePosixPath(file.file).parts) - 1]
-    locations = number_segments(locations, file.start, table.segments)
-
-    def read() -> dict[str, Rows]:
-        ids: Any = np.arange(file.start, file.stop) if keys is None else keys.keys
-        ids = ids_of(ids, table.rows) if table.order == SPREAD else ids
-        return (segments or SegmentRows(root, table)).columns(locations, ids)
-
-    held = read if segments is None else partial(segments.held_columns, file.file, read)
-    vectors, values = LocatedColumns([WEIGHTS, *table.slots], held), LocatedColumns(list(table.row_slots), held)
-    return RowChunk(file.start, None, vectors, values, keys, locations)
+def number_segments(locations: LongIds, start: int, state: SegmentState) -> LongIds:
+    """Return the locations of a file's rows, from `start` on, with the segments' numbers in the whole table."""
+    first = [each.first_segment for each in state.numbering if each.first_row <= start][-1]
+    return locations if not first else np.where(locations > 0, locations + (first << LOCATION_BITS), locations)
 
 
 def nested(column: Any) -> Any:
@@ -208,7 +205,7 @@ def has_local_rows(about: Table, file: RangeFile, table: Any) -> bool:
 
 
 def map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
-    """Return the local rows to load, and the indices of their values among the file's rows (None for all).
+    """Return the local rows to load, and the indices of their values among the file's rows.
 
     Args:
         about: The table's entry in the manifest.
@@ -219,7 +216,7 @@ def map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
     if about.order == SPREAD and (part is None or about.rows != table.total_rows):
         numbers = ids_of(numbers, about.rows)  # positions depend on the table's number of rows
     if part is None:
-        return numbers, None
+        return numbers, slice(None)
     same = about.order == SPREAD and about.rows == table.total_rows
     positions = numbers if same else get_positions(numbers, table.total_rows)
     chosen = np.flatnonzero((table.start <= positions) & (positions < table.start + table.rows))

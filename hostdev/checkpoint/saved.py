@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.layers import open_table
+from hostdev.checkpoint.layers import SavedRows
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.remote import newest
 from hostdev.core.addresses import checkpoint_path
@@ -34,11 +34,9 @@ class SavedTable:
     """
 
     def __init__(self, chain: Chain, name: str) -> None:
-        about = chain[-1].manifest.table(name)
-        self._mapped: Any = open_table(chain, name)
-        self.is_by_key = about.keys is not None
-        self.name, self.rows, self.dim = name, self._mapped.rows, self._mapped.dim
-        self.optimizer, self.hyperparameters = about.optimizer, about.arguments
+        self._stored = stored = SavedRows(chain, name)
+        self.name, self.rows, self.dim, self.is_by_key = name, stored.rows, stored.dim, stored.is_by_key
+        self.optimizer, self.hyperparameters = stored.table.optimizer, stored.table.arguments
 
     def __len__(self) -> int:
         return self.rows
@@ -54,13 +52,10 @@ class SavedTable:
             UserError: An id is outside 0..rows - 1, or there is no out-of-vocabulary row of this name.
             TypeError: The ids are not integers.
         """
-        options: dict[str, str] = {}
-        array = np.asarray(ids)
-        if self.is_by_key:
-            array, options = to_keys(ids, f"table {self.name!r}: keys"), {"unknown": unknown or ""}
-        elif unknown is not None:
+        if unknown is not None and not self.is_by_key:
             raise UserError(f"table {self.name!r} is not a table by key, and has no out-of-vocabulary rows")
-        found: Rows = self._mapped.lookup(array.reshape(-1), **options)
+        array = to_keys(ids, f"table {self.name!r}: keys") if self.is_by_key else np.asarray(ids)
+        found = self._stored.lookup(array.reshape(-1), unknown)
         return found if array.ndim == 1 else found.reshape(*array.shape, self.dim)
 
     def __repr__(self) -> str:

@@ -4,32 +4,31 @@ Each block that is read is verified. Segments are mapped into memory, so that ro
 system's page cache, which processes share.
 """
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hostdev.checkpoint.folder import Checkpoint, mapped
-from hostdev.checkpoint.manifest import BrokenCheckpointError, SegmentState, Table
+from hostdev.checkpoint.folder import Checkpoint, check_file, mapped
+from hostdev.checkpoint.manifest import BrokenCheckpointError, RangeFile, SegmentState, Table
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, parse_range
 from hostdev.core.digest import read_singly
 from hostdev.core.errors import UserError
 from hostdev.core.initializers import from_text
 from hostdev.core.memory import available_bytes
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.host.disk.readers import Planes, Read, RecordSource
-from hostdev.host.disk.storage import RowFormat
-from hostdev.host.layouts import Float32, Split
+from hostdev.host.disk.storage import allocate_rows, count_row_bytes
+from hostdev.host.layouts import Float32, Split, fill_rows
 from hostdev.host.snapshot import LOCATION_BITS, split_locations
-from hostdev.host.storage import Shape
-from hostdev.kernels.arrays import LongIds, Rows
+from hostdev.host.storage import RowFormat
+from hostdev.kernels.arrays import LongIds, Rows, scratch
 from hostdev.kernels.disk_records import BLOCK_HEADER, DAMAGED, GOOD, Format
 from hostdev.kernels.jit import address_of
+from hostdev.kernels.shards import ids_of
 
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {each.__name__: each for each in OPTIMIZERS.values()}
-_HELD = 2  # files whose rows are held, so that their columns are read once
 
 
 class SegmentRows:
@@ -53,15 +52,14 @@ class SegmentRows:
         if not (all_rows and 2 * sum(each.nbytes for each in self._maps) <= available_bytes()):
             for each in self._maps:  # the rows of a lookup, and of a range, are anywhere; what lies around is not used
                 read_singly(each)
-        records = Format.of(self.format.row_bytes, 0)
-        require_format(root, table, self.state, records, self.format.row_bytes)
+        row_bytes = count_row_bytes(self.format)
+        records = Format.of(row_bytes, 0)
+        require_format(root, table, self.state, records, row_bytes)
         tags = np.array([file.number for file in self.state.files], np.uint64) << np.uint64(32)
         addresses = np.array([int(address_of(each)) for each in self._maps], np.int64)
         files = np.full(len(tags), -1, np.int32)
         self._source = RecordSource(files, tags, records._replace(per_segment=1 << LOCATION_BITS), addresses)
         self._records = count_records(self.state)
-        self._held: OrderedDict[str, dict[str, Rows]] = OrderedDict()
-        self._lock = threading.Lock()
 
     def read(self, locations: LongIds, ids: LongIds) -> Float32 | Split:
         """Return the rows at locations [N] in memory; ids [N] are the rows' ids in the whole table, or their keys.
@@ -69,10 +67,10 @@ class SegmentRows:
         Raises:
             BrokenCheckpointError: A segment is damaged, or there is no such location.
         """
-        rows = self.format.allocate(np.zeros(len(locations), np.int64))
+        rows = allocate_rows(self.format, np.zeros(len(locations), np.int64))
         new = np.flatnonzero(locations == 0).astype(np.int32)
         if len(new):
-            self.format.fill(rows, new, ids[new])
+            fill_rows(rows, new, ids[new])
         there = np.flatnonzero(locations != 0).astype(np.int32)
         if not len(there):
             return rows
@@ -100,52 +98,42 @@ class SegmentRows:
         found = np.empty((1 + len(table.slots), n, table.dim), np.float32)
         rows.copy_to_columns(0, n, 0, np.arange(n), found)
         found.flags.writeable = False
-        named = dict(zip(("weights", *table.slots), found, strict=True))
+        named = dict(zip((WEIGHTS, *table.slots), found, strict=True))
         return named | {
             name: np.ascontiguousarray(rows.row_slots[:, number]) for number, name in enumerate(table.row_slots)
         }
 
-    def held_columns(self, file: str, read: Callable[[], dict[str, Rows]]) -> dict[str, Rows]:
-        """Return what `read` returns, which is held for the last files."""
-        with self._lock:
-            if file in self._held:
-                self._held.move_to_end(file)
-                return self._held[file]
-        found = read()
-        with self._lock:
-            self._held[file] = found
-            while len(self._held) > _HELD:
-                self._held.popitem(last=False)
-        return found
+    def load(self, rows: RowChunk) -> RowChunk:
+        """Return the rows of a file of locations with their columns; see `read`."""
+        table = self._table
+        assert rows.locations is not None
+        ids = np.arange(rows.start, rows.start + len(rows)) if rows.keys is None else rows.keys.keys
+        found = self.columns(rows.locations, ids_of(ids, table.rows) if table.order == SPREAD else ids)
+        columns = {name: found[name] for name in (WEIGHTS, *table.slots)}
+        row_columns = {name: found[name] for name in table.row_slots}
+        return RowChunk(rows.start, None, columns, row_columns, rows.keys, rows.locations)
 
 
-class LocatedColumns(Mapping[str, Rows]):
-    """Columns of the rows of a file of locations, which are read when they are needed.
+def read_chunk(path: Path, table: Table, file: RangeFile, segments: SegmentRows | None, *, check: bool) -> RowChunk:
+    """Return the rows of a file with their columns, which are valid until this thread reads the next file.
 
     Args:
-        names: The columns' names.
-        read: Returns all columns of the rows, by name.
+        path: The file.
+        table: The table's entry in the manifest.
+        file: The file's entry.
+        segments: The table's segments, if the file has locations in them.
+        check: Whether to verify the file's checksum.
+
+    Raises:
+        BrokenCheckpointError: The file or a segment is damaged.
     """
-
-    def __init__(self, names: list[str], read: Callable[[], dict[str, Rows]]) -> None:
-        self._names, self._read = names, read
-
-    def __getitem__(self, name: str) -> Rows:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._read()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def number_segments(locations: LongIds, start: int, state: SegmentState) -> LongIds:
-    """Return the locations of a file's rows, from `start` on, with the segments' numbers in the whole table."""
-    first = [each.first_segment for each in state.numbering if each.first_row <= start][-1]
-    return locations if not first else np.where(locations > 0, locations + (first << LOCATION_BITS), locations)
+    if check:
+        content = scratch("checkpoint content", (file.bytes,), np.uint8).data
+        check_file(path, file, content)
+    else:
+        content = mapped(path)
+    rows = parse_range(path, content, table, file)
+    return rows if segments is None else segments.load(rows)
 
 
 def open_segments(checkpoint: Checkpoint, name: str) -> SegmentRows | None:
@@ -179,9 +167,7 @@ def make_format(root: Path, table: Table, state: SegmentState) -> RowFormat:
         raise BrokenCheckpointError(f"{root} is broken (table {table.name!r}: {error})"[:480]) from None
     if [*optimizer.slots] != table.slots or [*optimizer.row_slots] != table.row_slots:
         raise BrokenCheckpointError(f"{root} is broken (table {table.name!r} has other state than its optimizer)")
-    V = table.rows
-    shape = Shape(V, table.dim, optimizer, 0, V, False, lambda start, stop: np.arange(start, stop), table.slots_dtype)
-    return RowFormat(table.name, shape, table.dtype, table.slots_dtype, state.seed, init)
+    return RowFormat(table.name, table.dim, optimizer, table.dtype, table.slots_dtype, state.seed, init)
 
 
 def require_format(root: Path, table: Table, state: SegmentState, records: Format, row_bytes: int) -> None:

@@ -18,7 +18,7 @@ from safetensors.numpy import save as save_arrays
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from hostdev.checkpoint.layers import Layers, key_arrays
+from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import VERSION, BrokenCheckpointError
 from hostdev.core.digest import (
     DigestColumn,
@@ -156,7 +156,7 @@ def state_digest(
             pieces = partial(layers.column, table.name, name)
             width = 1 if name in table.row_slots else table.dim
             columns.append(DigestColumn(name, (table.rows, width), partial(ranges_in_order, pieces, length)))
-        keys = None if table.keys is None else key_arrays(layers.merged(table.name), table.keys)
+        keys = None if table.keys is None else layers.merged(table.name).for_digest(table.keys)
         digest.table(table.name, table.step, columns, None if known is None else known[table.name], keys)
     for name, key in names:
         if key not in tensors:

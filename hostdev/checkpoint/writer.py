@@ -25,6 +25,7 @@ import hostdev
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.items import Held, Item, get_version, hold_segments, join_entries, read_rows, split_rows
+from hostdev.checkpoint.keyed import OtherKeys
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify_some
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, Manifest, Parent, RangeFile, SegmentState, Table
@@ -42,6 +43,7 @@ from hostdev.kernels.arrays import Rows
 
 _Written = tuple[RangeFile, dict[str, Digests]]  # a file, and the digests of its ranges by column
 
+_ALONE = LocalChannel()
 _PIECE = 1 << 22  # bytes
 _NICE = 19
 _WRITERS = 2  # threads; each hashes and writes a file
@@ -81,7 +83,7 @@ class AsyncWriter:
         best_steps: Steps in order of preference; the checkpoint of the first step that has one is also kept.
         state_sha256: Digest of the state, if known.
         on_end: Called with this writer when writing has ended, even after an error.
-        channel: Connects the processes that write this checkpoint.
+        channel: Connects the processes that write this checkpoint, each its own rows.
         release: Called last, to unlock the folder.
         held: As for `hold_segments`.
         uploads: Bring the checkpoint to a store.
@@ -99,7 +101,7 @@ class AsyncWriter:
         best_steps: Sequence[int] = (),
         state_sha256: str | None,
         on_end: Callable[["AsyncWriter"], None] = lambda writer: None,
-        channel: LocalChannel | None = None,
+        channel: LocalChannel = _ALONE,
         release: Callable[[], None] = lambda: None,
         held: Held | None = None,
         uploads: Uploads | None = None,
@@ -107,8 +109,8 @@ class AsyncWriter:
         self._path, self._step, self._items, self._content = path, step, items, content
         self._parent, self._keep, self._state_sha256, self._on_end = parent, keep, state_sha256, on_end
         self._release, self._channel, self._best_steps, self._held = release, channel, best_steps, held or {}
-        self._needs_digest = channel is None and parent is None and state_sha256 is None
-        self._needs_digest &= all(item.located is None for item in items)  # it would take a read of all segments
+        self._needs_digest = channel.ranks == 1 and parent is None and state_sha256 is None
+        self._needs_digest &= all(item.table.segments is None for item in items)  # it would take a read of all segments
         self._hashes_rows = self._needs_digest and all(has_whole_ranges(item.table) for item in items)
         self.range_digests: dict[str, RangeDigests] = {}
         self.checkpoint: Checkpoint | None = None
@@ -182,31 +184,22 @@ class AsyncWriter:
             del self._items, self._content, self._on_end, self._release  # an ended writer holds no tables
 
     def _save(self) -> None:
-        partial, channel = None, self._channel
         try:
             _lower_priority()
-            if self._channel is None:
-                name = folder.new_name(self._path, self._step)
-                partial = folder.begin(self._path, name)
-                tables, files = self._write_tables(partial), [item.files(None) for item in self._items]
-                self.checkpoint = folder.commit(partial, name, self._write(partial, tables, files))
-            else:
-                self.checkpoint = self._save_together(self._channel)
+            self.checkpoint = self._write_all(self._channel)
         except BaseException as error:
             if isinstance(error, OSError) and error.filename is None:
                 error.filename = str(self._path)
             self.error = error
-            if partial is not None:
-                shutil.rmtree(partial, ignore_errors=True)
         finally:
             for item in self._items:
                 try:
-                    item.stop()
+                    item.source.end()
                     item.end(self.checkpoint is not None)
                 except Exception as error:  # the others must end, too, since training waits for them
                     self.error = self.error or error
             self._on_end(self)
-        if self.checkpoint is not None and (channel is None or channel.rank == 0):
+        if self.checkpoint is not None and self._channel.rank == 0:
             try:
                 folder.clean(self._path)
                 if self._keep:
@@ -216,8 +209,8 @@ class AsyncWriter:
             if self._uploads is not None:
                 self._upload = self._uploads.notify()
 
-    def _save_together(self, channel: LocalChannel) -> Checkpoint:
-        """Write a checkpoint together with other processes: each writes its rows, and rank 0 writes all else."""
+    def _write_all(self, channel: LocalChannel) -> Checkpoint:
+        """Write a checkpoint: each process writes its rows, and rank 0 writes all else."""
         partial: Path | None = None
 
         def begin() -> list[str]:
@@ -239,11 +232,12 @@ class AsyncWriter:
             parts = [[found[number] for found in written] for number in range(len(self._items))]
             tables = [join_entries(item.table, part) for item, part in zip(self._items, parts, strict=True)]
 
-            _agree(channel, lambda: [item.prepare() for item in self._items] and None)
-            files = [item.files(channel) for item in self._items]
+            others = [item.source.other_keys for item in self._items]
+            _agree(channel, lambda: [keys() for keys in others] and None)  # which may fail in one process alone
+            files = [_gather_files(keys(), channel) for keys in others]
 
-            def commit() -> str:
-                return folder.commit(partial, name, self._write(partial, tables, files)).manifest.to_text()
+            def commit() -> None:
+                folder.commit(partial, name, self._write(partial, tables, files))
 
             _agree(channel, commit if channel.rank == 0 else None)
         except BaseException:
@@ -289,7 +283,7 @@ class AsyncWriter:
 
     def _prefix(self, number: int) -> str:
         """Return how the names of this process's files of a table begin."""
-        return f"tables/{number}/{'' if self._channel is None else f'{self._channel.rank}-'}"
+        return f"tables/{number}/{'' if self._channel.ranks == 1 else f'{self._channel.rank}-'}"
 
     def _write_tables(self, partial: Path) -> list[Table]:
         found: list[list[Future[_Written]]] = []
@@ -307,16 +301,15 @@ class AsyncWriter:
                     buffer = buffers.get()
                     _raise_first_error(written)
                     buffer, rows = read_rows(item, buffer, start, stop, ids)
-                    table = item.table
-                    if self._channel is not None:
+                    if first:
                         start, stop, ids = start + first, stop + first, None if ids is None else ids + first
                         rows = RowChunk(start, ids, *rows[2:])
                     name = f"{self._prefix(number)}{len(written):06d}.arrow"
                     release = functools.partial(buffers.put, buffer)
-                    what = partial, name, table, start, stop, rows
+                    what = partial, name, item.table, start, stop, rows
                     written.append(pool.submit(functools.partial(self._write_range, *what, release=release)))
                 segments.append(hold_segments(partial, self._prefix(number), item, self._held))
-                item.stop()
+                item.source.end()
             results = [[file.result() for file in written] for written in found]
         tables = [
             replace(item.table, files=[file for file, _ in written], segments=held)
@@ -342,6 +335,11 @@ def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
     """Return the digests of all ranges of a table, by joining those of the table's files, given in order."""
     by_column = {name: np.concatenate([digests[name] for digests in files]) for name in files[0]}
     return RangeDigests(by_column, np.ones(len(by_column[WEIGHTS]), np.bool_))
+
+
+def _gather_files(keys: Sequence[Any] | None, channel: LocalChannel) -> dict[str, bytes]:
+    """Return the files of a table's keys that have no row: of all processes, on the first one."""
+    return {} if keys is None else OtherKeys(*map(channel.gather_first, keys)).files()
 
 
 def _agree(channel: LocalChannel, work: Callable[[], Any] | None) -> list[Any]:

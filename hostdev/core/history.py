@@ -15,7 +15,7 @@ from hostdev.kernels.arrays import AnyIds, Positions, Rows
 from hostdev.kernels.bfloat16 import round_to_nearest
 from hostdev.kernels.catch_up import bring_tasks, packed_planes, packed_width, record, write_recent
 from hostdev.kernels.clock import LEAST, MOST_TERMS, Clock
-from hostdev.kernels.pool import Task, run_tasks
+from hostdev.kernels.pool import run_tasks
 
 Formats = tuple[int, ...]  # the storage format of each plane of a row
 
@@ -29,6 +29,7 @@ class NoHistory:
 
     how: CatchUp | None = None
     steps = 0
+    planes = 0  # of packed rows, which a batch needs of rows that miss steps
 
     def record(self, lr: float, step: int, table: str) -> Clock | None:
         """Return None, in place of the clock for the updates of a step."""
@@ -59,20 +60,8 @@ class NoHistory:
         """Accept all values."""
 
     def get_width(self, dim: int) -> int:
-        """Return the number of float32 values that `fetch_tasks` copies per row of `dim` columns."""
+        """Return the number of float32 values that are fetched per row of `dim` columns."""
         return dim
-
-    # Any, below: a `host.storage.Storage`
-
-    def fetch_tasks(self, storage: Any, ids: AnyIds, out: Rows, positions: Positions | None) -> list[Task]:
-        """Return tasks that copy from a storage what a batch needs of rows, float32 [N, `get_width`]."""
-        tasks: list[Task] = storage.lookup_tasks(ids, out, positions)
-        return tasks
-
-    def lookup_tasks(self, storage: Any, ids: AnyIds, out: Rows, positions: Positions | None) -> list[Task]:
-        """Return tasks that write the weights after the last step, float32 [N, D]."""
-        tasks: list[Task] = storage.lookup_tasks(ids, out, positions)
-        return tasks
 
     def bring(self, block: Rows, row_slots: Rows, positions: Positions | None, formats: Formats | None = None) -> None:
         """See `History`; here without effect."""
@@ -97,7 +86,7 @@ class History:
     """
 
     def __init__(self, how: CatchUp) -> None:
-        self.how = how
+        self.how, self.planes = how, packed_planes(how.betas is not None)
         self._series = _NO_SERIES if how.betas is None else _make_series(how, *how.betas)
         self._powers = np.zeros((1, 2), np.float32) if how.betas is None else _powers(*how.betas)
         self._runs: list[_Run] = []
@@ -168,16 +157,6 @@ class History:
     def get_width(self, dim: int) -> int:
         """See `NoHistory`."""
         return packed_width(dim, self.how.betas is not None)
-
-    def fetch_tasks(self, storage: Any, ids: AnyIds, out: Rows, positions: Positions | None) -> list[Task]:
-        """See `NoHistory`: the tasks copy packed rows, from which `kernels.catch_up.unpack_tasks` computes weights."""
-        tasks: list[Task] = storage.pack_tasks(ids, out, positions, packed_planes(self.how.betas is not None))
-        return tasks
-
-    def lookup_tasks(self, storage: Any, ids: AnyIds, out: Rows, positions: Positions | None) -> list[Task]:
-        """See `NoHistory`."""
-        tasks: list[Task] = storage.current_tasks(ids, self.clock(), out, positions)
-        return tasks
 
     def bring(self, block: Rows, row_slots: Rows, positions: Positions | None, formats: Formats | None = None) -> None:
         """Apply to copies of rows the steps that they have missed.

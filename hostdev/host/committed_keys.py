@@ -8,6 +8,7 @@ of the keys' hashes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -151,6 +152,10 @@ class KeySnapshot(Snapshot):
         rows = self._order[first:last]
         used, uses = split(self.found.packed)
         return KeyColumns(self.found.by_row[rows], used[rows], uses[rows])
+
+    def other_keys(self) -> tuple[Any, ...]:
+        """Return the keys that wait for a row [W], their last steps << 24 | uses, `gone`, and the sketch's counts."""
+        return *self.found.waiting, self.gone, self.found.sketch
 
     def rows_between(self, first: int, last: int) -> AnyIds:
         """Return the positions [first, last), int64."""

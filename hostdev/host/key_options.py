@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hostdev.core.errors import TableFullError, UserError
 from hostdev.core.initializers import Initializer, initializer
 from hostdev.core.key_rules import Admission, Eviction
-from hostdev.core.keys import INITIAL, UNKNOWN
+from hostdev.core.keys import INITIAL, SHARED, UNKNOWN
 from hostdev.core.memory import available_bytes, format_bytes, free_addresses, parse_bytes
 from hostdev.kernels.key_directory import MOST_ROWS
 
@@ -21,8 +21,18 @@ MOST_KEYS = MOST_ROWS // 2  # with a row
 LEAST_SPARE, MOST_SPARE = 1 << 16, 1 << 24  # rows that keep an evicted key's values until its step is finished
 
 
-def require_policies(name: str, capacity: int | str | None, admit: Any, evict: Any, unknown: Any) -> None:
+class KeyRules(NamedTuple):
+    """The arguments of `HostTable` that only a table by key has; see there."""
+
+    capacity: int | str | None = None
+    admit: Any = None
+    evict: Any = None
+    unknown: Any = SHARED
+
+
+def require_policies(name: str, rules: KeyRules) -> None:
     """Raise an error unless `admit`, `evict` and `unknown` are policies that do not contradict each other."""
+    capacity, admit, evict, unknown = rules
     if unknown not in UNKNOWN:
         raise ValueError(f"table {name!r}: unknown must be one of {', '.join(map(repr, UNKNOWN))}, not {unknown!r}")
     if admit is not None and not isinstance(admit, Admission):

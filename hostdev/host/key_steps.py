@@ -9,6 +9,7 @@ S and R: number of optimizer state columns of D values per row, and of those wit
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,8 +20,8 @@ from hostdev.host.committed_keys import CommittedKeys, KeySnapshot, gone_since
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_plan import EvictionReports, GuestRows, KeyCount, PlannedKeys, Total
 from hostdev.host.snapshot import Budget, Copies, RowCopies
-from hostdev.host.storage import Shape
-from hostdev.host.writes import Changes, WritableTable
+from hostdev.host.storage import ReadColumn
+from hostdev.host.writes import WritableTable
 from hostdev.kernels.arrays import Ids, Keys, Positions, Rows
 from hostdev.kernels.counter import key64
 from hostdev.kernels.key_directory import EMPTY
@@ -31,18 +32,16 @@ _AT_ONCE = 1 << 16  # rows that are filled or read at a time
 
 
 class SteppedKeys(WritableTable):
-    """The methods of a table by key that the pipeline calls for each batch."""
+    """The methods of a table by key that the pipeline calls for each batch, or that read or load all rows."""
 
     index: KeyIndex
     _lock: threading.RLock  # held while the index is read or changed
     _noting: threading.Lock  # held while rows are recorded as changed
-    _gone: list[Keys]  # keys that have lost their rows since the last checkpoint
     unknown: str  # one of UNKNOWN
     key_counts: list[KeyCount] | None
     _unknown: dict[str, int]  # out-of-vocabulary rows by name
     _reports: EvictionReports
     _first_step: int  # the table's step count when the index was at step 0
-    _key_shape: Shape
 
     @property
     def is_first(self) -> bool:
@@ -159,7 +158,7 @@ class SteppedKeys(WritableTable):
             if self.key_counts is not None:
                 self.key_counts.append(counts)
             if self.changes is not None and len(evicted):
-                self._gone.append(self.index.keys[evicted])
+                self.changes.gone.append(self.index.keys[evicted])
             return evicted, guests
 
     def release(self, rows: Positions) -> None:
@@ -205,15 +204,9 @@ class SteppedKeys(WritableTable):
 
     def _fill(self, rows: Positions, step: int) -> None:
         """Write the initial values of new rows, whose last step is `step`."""
-        _, planes, D = self.storage.shape
-        for start in range(0, len(rows), _AT_ONCE):
-            part = rows[start : start + _AT_ONCE]
-            block = np.empty((len(part), planes, D), np.float32)
-            self.storage.initial(self._key_shape, *self._initial, self.index.keys[part], block)
-            row_slots = np.empty((len(part), self.storage.row_slots.shape[1]), np.float32)
-            row_slots[:] = list(self.optimizer.row_slots.values())
+        for part, block, row_slots in self.row_format.initial(self.row_ids(rows)):
             self.history.stamp(row_slots, step)
-            self._write_unused(part, block, row_slots)
+            self._write_unused(rows[part], block, row_slots)
 
     def _write_zeros(self, rows: Positions) -> None:
         _, planes, D = self.storage.shape
@@ -239,41 +232,6 @@ class SteppedKeys(WritableTable):
             for column in range(block.shape[2]):
                 part += np.square(block[:, 0, column].astype(np.float64))
         return found
-
-
-class OrderedColumn:
-    """A column in another order; indexing by slices or positions yields float32.
-
-    Args:
-        column: An array or a view [V, any], which rows index.
-        rows: int32 [K], the rows in order.
-    """
-
-    def __init__(self, column: Any, rows: npt.NDArray[np.int32]) -> None:
-        self._column, self._rows = column, rows
-        self.shape = len(rows), column.shape[1]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, at: Any) -> Rows:
-        found: Rows = self._column[self._rows[at]]
-        return found
-
-
-def columns_in_order(
-    table: Any, rows: npt.NDArray[np.int32], *, after_all_steps: bool = False
-) -> Mapping[str, OrderedColumn]:
-    """Return the weights and optimizer state of a `HostTable` by name, in the order `rows`.
-
-    With `after_all_steps`, they have all steps of the table; otherwise they are as they are stored.
-    """
-    found = table._current_columns() if after_all_steps else table._columns()
-    return {name: OrderedColumn(column, rows) for name, column in found.items()}
-
-
-class CheckpointedKeys(SteppedKeys):
-    """The methods of a table by key that tell which keys it has, that read all its rows, or that checkpoints call."""
 
     def owns(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Return which keys, int64 [N], this rank owns, bool [N]; they depend on the number of ranks only."""
@@ -324,7 +282,7 @@ class CheckpointedKeys(SteppedKeys):
         arrays = found.keys, found.last, found.uses, *found.waiting, found.sketch
         return KeyArrays(found.step, list(self.unknown_rows), *arrays)
 
-    def stored_columns(self) -> Mapping[str, OrderedColumn]:
+    def stored_columns(self) -> Mapping[str, ReadColumn]:
         """Return stored weights and optimizer state: the out-of-vocabulary rows by name, then the rows of `keys`."""
         self._before_read()
         rows = np.array(list(self.unknown_rows.values()), np.int32)
@@ -343,78 +301,51 @@ class CheckpointedKeys(SteppedKeys):
         changes = self.note_changes()
         with self._lock, self._noting:
             found = self.index.committed()
-            gone = gone_since(self._gone)
+            gone = gone_since(changes.gone)
             gone = gone[self.index.find_committed(gone) == EMPTY]
             changed = None if everything else changes.touched
             shared = budget, self.unknown_rows, found, changed, gone
             snapshot = KeySnapshot(copies or RowCopies(self.storage), self.storage.shape[0], *shared)
             changes.begin_with(snapshot)
-            self._gone = []
             return snapshot
 
-    def end_snapshot(self, changes: Changes, snapshot: Any, *, saved: bool) -> None:  # Any: of either kind
-        """See `HostTable.end_snapshot`; the keys of a snapshot that was not saved also count as changed again."""
-        if not saved and changes is self.changes:
-            self._gone.append(snapshot.gone)
-        changes.end(snapshot, saved=saved)
-
-    def note_changes(self, *, anew: bool = False) -> Changes:
-        """See `HostTable.note_changes`."""
-        if anew:
-            self._gone = []
-        return super().note_changes(anew=anew)
-
-    def load_rows(self, found: KeyColumns, block: Rows, row_slots: Rows) -> None:
-        """Write rows of a checkpoint: keys [N], all different, with block [N, 1 + S, D] and row_slots [N, R].
-
-        Keys of other ranks are left out.
+    def load_rows(self, names: Sequence[str], found: KeyColumns, block: Rows, row_slots: Rows) -> None:
+        """Write rows of a checkpoint: arguments as for `place_rows`, with block [N, 1 + S, D] and row_slots [N, R].
 
         Raises:
             ValueError: As for `write_rows`.
             UserError: The table's capacity is too small.
         """
         self._check_values(found.keys, block, row_slots, None)
-        if not (mine := self.owns(found.keys)).all():
-            found, block, row_slots = found.at(mine), block[mine], row_slots[mine]
         with self._rekeying():
-            rows = self._add(*found)
-            self.index.set_uses(rows, found.last, found.uses)
+            rows, chosen = self._place(names, found)
             self._forget(rows)  # new ones may be on disk under another key
-            self.write_now(rows, block, row_slots)
+            self.write_now(rows, block[chosen], row_slots[chosen])
 
-    def place_rows(self, found: KeyColumns) -> tuple[Positions, npt.NDArray[np.bool_]]:
-        """Give keys [N] of a checkpoint, all different, a row each; return these rows, and whose keys they are [N].
+    def place_rows(self, names: Sequence[str], found: KeyColumns) -> tuple[Positions, Any]:
+        """Give keys [N] of a checkpoint, all different, a row each; the first are out-of-vocabulary rows with `names`.
 
-        Keys of other ranks are left out. The caller sets the rows' values.
+        Return the rows of this rank, and which of the keys have them: an index of arrays [N]. The caller sets the rows'
+        values.
         """
+        with self._rekeying():
+            rows, chosen = self._place(names, found)
+            self._note_write(rows)
+        return rows, chosen
+
+    def _place(self, names: Sequence[str], found: KeyColumns) -> tuple[Positions, Any]:
         mine = self.owns(found.keys)
-        found = found.at(mine)
-        with self._rekeying():
-            rows = self._add(*found)
-            self.index.set_uses(rows, found.last, found.uses)
-            self._note_write(rows)
-        return rows, mine
-
-    def place_unknown(self, names: Sequence[str]) -> Positions:
-        """Return the out-of-vocabulary rows of a checkpoint, if this rank has them; the caller sets their values."""
-        with self._rekeying():
-            rows = np.array([self.unknown_row(name) for name in names if self.is_first], np.int32)
-            self._note_write(rows)
-        return rows
-
-    def load_unknown(self, names: Sequence[str], block: Rows, row_slots: Rows) -> None:
-        """Write the out-of-vocabulary rows of a checkpoint, if this rank has them; arguments as for `load_rows`."""
-        if not self.is_first:
-            return
-        rows = np.array([self.unknown_row(name) for name in names], np.int32)
-        self._check_values(rows, block, row_slots, None)
-        with self._rekeying():
-            self.write_now(rows, block, row_slots)
+        mine[: len(names)] = self.is_first
+        own = [self.unknown_row(name) for name in names if self.is_first]
+        keys = found.at(len(names) + np.flatnonzero(mine[len(names) :]))
+        rows = self._add(*keys)
+        self.index.set_uses(rows, keys.last, keys.uses)
+        return np.concatenate([np.array(own, np.int32), rows]), slice(None) if mine.all() else mine
 
     def reseed(self, seed: int) -> None:
         """Set the seed to that of a checkpoint, since it decides the values of new rows."""
         with self._rekeying():
-            self.seed, self._initial = seed, (seed, self._initial[1])
+            self.seed, self.row_format = seed, replace(self.row_format, seed=seed)
             self.index.reseed(seed)
 
     def restore_keys(
@@ -438,3 +369,17 @@ class CheckpointedKeys(SteppedKeys):
         new = np.flatnonzero(rows == EMPTY)
         rows[new] = self.index.add(keys[new], last[new], uses[new])
         return rows
+
+
+def columns_in_order(
+    table: Any, rows: npt.NDArray[np.int32], *, after_all_steps: bool = False
+) -> Mapping[str, ReadColumn]:
+    """Return the weights and optimizer state of a `HostTable` by name, in the order `rows`.
+
+    With `after_all_steps`, they have all steps of the table; otherwise they are as they are stored.
+    """
+    found = table._current_columns() if after_all_steps else table._columns()
+    return {
+        name: ReadColumn(len(rows), column.shape[1], lambda at, column=column: column[rows[at]])  # type: ignore[misc]
+        for name, column in found.items()
+    }

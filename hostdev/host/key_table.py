@@ -14,20 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.checks import check_rows, checked_positions, require_gradients, to_keys
-from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.history import History
-from hostdev.core.initializers import Initializer, Normal
-from hostdev.core.key_rules import Admission, Eviction
-from hostdev.core.keys import INITIAL, SHARED, ZEROS
+from hostdev.core.initializers import Initializer
+from hostdev.core.keys import INITIAL, ZEROS
 from hostdev.core.memory import TableShape
-from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.table_dtypes import FP32, TableStep
-from hostdev.core.tables import initial_seed
-from hostdev.host.disk.storage import RowFormat, make_storage
+from hostdev.core.table_dtypes import TableStep
+from hostdev.host.disk.storage import make_storage
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_options import (
     KEY_BYTES,
+    KeyRules,
     get_capacity,
     require_addresses,
     require_initializer,
@@ -35,62 +32,41 @@ from hostdev.host.key_options import (
     require_row_memory,
 )
 from hostdev.host.key_plan import EvictionReports, GuestRows, KeyCount
-from hostdev.host.key_steps import CheckpointedKeys
-from hostdev.host.storage import Shape
+from hostdev.host.key_steps import SteppedKeys
+from hostdev.host.storage import RowIds
 from hostdev.kernels.arrays import Ids, Keys, Positions, Rows
 from hostdev.kernels.key_directory import EMPTY, PARTS
 from hostdev.kernels.unique import count_occurrences, unique
 
 _INDEX_ADDRESSES = 16  # of each row: its key, last step and uses
 _LOCATION_BYTES = 8  # at most, for each key of a table on disk, to know where its row is
-_AT_ONCE = 1 << 16  # rows that are filled or read at a time
 
 
-class KeyedTable(CheckpointedKeys):
+class KeyedTable(SteppedKeys):
     """The construction of a table by key, and the methods that programs call with keys; see `host.table.KeyTable`."""
 
-    def __init__(
-        self,
-        rows: int | None,
-        dim: int,
-        optimizer: SparseOptimizer,
-        *,
-        name: str,
-        seed: int | None = None,
-        init: Initializer | npt.ArrayLike = Normal(0.01),
-        part: tuple[int, int] | None = None,
-        dtype: str = FP32,
-        slots: str = FP32,
-        storage: Disk | None = None,
-        capacity: int | str | None = None,
-        admit: Admission | None = None,
-        evict: Eviction | None = None,
-        unknown: str = SHARED,
-    ) -> None:
+    def _require_arguments(self, rows: Any, dim: int, name: str, part: tuple[int, int] | None, rules: KeyRules) -> None:
         if dim < 1:
             raise ValueError(f"table {name!r} needs at least one column, not {dim}")
-        require_optimizer(optimizer, name)
         if part is not None and not 0 <= part[0] < part[1] <= PARTS:
             raise UserError(f"table {name!r}: a table by key has {PARTS} parts, so part {part} does not exist")
-        require_policies(name, capacity, admit, evict, unknown)
-        self._begin_table(name, dim, optimizer, part, (dtype, slots), storage, by_key=True)
-        self.seed, self.start = initial_seed(seed), 0
-        self._initial = (self.seed, require_initializer(init, dim, name))
-        self.row_bytes = KEY_BYTES + (
-            _LOCATION_BYTES if storage else TableShape(dim, optimizer, self.dtype, self.slots_dtype).nbytes(1)
-        )
-        self.capacity = get_capacity(name, capacity, self.row_bytes, 1 if part is None else part[1])
+        require_policies(name, rules)
+
+    def _make_initializer(self, init: Any, rows: Any, dim: int, name: str) -> Initializer:
+        return require_initializer(init, dim, name)
+
+    def _make_rows(self, rows: Any, rules: KeyRules) -> None:
+        capacity, self.admit, self.evict, self.unknown = rules
+        shape = TableShape(self.dim, self.optimizer, self.dtype, self.slots_dtype)
+        self.start, self.row_bytes = 0, KEY_BYTES + (_LOCATION_BYTES if self.disk else shape.nbytes(1))
+        self.capacity = get_capacity(self.name, capacity, self.row_bytes, self.capabilities.ranks)
         self.has_default_capacity = capacity is None
-        self.admit, self.evict, self.unknown = admit, evict, unknown
-        self._dim = dim
         self._lock = threading.RLock()  # held while the index is read or changed
         self._noting = threading.Lock()  # held while rows are recorded as changed
         self._reports = EvictionReports()
         self._guests: GuestRows | None = None  # of the last read
         self.key_counts: list[KeyCount] | None = None  # of finished steps, if a list is given
         self.erased = 0  # a checksum of all keys that were given to `erase`, which ranks compare
-        self.changes = None
-        self.may_train = part is not None
         self._begin()
 
     def limit(self, capacity: int) -> None:
@@ -103,29 +79,26 @@ class KeyedTable(CheckpointedKeys):
         with require_addresses(self.name, self.capacity, address_bytes, self.unknown):
             self._reserve()
         self._unknown: dict[str, int] = {}  # rows for keys without a row, by name
-        self._gone: list[Keys] = []  # keys that have lost their rows since the last checkpoint
         self._first_step = 0  # the table's step count when the index was at step 0
         self.untouched = True
         self.unknown_row()
 
     def _reserve(self) -> None:
         """Make the index and the storage; raise MemoryError if the system refuses addresses for them."""
-        seed = self._initial[0]
         require_memory = partial(require_row_memory, self.name, self.row_bytes)
         self.index = KeyIndex(
             self.name,
             self.capacity,
             self.admit,
             self.evict,
-            seed=seed,
+            seed=self.row_format.seed,
             unknown=self.unknown,
             part=self.part,
             require_memory=require_memory,
         )
         self._rows = self.total_rows = self.index.row_space
-        self._key_shape = self._shape(self._dim)
-        format_ = RowFormat(self.name, self._key_shape, self.dtype, self.slots_dtype, *self._initial)
-        self.storage = make_storage(format_, self.disk, partial(_keys_of, self.index.keys))
+        self.row_index = RowIds.of_keys(self.index.keys)
+        self.storage = make_storage(self.row_format, self._rows, self.row_index, self.disk)
 
     @property
     def rows(self) -> int:
@@ -148,14 +121,6 @@ class KeyedTable(CheckpointedKeys):
     def used_rows(self) -> int:
         """One more than the largest row number that the table has used."""
         return self.index.rows
-
-    def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the keys of the rows [start, stop)."""
-        return _between(self.index.keys, start, stop)
-
-    def row_ids(self, ids: Ids) -> Ids:
-        """Return the keys of rows, which take the place of their ids."""
-        return self.index.keys[ids]
 
     @property
     def most_rows(self) -> int:
@@ -345,16 +310,3 @@ class KeyedTable(CheckpointedKeys):
     def _note_write(self, ids: Ids) -> None:
         with self._noting:  # the rows of new keys are filled in another thread than updates
             super()._note_write(ids)
-
-    def _shape(self, dim: int) -> Shape:
-        index = self.index
-        where = 0, index.row_space, False, partial(_between, index.keys)  # no cycle, which would hold the memory
-        return Shape(index.row_space, dim, self.optimizer, *where, self.slots_dtype, index.keys)
-
-
-def _keys_of(keys: Keys, rows: Ids) -> Keys:
-    return keys[rows]
-
-
-def _between(keys: Keys, start: int, stop: int) -> Keys:
-    return keys[start:stop]

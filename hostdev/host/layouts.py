@@ -4,24 +4,23 @@ Columns of a table are views, or are widened, or brought up to date, as they are
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.initializers import Initializer
-from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.rounding import plane_formats, rounding_key
-from hostdev.host.storage import Shape, Storage, taken
+from hostdev.core.rounding import rounding_key
+from hostdev.host.storage import COPIED_BYTES, ReadColumn, RowFormat, RowIds, Storage, taken
 from hostdev.kernels import eight_bits, rounding
-from hostdev.kernels.arrays import AnyIds, Positions, Rows, identity
-from hostdev.kernels.bfloat16 import require_exact, round_into, round_rows
+from hostdev.kernels.arrays import AnyIds, Positions, Rows, aligned_empty, interleave, reserved
+from hostdev.kernels.bfloat16 import require_exact, round_into
 from hostdev.kernels.bits import copy_to_columns
-from hostdev.kernels.eight_bits import Codes, decode_rows
+from hostdev.kernels.eight_bits import decode_rows
 from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, UNSIGNED_8, plane_bytes
-from hostdev.kernels.pool import Task
+from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.rounding import SplitRows
 from hostdev.kernels.shards import get_inverse
 
@@ -61,105 +60,74 @@ def _plain(value: Any) -> Any:
     return value.view(np.ndarray) if isinstance(value, ReadOnlyRows) else value
 
 
-class Bfloat16View:
-    """A bfloat16 column, [V, D]; indexing by slices or row ids yields float32."""
-
-    def __init__(self, bits: npt.NDArray[np.uint16]) -> None:
-        self._bits = bits
-        self.shape = bits.shape
-
-    def __len__(self) -> int:
-        return len(self._bits)
-
-    def __getitem__(self, rows: Any) -> Rows:
-        found = self._bits[rows].astype(np.uint32)
-        found <<= np.uint32(16)
-        widened: Rows = found.view(np.float32)
-        return widened
-
-
-class EightBitView:
-    """An 8-bit slot (`kernels.eight_bits`), uint8 [V, P]; indexing by slices or row ids yields float32 [any, D]."""
-
-    def __init__(self, planes: Codes, dim: int, unsigned: bool) -> None:
-        self._planes, self._unsigned = planes, unsigned
-        self.shape = len(planes), dim
-
-    def __len__(self) -> int:
-        return len(self._planes)
-
-    def __getitem__(self, rows: Any) -> Rows:
-        return decode_rows(self._planes[rows], self.shape[1], self._unsigned)
+def _widen(bits: npt.NDArray[np.uint16]) -> Rows:
+    """Return bfloat16 values as float32."""
+    found = bits.astype(np.uint32)
+    found <<= np.uint32(16)
+    widened: Rows = found.view(np.float32)
+    return widened
 
 
 Read = Callable[[npt.NDArray[Any]], tuple[Rows, Rows]]
 
-_PART_BYTES = 1 << 26  # bytes of rows read at a time
 
-
-class CurrentColumn:
-    """A table's weights, or one column of its state, after the last step; indexing by slices or row ids yields float32.
+def current_columns(storage: Storage, read: Read) -> dict[str, Any]:
+    """Return weights and optimizer state by name, after the last step; indexing by slices or row ids yields float32.
 
     Args:
-        shape: V, 1 + S, D: of all rows.
+        storage: The rows.
         read: Called with ids [N]; returns up-to-date copies of these rows: weights and S state columns, float32
             [N, 1 + S, D], and per-row state, float32 [N, any].
-        number: 0 for the weights, 1 .. S for the state columns of D values, then one number for each per-row state.
     """
+    rows, planes, dim = storage.shape
+    step = max(1, COPIED_BYTES // (4 * planes * dim))
 
-    def __init__(self, shape: tuple[int, int, int], read: Read, number: int) -> None:
-        rows, self._planes, dim = shape
-        self._step = max(1, _PART_BYTES // (4 * self._planes * dim))
-        self._read, self._number = read, number
-        self.shape = rows, dim if number < self._planes else 1
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: Any) -> Rows:
-        ids = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows)
-        out = np.empty((len(ids), self.shape[1]), np.float32)
-        at = self._number - self._planes
-        for start in range(0, len(ids), self._step):
-            block, row_slots = self._read(ids[start : start + self._step])
-            out[start : start + self._step] = block[:, self._number] if at < 0 else row_slots[:, at : at + 1]
+    def get(number: int, width: int, chosen: Any) -> Rows:
+        ids = np.arange(rows)[chosen] if isinstance(chosen, slice) else np.asarray(chosen)
+        out = np.empty((len(ids), width), np.float32)
+        for start in range(0, len(ids), step):
+            block, row_slots = read(ids[start : start + step])
+            at = number - planes
+            out[start : start + step] = block[:, number] if at < 0 else row_slots[:, at : at + 1]
         return out
 
+    widths = [dim if number < planes else 1 for number in range(len(storage.names))]
+    return {
+        name: ReadColumn(rows, width, partial(get, number, width))
+        for number, (name, width) in enumerate(zip(storage.names, widths, strict=True))
+    }
 
-def current_columns(storage: Storage, optimizer: SparseOptimizer, read: Read) -> dict[str, Any]:
-    """Return weights and optimizer state by name, after the last step; `read` is as for `CurrentColumn`."""
-    names = "weights", *optimizer.slots, *optimizer.row_slots
-    return {name: CurrentColumn(storage.shape, read, number) for number, name in enumerate(names)}
+
+def _allocate(index: RowIds, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+    """Return uninitialized memory for values of all rows; for a table by key, the memory is only reserved."""
+    found: npt.NDArray[Any] = aligned_empty(shape, dtype) if index.keys is None else reserved(shape, dtype)
+    return interleave(found)
 
 
-def stored_columns(storage: Storage, optimizer: SparseOptimizer) -> dict[str, Any]:
-    """Return stored weights and optimizer state by name: arrays, or columns that are widened as they are read."""
-    names, row_slots = ("weights", *optimizer.slots), storage.row_slots
-    found = {name: storage.column(number) for number, name in enumerate(names)}
-    return found | {name: row_slots[:, number : number + 1] for number, name in enumerate(optimizer.row_slots)}
+def _fill_row_slots(format_: RowFormat, row_slots: Rows) -> None:
+    """Write the initial per-row state."""
+    if len(values := format_.row_slots):
+        fill_constant(row_slots[:, :, None], values[0], values[1:])
 
 
 class Float32(Storage):
     """Storage of each row's weights and optimizer state side by side: block float32 [V, 1 + S, D]."""
 
-    def __init__(self, name: str, shape: Shape) -> None:
-        self._name, self._optimizer = name, shape.optimizer
-        self.block: Rows = shape.allocate((shape.rows, 1 + len(shape.slots), shape.dim))
-        self.row_slots = shape.row_slots()
+    def __init__(self, format_: RowFormat, rows: int, index: RowIds) -> None:
+        self.format, self._index = format_, index
+        self.block: Rows = _allocate(index, (rows, 1 + len(format_.slots), format_.dim))
+        self.row_slots = _allocate(index, (rows, len(format_.row_slots)))
 
-    def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
+    def fill(self) -> None:
         """See `Storage`."""
-        if not shape.is_part:
-            init.fill(self.block, seed, self._name, shape.slots)
+        how, rows = self.format, len(self.block)
+        if not self._index.is_part:
+            how.init.fill(self.block, how.seed, how.name, how.slots)
         else:
-            for first in range(0, shape.rows, _FILLED):
-                stop = first + _FILLED
-                init.fill(self.block[first:stop], seed, self._name, shape.slots, ids=shape.ids(first, stop))
-        shape.fill_row_slots(self.row_slots)
-
-    def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
-        """See `Storage`."""
-        init.fill(block, seed, self._name, shape.slots, ids=ids)
+            for first in range(0, rows, _FILLED):
+                ids = self._index.between(first, min(rows, first + _FILLED))
+                how.init.fill(self.block[first : first + _FILLED], how.seed, how.name, how.slots, ids=ids)
+        _fill_row_slots(how, self.row_slots)
 
     @property
     def _stored(self) -> tuple[Any, ...]:
@@ -178,7 +146,7 @@ class Float32(Storage):
         V, planes, D = self.block.shape
         return V, planes, D
 
-    def column(self, number: int) -> Any:
+    def plane(self, number: int) -> Any:
         """See `Storage`."""
         return self.block[:, number]
 
@@ -208,49 +176,44 @@ class Split(Storage):
     `kernels.bfloat16` rounds new values; its random numbers depend on a row's id in the whole table.
 
     Args:
-        name: The table's name.
-        shape: The dimensions.
-        formats: The format of each plane: the weights, then the state columns.
+        format_: How rows are stored.
+        rows: V.
+        index: The rows' ids or keys.
     """
 
-    def __init__(self, name: str, shape: Shape, formats: tuple[int, ...]) -> None:
-        self._name, self._optimizer, rows, dim = name, shape.optimizer, shape.rows, shape.dim
-        self._formats = formats
+    def __init__(self, format_: RowFormat, rows: int, index: RowIds) -> None:
+        assert format_.planes is not None
+        self.format, self._index, formats, dim = format_, index, format_.planes, format_.dim
         self._unsigned = np.array([kind == UNSIGNED_8 for kind in formats[1:]], np.uint8)
-        self._where = (shape.first, get_inverse(shape.total), shape.total) if shape.is_part else (0, 0, shape.total)
-        self._keys = np.zeros(0, np.int64) if shape.keys is None else shape.keys
-        self.stored = _allocate(shape, (rows, dim), formats[0])
-        self.slots = _allocate(shape, (rows, len(shape.slots), dim), formats[-1] if shape.slots.size else FLOAT32)
-        self.row_slots = shape.row_slots()
+        self._where = (index.first, get_inverse(index.total), index.total) if index.is_part else (0, 0, index.total)
+        self._keys = np.zeros(0, np.int64) if index.keys is None else index.keys
+        S = len(format_.slots)
+        self.stored = _allocate_planes(index, (rows, dim), formats[0])
+        self.slots = _allocate_planes(index, (rows, S, dim), formats[-1] if S else FLOAT32)
+        self.row_slots = _allocate(index, (rows, len(format_.row_slots)))
 
-    def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
+    def fill(self) -> None:
         """See `Storage`."""
-        name, (rows, dim) = self._name, self.stored.shape
+        how, (rows, dim) = self.format, self.stored.shape
         step = max(1, _FILLED_BYTES // (4 * dim))
         weights, none = np.empty((min(step, rows), 1, dim), np.float32), np.empty(0, np.float32)
         for first in range(0, rows, step):
             part = weights[: min(step, rows - first)]
             where: dict[str, Any] = {"first_row": first}
-            if shape.is_part:
-                where = {"ids": shape.ids(first, first + len(part))}
-            init.fill(part, seed, name, none, **where)
+            if self._index.is_part:
+                where = {"ids": self._index.between(first, first + len(part))}
+            how.init.fill(part, how.seed, how.name, none, **where)
             stored = self.stored[first : first + len(part)]
             if stored.dtype == np.float32:
                 stored[:] = part[:, 0]
             else:
-                round_into(part, stored, rounding_key(seed, name, 0), **where)
+                round_into(part, stored, rounding_key(how.seed, how.name, 0), **where)
         if self.slots.dtype == np.uint8:
-            eight_bits.fill(self.slots, shape.slots, dim, self._unsigned)
-        elif len(shape.slots):
-            values: Any = shape.slots if self.slots.dtype == np.float32 else _to_bfloat16(shape.slots)
+            eight_bits.fill(self.slots, how.slots, dim, self._unsigned)
+        elif len(how.slots):
+            values: Any = how.slots if self.slots.dtype == np.float32 else _to_bfloat16(how.slots)
             fill_constant(self.slots, values[0], values[1:])
-        shape.fill_row_slots(self.row_slots)
-
-    def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
-        """See `Storage`."""
-        init.fill(block, seed, self._name, shape.slots, ids=ids)
-        if self._formats[0] == BFLOAT16:
-            round_rows(block, identity(len(ids)), ids, rounding_key(seed, self._name, 0), (BFLOAT16,))
+        _fill_row_slots(how, self.row_slots)
 
     @property
     def _stored(self) -> tuple[Any, ...]:
@@ -266,14 +229,16 @@ class Split(Storage):
         V, D = self.stored.shape
         return V, 1 + self.slots.shape[1], D
 
-    def column(self, number: int) -> Any:
+    def plane(self, number: int) -> Any:
         """See `Storage`."""
         held = self.slots[:, number - 1] if number else self.stored
         if held.dtype == np.float32:
             return held
+        rows, dim = self.stored.shape
         if held.dtype == np.uint16:
-            return Bfloat16View(held)
-        return EightBitView(held, self.stored.shape[1], bool(self._unsigned[number - 1]))
+            return ReadColumn(rows, dim, lambda chosen: _widen(held[chosen]))
+        is_unsigned = bool(self._unsigned[number - 1])
+        return ReadColumn(rows, dim, lambda chosen: decode_rows(held[chosen], dim, is_unsigned))
 
     def read_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
@@ -287,7 +252,8 @@ class Split(Storage):
 
     def require_exact(self, plane: int, values: Rows) -> None:
         """See `Storage`."""
-        require_exact(values, self._name, plane, self._formats[plane])
+        assert self.format.planes is not None
+        require_exact(values, self.format.name, plane, self.format.planes[plane])
 
     def _rows_at(self, key: int) -> SplitRows:
         return SplitRows.of(*self._arrays, key, self._where, self._keys)
@@ -311,12 +277,12 @@ class Split(Storage):
         return out
 
 
-def _allocate(of: Shape, shape: tuple[int, ...], kind: int) -> npt.NDArray[Any]:
+def _allocate_planes(index: RowIds, shape: tuple[int, ...], kind: int) -> npt.NDArray[Any]:
     """Return memory for planes in the format `kind`, one of `kernels.bfloat16`; `shape` is [..., D]."""
     dtype: Any = {FLOAT32: np.float32, BFLOAT16: np.uint16}.get(kind, np.uint8)
     if dtype == np.uint8:
         shape = (*shape[:-1], plane_bytes(shape[-1]))
-    return of.allocate(shape, dtype)
+    return _allocate(index, shape, dtype)
 
 
 def _to_bfloat16(values: Rows) -> npt.NDArray[np.uint16]:
@@ -328,7 +294,12 @@ def _flat(block: Rows) -> Rows:
     return block.reshape(len(block), block.shape[1] * block.shape[2])
 
 
-def make_layout(name: str, shape: Shape, dtype: str, slots_dtype: str) -> Float32 | Split:
-    """Return unfilled storage in memory for a table's rows; `shape` must have been made for the same slots_dtype."""
-    formats = plane_formats(dtype, slots_dtype, shape.optimizer)
-    return Float32(name, shape) if formats is None else Split(name, shape, formats)
+def make_layout(format_: RowFormat, rows: int, index: RowIds) -> Float32 | Split:
+    """Return unfilled storage in memory for a table's rows, which have these ids or keys."""
+    return (Float32 if format_.planes is None else Split)(format_, rows, index)
+
+
+def fill_rows(storage: Float32 | Split, rows: Positions, ids: AnyIds) -> None:
+    """Write the initial values of some ids or keys [N] to these rows [N] of storage."""
+    for part, block, row_slots in storage.format.initial(ids):
+        run_tasks(storage.write_tasks(rows[part], block, row_slots, None))

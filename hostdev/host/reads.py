@@ -16,16 +16,12 @@ from hostdev.core.disk_storage import Disk
 from hostdev.core.history import make_history
 from hostdev.core.initializers import Initializer
 from hostdev.core.memory import require_memory
-from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.rounding import plane_formats
-from hostdev.core.table_dtypes import require_slots_dtype, require_table_dtype
 from hostdev.core.tables import Capabilities, Owned
-from hostdev.host.layouts import ReadOnlyRows, current_columns, stored_columns
-from hostdev.host.storage import Storage
+from hostdev.host.layouts import ReadOnlyRows, current_columns
+from hostdev.host.storage import RowFormat, RowIds, Storage
 from hostdev.kernels.arrays import Ids, Positions, Rows
 from hostdev.kernels.norm import partial_squares, total
 from hostdev.kernels.pool import Task, run_tasks
-from hostdev.kernels.shards import get_ids_at, ids_of
 
 _NO_BLOCK = {  # why a table has no `block`, by capability
     "late": "has an optimizer that changes all rows in each step, but rows in `block` lack the steps that did not use "
@@ -43,28 +39,20 @@ class ReadableTable(Owned):
     total_rows: int
     disk: Disk | None
     storage: Storage
+    row_format: RowFormat
+    row_index: RowIds
     _rows: int
-    _initial: tuple[int, Initializer]
 
     def _begin_table(
-        self,
-        name: str,
-        dim: int,
-        optimizer: SparseOptimizer,
-        part: tuple[int, int] | None,
-        dtypes: tuple[str, str],
-        disk: Disk | None,
-        *,
-        by_key: bool = False,
+        self, how: RowFormat, part: tuple[int, int] | None, disk: Disk | None, *, by_key: bool = False
     ) -> None:
-        """Set the properties of a new table; `dtypes` are those of weights and of state columns, as the program's."""
-        self.name, self.optimizer, self.part, self.disk = name, optimizer, part, disk
-        self.dtype = require_table_dtype(dtypes[0], name)
-        self.slots_dtype = require_slots_dtype(dtypes[1], name, dim)
-        formats, late = plane_formats(self.dtype, self.slots_dtype, optimizer), optimizer.catch_up is not None
-        self.capabilities = Capabilities(by_key, disk is not None, late, formats, 1 if part is None else part[1])
-        self.history = make_history(optimizer)
-        self.fetched_width = self.history.get_width(dim)
+        """Set the properties of a new table."""
+        self.name, self.optimizer, self.dtype, self.slots_dtype = how.name, how.optimizer, how.dtype, how.slots_dtype
+        self.row_format, self.seed, self.part, self.disk = how, how.seed, part, disk
+        late, ranks = how.optimizer.catch_up is not None, 1 if part is None else part[1]
+        self.capabilities = Capabilities(by_key, disk is not None, late, how.planes, ranks)
+        self.history = make_history(how.optimizer)
+        self.fetched_width = self.history.get_width(how.dim)
 
     @property
     def window(self) -> int:  # type: ignore[override]
@@ -87,25 +75,22 @@ class ReadableTable(Owned):
         return self.storage.shape[0]
 
     def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the ids, in the whole table, of the local rows [start, stop)."""
-        stop = min(stop, self.rows)
-        if self.part is None:
-            return np.arange(start, stop)
-        return get_ids_at(self.total_rows, self.start + start, self.start + stop)
+        """Return the ids in the whole table, or the keys, of the local rows [start, stop)."""
+        return self.row_index.between(start, min(stop, self.row_space))
 
     def row_ids(self, ids: Ids) -> Ids:
-        """Return the ids, in the whole table, of the local rows `ids`."""
-        return get_row_ids(self.part, self.start, self.total_rows, ids)
+        """Return the ids in the whole table, or the keys, of the local rows `ids`."""
+        return self.row_index.of(ids)
 
     @property
     def dim(self) -> int:
         """Number of columns, D."""
-        return self.storage.shape[2]
+        return self.row_format.dim
 
     @property
     def init(self) -> Initializer:
         """The initializer of the weights."""
-        return self._initial[1]
+        return self.row_format.init
 
     @property
     def block(self) -> Rows:
@@ -124,7 +109,7 @@ class ReadableTable(Owned):
     def row_slots(self) -> Rows:
         """A read-only view of the per-row state, float32 [V, R]; for a table on disk, a copy."""
         self._before_read()
-        return _read_only(self.storage.row_slots[:, :][:])
+        return _read_only(self.storage.row_slots[:])
 
     @property
     def weights(self) -> Rows:
@@ -176,13 +161,14 @@ class ReadableTable(Owned):
 
     def lookup_now(self, ids: Ids, out: Rows, positions: Positions | None = None) -> None:
         """Do what `lookup` does, without any check."""
+        clock = self.history.clock()
         for source, rows, at in self.storage.sources(ids, positions):
-            run_tasks(self.history.lookup_tasks(source, rows, out, at))
+            run_tasks(source.lookup_tasks(rows, out, at, clock))
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return the work of `lookup` as tasks, for rows that are in memory."""
         check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
-        return self.history.lookup_tasks(self.storage, ids, out, positions)
+        return self.storage.lookup_tasks(ids, out, positions, self.history.clock())
 
     def fetch_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return tasks that look up rows for a batch while steps of earlier batches may be unfinished.
@@ -196,7 +182,7 @@ class ReadableTable(Owned):
             positions: As for `lookup`.
         """
         check_rows("out", out, (len(ids if positions is None else out), self.fetched_width), self.name)
-        return self.history.fetch_tasks(self.storage, ids, out, positions)
+        return self.storage.fetch_tasks(ids, out, positions, self.history.planes)
 
     def read_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Copy rows with their optimizer state.
@@ -248,13 +234,13 @@ class ReadableTable(Owned):
         return self._columns()
 
     def _columns(self) -> dict[str, Any]:
-        return stored_columns(self.storage, self.optimizer)
+        return {name: self.storage.column(number) for number, name in enumerate(self.storage.names)}
 
     def _current_columns(self, formats: tuple[int, ...] | None = None) -> dict[str, Any]:
         """Return what `_columns` does, after the last step; see `_read` for `formats`."""
         if not self.capabilities.late:
             return self._columns()
-        return current_columns(self.storage, self.optimizer, partial(self._read, formats=formats))
+        return current_columns(self.storage, partial(self._read, formats=formats))
 
     def _get_columns(self, what: str, names: Iterable[str]) -> dict[str, Rows]:
         """Return whole columns after the last step: views, or copies if these fit in memory."""
@@ -296,11 +282,6 @@ class ReadableTable(Owned):
 
     def _checked(self, ids: npt.ArrayLike) -> Ids:
         return checked_ids(ids, self.rows, self.name)
-
-
-def get_row_ids(part: tuple[int, int] | None, start: int, total: int, rows: Ids) -> Ids:
-    """Return the ids, in a whole table of `total` rows, of local rows; `start` is the position of the part's first."""
-    return rows if part is None else ids_of(rows.astype(np.int64) + start, total)
 
 
 def _read_only(values: Rows) -> Rows:

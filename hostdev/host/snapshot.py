@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
+from hostdev.core.keys import KeyColumns
 from hostdev.host.disk.segments import SegmentFile
 from hostdev.host.disk.tier import Tier
 from hostdev.host.storage import Storage, taken
-from hostdev.kernels.arrays import AnyIds, Rows, scratch
+from hostdev.kernels.arrays import AnyIds, Keys, Rows, scratch
 from hostdev.kernels.bits import Bits, contains, count_bits, place_in_columns, rows_between, take
 
 Values = tuple[Any, ...]  # arrays [N, ...] of N rows
@@ -212,7 +213,12 @@ class Snapshot:
         rows: V.
         wanted: The rows that the snapshot has, one bit each.
         budget: Limits the copies of rows that are overwritten before the snapshot's reader has read them.
+
+    Attributes:
+        gone: Of a table by key, the keys that have lost their rows since the last snapshot, int64 [G].
     """
+
+    gone: Keys = np.zeros(0, np.int64)
 
     def __init__(self, copies: Copies, rows: int, wanted: Bits, budget: Budget) -> None:
         self.copies = copies
@@ -343,6 +349,19 @@ class Snapshot:
     def locate(self, first: int, last: int, out: npt.NDArray[np.int64]) -> None:
         """Write the places of the snapshot's rows at [first, last) on disk to `out`; called like `read`."""
         self._read(first, last, None, (out,), last - first)
+
+    def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
+        """Make `hold` hold each segment in which rows are; see `LocationCopies.finish`."""
+        assert isinstance(self.copies, LocationCopies)
+        return self.copies.finish(hold)
+
+    def key_columns(self, first: int, last: int) -> KeyColumns | None:
+        """Return the keys of rows of a table by key; None for a table by id."""
+        return None
+
+    def other_keys(self) -> tuple[Any, ...] | None:
+        """Return what is known of the keys of a table by key that have no row; None for a table by id."""
+        return None
 
     def rows_between(self, first: int, last: int) -> AnyIds:
         """Return the snapshot's rows in [first, last), int64, ascending."""

@@ -6,76 +6,121 @@ N ids, int32 or int64, which must be in [0, V); this is not checked.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.initializers import Initializer
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.rounding import initial_slots
-from hostdev.core.table_dtypes import FP32, TableStep
+from hostdev.core.rounding import initial_slots, plane_formats, rounding_key
+from hostdev.core.table_dtypes import TableStep
 from hostdev.kernels import catch_up
 from hostdev.kernels.apply import apply_occurrences, apply_tasks
-from hostdev.kernels.arrays import AnyIds, Positions, Rows, aligned_empty, interleave, reserved
+from hostdev.kernels.arrays import AnyIds, Keys, LongIds, Positions, Rows, Values, identity
+from hostdev.kernels.bfloat16 import round_rows
 from hostdev.kernels.bits import gather_rows
 from hostdev.kernels.clock import Clock
-from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.norm import partial_squares
+from hostdev.kernels.plane_formats import BFLOAT16
 from hostdev.kernels.pool import Task
+from hostdev.kernels.shards import get_ids_at, ids_of
+
+COPIED_BYTES = 1 << 26  # bytes of rows that are copied at a time
 
 
-class Shape:
-    """The dimensions of a table's storage.
+class RowIds(NamedTuple):
+    """What takes the place of rows' numbers in a whole table: ids, or keys.
 
-    Args:
-        rows: V, the number of rows stored here.
-        dim: D.
-        optimizer: Defines the optimizer state.
+    Attributes:
         first: The position of the first row among all `total` rows.
         total: Rows of the table over all ranks.
         is_part: Whether the rows are only one rank's part of the table (`kernels.shards`).
-        ids: Called with (start, stop); returns the ids, in the whole table, of the local rows [start, stop).
-        slots_dtype: How the optimizer state columns are stored.
-        keys: int64 [V] for a table by key: the key of each row, which takes the place of its id. The memory is then
-            only reserved, and rows are filled when they get a key. None for other tables.
-
-    Attributes:
-        slots: The initial values of the state columns, float32 [S].
+        keys: For a table by key, the key of each row, int64 [V]. Its memory is only reserved, and rows are filled when
+            they get a key. None for other tables.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        dim: int,
-        optimizer: SparseOptimizer,
-        first: int,
-        total: int,
-        is_part: bool,
-        ids: Callable[[int, int], npt.NDArray[np.int64]],
-        slots_dtype: str = FP32,
-        keys: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        self.rows, self.dim, self.optimizer, self.keys = rows, dim, optimizer, keys
-        self.first, self.total, self.is_part, self.ids = first, total, is_part, ids
-        self.slots = initial_slots(optimizer, slots_dtype)
+    first: int
+    total: int
+    is_part: bool = False
+    keys: Keys | None = None
 
-    def row_slots(self) -> Rows:
-        """Return uninitialized memory for the per-row state, float32 [V, R]."""
-        found: Rows = self.allocate((self.rows, len(self.optimizer.row_slots)))
+    @classmethod
+    def of_keys(cls, keys: Keys) -> "RowIds":
+        """Return the ids of rows that have these keys [V]."""
+        return cls(0, len(keys), keys=keys)
+
+    def of(self, rows: AnyIds) -> AnyIds:
+        """Return the ids or keys of rows [N]."""
+        if self.keys is not None:
+            return self.keys[rows]
+        return ids_of(rows.astype(np.int64) + self.first, self.total) if self.is_part else rows
+
+    def between(self, start: int, stop: int) -> LongIds:
+        """Return the ids or keys of the rows [start, stop)."""
+        if self.keys is not None:
+            return self.keys[start:stop]
+        if not self.is_part:
+            return np.arange(start, stop)
+        found: LongIds = get_ids_at(self.total, self.first + start, self.first + stop)
         return found
 
-    def allocate(self, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
-        """Return uninitialized memory for values of all rows; for a table by key, the memory is only reserved."""
-        found: npt.NDArray[Any] = aligned_empty(shape, dtype) if self.keys is None else reserved(shape, dtype)
-        return interleave(found)
 
-    def fill_row_slots(self, row_slots: Rows) -> None:
-        """Write the initial per-row state."""
-        values = np.array(list(self.optimizer.row_slots.values()), np.float32)
-        if len(values):
-            fill_constant(row_slots[:, :, None], values[0], values[1:])
+@dataclass(frozen=True, eq=False)
+class RowFormat:
+    """How the rows of a table are stored, and what they are initially.
+
+    Args:
+        name: The table's name.
+        dim: D.
+        optimizer: Defines the optimizer state.
+        dtype: How weights are stored.
+        slots_dtype: How state columns are stored.
+        seed: Of the initial values.
+        init: The initializer of the weights.
+    """
+
+    name: str
+    dim: int
+    optimizer: SparseOptimizer
+    dtype: str
+    slots_dtype: str
+    seed: int
+    init: Initializer
+
+    @cached_property
+    def slots(self) -> Values:
+        """The initial values of the state columns, float32 [S]."""
+        found: Values = initial_slots(self.optimizer, self.slots_dtype)
+        return found
+
+    @cached_property
+    def row_slots(self) -> Values:
+        """The initial per-row state, float32 [R]."""
+        return np.array(list(self.optimizer.row_slots.values()), np.float32)
+
+    @cached_property
+    def planes(self) -> tuple[int, ...] | None:
+        """The format of each plane, the weights first; None if all are float32."""
+        return plane_formats(self.dtype, self.slots_dtype, self.optimizer)
+
+    def initial(self, ids: AnyIds) -> Iterator[tuple[slice, Rows, Rows]]:
+        """Yield the initial values of rows with these ids or keys [N], some after the other.
+
+        They are which of the rows these are, block [n, 1 + S, D], and row_slots [n, R].
+        """
+        step = max(1, COPIED_BYTES // (4 * (1 + len(self.slots)) * self.dim))
+        for start in range(0, len(ids), step):
+            part = ids[start : start + step].astype(np.int64, copy=False)
+            block = np.empty((len(part), 1 + len(self.slots), self.dim), np.float32)
+            self.init.fill(block, self.seed, self.name, self.slots, ids=part)
+            if self.planes is not None and self.planes[0] == BFLOAT16:
+                key = rounding_key(self.seed, self.name, 0)
+                round_rows(block, identity(len(part)), part, key, (BFLOAT16,))
+            yield slice(start, start + step), block, np.tile(self.row_slots, (len(part), 1))
 
 
 class Storage:
@@ -86,8 +131,8 @@ class Storage:
     """
 
     row_slots: Rows  # per-row state, [V, R]
+    format: RowFormat
     window = 0  # number of batches that loops read ahead, to know which rows to keep in memory
-    _optimizer: SparseOptimizer
 
     @property
     def _stored(self) -> tuple[Any, ...]:
@@ -114,33 +159,42 @@ class Storage:
         raise NotImplementedError
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all columns: the weights, state columns, and per-row state."""
+        optimizer = self.format.optimizer
+        return "weights", *optimizer.slots, *optimizer.row_slots
+
+    @property
     def nbytes(self) -> int:
         """The size of all rows in bytes."""
         return sum(values.nbytes for values in self._stored)
 
-    def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
+    def fill(self) -> None:
         """Write the initial values of all rows."""
         raise NotImplementedError
 
-    def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
-        """Write the initial values of rows to block [N, 1 + S, D]; ids [N] are the rows' ids in the whole table."""
-        raise NotImplementedError
-
-    def column(self, number: int) -> Any:
+    def plane(self, number: int) -> Any:
         """Return the weights (number 0) or state column `number - 1`; indexing by slices or row ids yields float32."""
         raise NotImplementedError
 
-    def lookup_tasks(self, ids: AnyIds, out: Rows, positions: Positions | None) -> list[Task]:
-        """Return tasks that copy weights to out [N, D]."""
-        return lookup_tasks(self._weights, ids, out, positions)
+    def column(self, number: int) -> Any:
+        """Return what `plane` does, or, for the numbers from 1 + S on, per-row state, [V, 1]."""
+        at = number - self.shape[1]
+        return self.plane(number) if at < 0 else self.row_slots[:, at : at + 1]
 
-    def pack_tasks(self, ids: AnyIds, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
-        """Return tasks that copy rows to `out` in packed form, as `kernels.catch_up.pack_tasks` does."""
-        return catch_up.pack_tasks(self._rows_at(0), self.row_slots, ids, out, positions, planes)
-
-    def current_tasks(self, ids: AnyIds, clock: Clock, out: Rows, positions: Positions | None) -> list[Task]:
-        """Return tasks that write up-to-date weights to out, as `kernels.catch_up.look_up_tasks` does."""
+    def lookup_tasks(
+        self, ids: AnyIds, out: Rows, positions: Positions | None, clock: Clock | None = None
+    ) -> list[Task]:
+        """Return tasks that copy weights to out [N, D]; with a clock, after the steps that the rows have missed."""
+        if clock is None:
+            return lookup_tasks(self._weights, ids, out, positions)
         return catch_up.look_up_tasks(self._rows_at(0), self.row_slots, ids, clock, out, positions)
+
+    def fetch_tasks(self, ids: AnyIds, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
+        """Return tasks that copy weights to out; with planes, packed rows, as `kernels.catch_up.pack_tasks` does."""
+        if not planes:
+            return lookup_tasks(self._weights, ids, out, positions)
+        return catch_up.pack_tasks(self._rows_at(0), self.row_slots, ids, out, positions, planes)
 
     def read_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """Return tasks that copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
@@ -156,12 +210,12 @@ class Storage:
 
     def update_tasks(self, ids: AnyIds, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """Return tasks that take an optimizer step on unique rows."""
-        table = self._optimizer.primitive, self._rows_at(step.key), self.row_slots
+        table = self.format.optimizer.primitive, self._rows_at(step.key), self.row_slots
         return apply_tasks(*table, ids, grads, step.scalars, positions, step.clip, step.clock)
 
     def apply(self, ids: AnyIds, grads: Rows, step: TableStep) -> None:
         """Sum the gradients of each id, and take an optimizer step on its row."""
-        table = self._optimizer.primitive, self._rows_at(step.key), self.row_slots
+        table = self.format.optimizer.primitive, self._rows_at(step.key), self.row_slots
         apply_occurrences(*table, ids, grads, step.scalars, step.clip, step.clock)
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
@@ -218,3 +272,22 @@ def taken(values: Rows, ids: AnyIds) -> Rows:
         width = out.size // len(ids)
         gather_rows(values.reshape(len(values), width), ids, out.reshape(len(ids), width))
     return out
+
+
+class ReadColumn:
+    """Values of rows, float32 [V, width], which are made as they are read, by slices or row ids.
+
+    Args:
+        rows: V.
+        width: Number of values of a row.
+        get: Called with a slice or row ids [N]; returns the values, float32 [N, width].
+    """
+
+    def __init__(self, rows: int, width: int, get: Callable[[Any], Rows]) -> None:
+        self.shape, self._get = (rows, width), get
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> Rows:
+        return self._get(rows)

@@ -2,7 +2,6 @@
 tables."""
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,18 @@ from hostdev.core.history import History
 from hostdev.core.initializers import Given, Initializer, Normal, initializer
 from hostdev.core.key_rules import Admission, Eviction
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.table_dtypes import FP32, TableStep
+from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import initial_seed
-from hostdev.host.disk.storage import RowFormat, make_filled
+from hostdev.host.disk.storage import make_filled
+from hostdev.host.key_options import KeyRules
 from hostdev.host.key_table import KeyedTable
-from hostdev.host.reads import get_row_ids
-from hostdev.host.storage import Shape
+from hostdev.host.storage import RowFormat, RowIds
 from hostdev.host.writes import WritableTable
 from hostdev.kernels.arrays import Positions, Rows
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import range_of
 
-_ERASED = 1 << 16  # rows that are erased or rewritten at a time
+_AT_ONCE = 1 << 16  # rows that are rewritten at a time
 
 
 class HostTable(WritableTable):
@@ -108,25 +107,36 @@ class HostTable(WritableTable):
         evict: Eviction | None = None,
         unknown: str = "shared",
     ) -> None:
-        if (capacity, admit, evict, unknown) != (None, None, None, "shared"):
+        rules = KeyRules(capacity, admit, evict, unknown)
+        self._require_arguments(rows, dim, name, part, rules)
+        require_optimizer(optimizer, name)
+        dtypes = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
+        initial = initial_seed(seed), self._make_initializer(init, rows, dim, name)
+        how = RowFormat(name, dim, optimizer, *dtypes, *initial)
+        self._begin_table(how, part, storage, by_key=isinstance(self, KeyedTable))
+        self.changes, self.untouched, self.may_train = None, True, part is not None
+        self._make_rows(rows, rules)
+
+    def _require_arguments(self, rows: Any, dim: int, name: str, part: tuple[int, int] | None, rules: KeyRules) -> None:
+        if rules != KeyRules():
             raise ValueError(
                 f"table {name!r}: capacity, admit, evict and unknown need a table by key: give None for rows"
             )
-        assert rows is not None
         require_size(rows, dim, name)
-        require_optimizer(optimizer, name)
         if part is not None and not 0 <= part[0] < part[1]:
             raise ValueError(f"table {name!r}: part must be (rank, ranks) with a rank in 0..ranks - 1, not {part}")
-        self._begin_table(name, dim, optimizer, part, (dtype, slots), storage)
-        self.seed, self.total_rows, self.capacity = initial_seed(seed), rows, rows
-        self.start, stop = (0, rows) if part is None else range_of(rows, *part)
+
+    def _make_initializer(self, init: Any, rows: Any, dim: int, name: str) -> Initializer:
+        return initializer(init, rows, dim, name)
+
+    def _make_rows(self, rows: Any, rules: KeyRules) -> None:
+        """Make the rows of a new table, with their initial values."""
+        self.total_rows, self.capacity = rows, rows
+        self.start, stop = (0, rows) if self.part is None else range_of(rows, *self.part)
         self._rows = stop - self.start
-        self._initial = (self.seed, initializer(init, rows, dim, name))
-        self.writes = int(isinstance(self._initial[1], Given))  # the program's own values
-        format_ = RowFormat(name, self._shape(dim), self.dtype, self.slots_dtype, *self._initial)
-        # Not a method, since the storage keeps it.
-        self.storage = make_filled(format_, storage, partial(get_row_ids, part, self.start, rows))
-        self.changes, self.untouched, self.may_train = None, True, part is not None
+        self.writes = int(isinstance(self.init, Given))  # the program's own values
+        self.row_index = RowIds(self.start, rows, self.part is not None)
+        self.storage = make_filled(self.row_format, self._rows, self.row_index, self.disk)
 
     def erase(self, ids: npt.ArrayLike) -> None:
         """Reset weights and optimizer state of rows to their initial values; the table's step does not change.
@@ -139,15 +149,9 @@ class HostTable(WritableTable):
         """
         ids = np.unique(self._checked(ids))
         self._before_write()
-        _, planes, D = self.storage.shape
-        for start in range(0, len(ids), _ERASED):
-            part = ids[start : start + _ERASED]
-            block = np.empty((len(part), planes, D), np.float32)
-            self.storage.initial(self._shape(D), *self._initial, self.row_ids(part).astype(np.int64), block)
-            row_slots = np.empty((len(part), self.storage.row_slots.shape[1]), np.float32)
-            row_slots[:] = list(self.optimizer.row_slots.values())
+        for part, block, row_slots in self.row_format.initial(self.row_ids(ids)):
             self.history.stamp(row_slots)
-            self.write_now(part, block, row_slots)
+            self.write_now(ids[part], block, row_slots)
         self.storage.taint(self.changes)
         self._after_write(ids)
 
@@ -234,7 +238,7 @@ class HostTable(WritableTable):
         if self.changes is not None:
             self.changes.await_end()
             self.note_changes(anew=True)  # forgets the last checkpoint, so that the next one is full
-        self.storage.fill(self._shape(self.dim), *self._initial)
+        self.storage.fill()
 
     def adopt(self, history: History, *, whole: bool) -> None:
         """Replace the table's step history with that of a checkpoint, before the checkpoint's rows are loaded.
@@ -246,17 +250,13 @@ class HostTable(WritableTable):
         """
         self._before_write()
         if not whole:
-            for start in range(0, self.rows, _ERASED):
-                ids = np.arange(start, min(self.rows, start + _ERASED))
+            for start in range(0, self.rows, _AT_ONCE):
+                ids = np.arange(start, min(self.rows, start + _AT_ONCE))
                 block, row_slots = self._read(ids, self.capabilities.formats)
                 row_slots[:, -1] = history.steps
                 self.write_now(ids, block, row_slots)
         self.history = history
         self._after_write(None)
-
-    def _shape(self, dim: int) -> Shape:
-        where = self.start, self.total_rows, self.part is not None, self.ids
-        return Shape(self.rows, dim, self.optimizer, *where, self.slots_dtype)
 
 
 class KeyTable(KeyedTable, HostTable):

@@ -21,7 +21,7 @@ from hostdev.core.tables import ColumnCopies
 from hostdev.host.reads import ReadableTable
 from hostdev.host.snapshot import Budget, Copies, RowCopies, Snapshot
 from hostdev.host.storage import Storage
-from hostdev.kernels.arrays import AnyIds, Ids, Positions, Rows
+from hostdev.kernels.arrays import AnyIds, Ids, Keys, Positions, Rows
 from hostdev.kernels.bits import Bits, any_in_ranges, empty_bits, full_bits, mark
 from hostdev.kernels.pool import Task, run_tasks
 
@@ -35,6 +35,7 @@ class Changes:
         self._storage, self._rows = storage, storage.shape[0]
         self._touched = empty_bits(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
+        self.gone: list[Keys] = []  # of a table by key, the keys that have lost their rows since the last snapshot
         self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
         self.digests: RangeDigests | None = None  # of row ranges; each is valid while it is marked `known`
         self._snapshot: Snapshot | None = None
@@ -86,7 +87,7 @@ class Changes:
         """Begin a snapshot that the caller has made, after which no row counts as touched; see `begin`."""
         if self._snapshot is not None:
             raise RuntimeError("the previous snapshot of this table is still being saved; wait until it ends")
-        self._unsaved = []
+        self._unsaved, self.gone = [], []
         self._snapshot, self._touched = snapshot, empty_bits(self._rows)
 
     def await_end(self) -> None:
@@ -95,10 +96,11 @@ class Changes:
             self._snapshot.ended.wait()
 
     def end(self, snapshot: Snapshot, *, saved: bool) -> None:
-        """End a snapshot; if it was not saved, the snapshot's rows count as changed again."""
+        """End a snapshot; if it was not saved, the snapshot's rows and keys count as changed again."""
         snapshot.end()
         if not saved:
             self._unsaved.append(snapshot.wanted)  # merged later: another thread may be marking rows
+            self.gone.append(snapshot.gone)
         self._snapshot = None
 
 
@@ -305,13 +307,6 @@ class WritableTable(ReadableTable):
         `copies` copies the places of all rows on disk; None for a snapshot that copies values.
         """
         return self.note_changes().begin(budget, everything=everything, copies=copies)
-
-    def end_snapshot(self, changes: Changes, snapshot: Any, *, saved: bool) -> None:  # Any: of either kind
-        """End a snapshot; if it was not saved, its rows count as changed again.
-
-        `changes` is the tracker that was in use when the snapshot began.
-        """
-        changes.end(snapshot, saved=saved)
 
     def note_changes(self, *, anew: bool = False) -> Changes:
         """Track changes from now on and return the tracker; with `anew`, forget all earlier changes."""

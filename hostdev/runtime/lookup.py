@@ -76,7 +76,7 @@ class _Group:
             elif len(ids) > _FEW:
                 self._rows.append(np.empty((len(ids), table.dim), np.float32))
                 for source, rows, at in table.storage.sources(ids):
-                    self.tasks += table.history.lookup_tasks(source, rows, self._rows[-1], at)
+                    self.tasks += source.lookup_tasks(rows, self._rows[-1], at, table.clock())
             else:  # waking the host's threads would take longer
                 block, at = table.where(ids)
                 self._rows.append(block[at, 0])

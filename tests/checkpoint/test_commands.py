@@ -123,7 +123,7 @@ def test_a_full_disk_is_named(saved, tmp_path, capsys, monkeypatch, form):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Layers, "rows", fail)
+    monkeypatch.setattr(Layers, "read", fail)
     assert run(checkpoint, "export", path, "--out", tmp_path / "out", "--format", form) == 2
     expected = f"hostdev.checkpoint: error: {tmp_path / 'out'}: No space left on device\n"
     assert capsys.readouterr().err == expected

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from hostdev import LazyAdam, RowWiseAdagrad, UserError
-from hostdev.checkpoint import folder, loading, manifest, ranges, remote
+from hostdev.checkpoint import folder, loading, manifest, remote, segment_rows
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import HashedFile
@@ -119,10 +119,10 @@ def test_a_chain_is_one_state(saved):
         assert get_dense_state(runtime) == state
         assert runtime.pipeline.steps == seed + 1
     layers = Layers(folder.read_chain(path / names[2]))
-    rows = layers.rows("a", *layers.ranges("a")[0], ["v"])
+    rows = layers.read("a", *layers.ranges("a")[0], ["v"])
     runtime = runtime_of()
     runtime.load(path)
-    np.testing.assert_array_equal(rows.columns["v"], runtime.tables["a"].slots["v"])
+    np.testing.assert_array_equal(rows["v"], runtime.tables["a"].slots["v"])
 
 
 def files_of(path):
@@ -223,13 +223,13 @@ def test_no_rows_stay_of_what_was_not_loaded_whole(saved, monkeypatch, error):
     path, states = saved
     runtime, initial, loaded = runtime_of(), get_dense_state(runtime_of()), []
 
-    def fail(*arguments):
+    def fail(*arguments, check):
         loaded.append(arguments)
         if len(loaded) == 3:
             raise error
-        return ranges.parse_range(*arguments)
+        return segment_rows.read_chunk(*arguments, check=check)
 
-    monkeypatch.setattr(loading, "parse_range", fail)
+    monkeypatch.setattr(loading, "read_chunk", fail)
     with pytest.raises(error):
         runtime.load(path)
     assert get_dense_state(runtime) == initial

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import hostdev
-from hostdev.checkpoint import layers
+from hostdev.checkpoint import row_index
 from hostdev.errors import UserError
 from hostdev.ext.checkpoints.cli import main
 from tests.runtime.test_keyed_tables import MODES, POLICIES, Program, batches
@@ -122,7 +122,7 @@ def test_erased_keys_are_in_no_later_file(mode, tmp_path):
 
 @pytest.mark.parametrize("at_once", [0, 1 << 16])
 def test_evicted_keys_are_gone_for_readers(at_once, tmp_path, monkeypatch):
-    monkeypatch.setattr(layers, "_AT_ONCE", at_once)
+    monkeypatch.setattr(row_index, "_AT_ONCE", at_once)
     program = with_many_keys(evict=hostdev.LeastRecent(keep=1.0, every=1), capacity=3_100)
     everything = np.concatenate([np.arange(-5, 900), np.arange(9_000, 13_010)])
     parents = []

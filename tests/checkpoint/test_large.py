@@ -90,7 +90,7 @@ def test_a_large_table_with_little_memory_beside(tmp_path):
     weights = np.load(tmp_path / "out/t.weights.npy", mmap_mode="r")
     layers = Layers(folder.read_chain(tmp_path / "c" / folder.names_in(tmp_path / "c")[-1]))
     start, stop = layers.ranges("t")[-1]
-    np.testing.assert_array_equal(weights[start:stop], layers.rows("t", start, stop, ["weights"]).columns["weights"])
+    np.testing.assert_array_equal(weights[start:stop], layers.read("t", start, stop, ["weights"])["weights"])
 
 
 def test_files_of_version_1_are_read(tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 import hostdev
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.columns import MappedTable
+from hostdev.checkpoint.layers import SavedRows
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.core import cli
 from hostdev.core.checksums import json_checksum
@@ -175,4 +175,4 @@ def test_a_chain_of_many(tmp_path):
     chain = folder.read_chain(tmp_path / folder.names_in(tmp_path)[-1])
     assert len(chain) == 7
     ids = np.arange(table.rows)
-    np.testing.assert_array_equal(MappedTable(chain, "t").lookup(ids), table.block[:, 0])
+    np.testing.assert_array_equal(SavedRows(chain, "t").lookup(ids), table.block[:, 0])

@@ -13,7 +13,7 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.columns import MappedTable
+from hostdev.checkpoint.layers import SavedRows
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
@@ -410,7 +410,7 @@ def test_mapped_tables_are_the_checkpoints(trained, number):
 
     for table in chain[-1].manifest.tables:
         expected = np.concatenate(list(Layers(chain).column(table.name, "weights")))
-        mapped = MappedTable(chain, table.name)
+        mapped = SavedRows(chain, table.name)
         opened = hostdev.open(chain[-1].path)[table.name]
         np.testing.assert_array_equal(opened.lookup(np.arange(table.rows)), expected)
         for dtype in (np.int32, np.int64):

@@ -328,7 +328,7 @@ def test_the_bytes_of_a_manifest_that_lies_are_refused(tmp_path):
     train(table, 20, 0)
     saved = save(manager, table)
     layers = Layers(folder.read_chain(saved.path))
-    rows = layers._segments(0, "t")
+    rows = layers.open("t")._segments
     ids = np.arange(2)
     for location in (-5, (900 << 32) + 1, (1 << 31) + 7, 1 << 62):
         with pytest.raises(BrokenCheckpointError, match="in segments that do not have them"):

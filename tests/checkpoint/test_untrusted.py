@@ -9,7 +9,7 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import folder, manifest
-from hostdev.checkpoint.columns import MappedTable
+from hostdev.checkpoint.layers import SavedRows
 from hostdev.checkpoint.loading import load_tables
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError
 from hostdev.checkpoint.ranges import RowChunk, parse_range, write_range
@@ -165,7 +165,7 @@ def test_a_whole_one_without_all_rows(saved, kind):
         ids[7] = {"twice": 6, "negative": -1, "outside": rows}[kind]
     change(saved, first, _rewritten(saved / first, "second", ids))
     with pytest.raises(BrokenCheckpointError, match="rows of table .* are missing|its rows do not match the range"):
-        MappedTable(folder.read_chain(saved / first), "second")
+        SavedRows(folder.read_chain(saved / first), "second")
     about = manifest.read(saved / first).table("second")
     table = HostTable(about.rows, about.dim, LazyAdam(lr=1e-2), name="second")
     tables = {
@@ -180,12 +180,12 @@ def test_a_whole_one_without_all_rows(saved, kind):
 
 def test_a_whole_one_with_the_numbers_of_all_rows_is_one(saved):
     first = folder.names_in(saved)[0]
-    before = MappedTable(folder.read_chain(saved / first), "second")
+    before = SavedRows(folder.read_chain(saved / first), "second")
     ids = np.arange(before.rows)
     expected = before.lookup(ids)
     del before
     change(saved, first, _rewritten(saved / first, "second", ids))
-    assert MappedTable(folder.read_chain(saved / first), "second").lookup(ids).tobytes() == expected.tobytes()
+    assert SavedRows(folder.read_chain(saved / first), "second").lookup(ids).tobytes() == expected.tobytes()
 
 
 def test_long_and_unprintable_names_are_printed_safely(saved, capsys):

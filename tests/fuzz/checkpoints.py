@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 
 from hostdev.checkpoint import folder, manifest, remote
-from hostdev.checkpoint.columns import MappedTable
+from hostdev.checkpoint.layers import SavedRows
 from hostdev.checkpoint.loading import load_tables, require_tables, values_of, verify
 from hostdev.checkpoint.manifest import FILE_NAME
 from hostdev.core import cli
@@ -142,7 +142,8 @@ def _read(case: Path, number: int) -> None:
         load_tables(chain, tables, check=True)
     else:
         for about in chain[-1].manifest.tables:
-            for column in ("weights", *about.slots, *about.row_slots):
-                table = MappedTable(chain, about.name, column)
-                last = table.rows - 1
-                assert table.lookup(np.array([0, last, last // 2])).shape == (3, table.dim)
+            table = SavedRows(chain, about.name, current=False)
+            last, columns = table.rows - 1, ("weights", *about.slots, *about.row_slots)
+            found = table.read(table.find(np.array([0, last, last // 2])), columns)
+            for column in columns:
+                assert found[column].shape == (3, 1 if column in about.row_slots else table.dim)

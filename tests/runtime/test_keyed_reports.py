@@ -128,13 +128,13 @@ def check_capacity_may_grow(folder):
 
 
 def keep_the_first_capacity(patch):
-    restore = key_steps.CheckpointedKeys.restore_keys
+    restore = key_steps.SteppedKeys.restore_keys
 
     def wrong(self, *given):
         restore(self, *given)
         self.index.capacity = 300
 
-    patch.setattr(key_steps.CheckpointedKeys, "restore_keys", wrong)
+    patch.setattr(key_steps.SteppedKeys, "restore_keys", wrong)
 
 
 def check_eviction_waits_for_updates(folder):

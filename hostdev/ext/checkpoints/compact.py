@@ -4,47 +4,68 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.items import FROM_FIRST, Item, Located
-from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.items import FROM_FIRST, FullSource, Item
+from hostdev.checkpoint.layers import Layers, SavedRows
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import VERSION, Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS
 from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
+from hostdev.core.keys import KeyColumns
 from hostdev.ext.checkpoints import best
 from hostdev.host.disk.segments import SegmentFile
-from hostdev.kernels.arrays import Rows
+from hostdev.kernels.arrays import LongIds, Rows
 from hostdev.kernels.shards import get_ids_at, range_of
 
 
-class _MergedRows:
-    """A `writer.Source` of a table's merged rows, read from the files of a chain."""
+class _MergedRows(FullSource):
+    """A `Source` of a table's merged rows, read from the files of a chain."""
 
-    def __init__(self, layers: Layers, name: str) -> None:
-        self._layers, self._name = layers, name
-        self.count = layers.manifest.table(name).rows
-
-    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all rows in [first, last)."""
-        return np.arange(first, last)
+    def __init__(self, layers: Layers, table: Table) -> None:
+        self._rows, self._table, self.count = layers.open(table.name), table, table.rows
+        self._root = layers.chain[-1].path
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """See `writer.Source`."""
-        for start, stop in self._layers.ranges(self._name):  # the ranks' files may cover ranges of different sizes
-            begin, end = max(first, start), min(last, stop)
-            if begin >= end:
-                continue
-            found = self._layers.rows(self._name, start, stop)
-            stored = [*found.columns.values(), *found.row_columns.values()]
-            for to, values in zip([*columns, *row_columns], stored, strict=True):
-                np.copyto(to[begin - first : end - first], values[begin - start : end - start])
+        """See `Source`."""
+        _copy_columns(self._rows, self._rows.locate(first, last), columns, row_columns)
+
+    def locate(self, first: int, last: int, out: LongIds) -> None:
+        """See `Source`."""
+        out[:] = self._rows.read_locations(first, last)
+
+    def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
+        """Let the new checkpoint hold the segments of the newest one; see `Source`."""
+        assert self._table.segments is not None
+        named = [(self._root / each.file, each) for each in self._table.segments.files]
+        files = [SegmentFile(path, each.bytes, each.sha256, each.number) for path, each in named]
+        return [(hold(file), file) for file in files]
+
+    def key_columns(self, first: int, last: int) -> KeyColumns | None:
+        """See `Source`."""
+        return self._rows.merged.between(first, last) if self._rows.is_by_key else None
+
+    def other_keys(self) -> Sequence[npt.NDArray[Any]] | None:
+        """See `Source`; no key is gone since a full checkpoint."""
+        if not self._rows.is_by_key:
+            return None
+        others = self._rows.merged.others
+        return others._replace(gone=others.gone[:0])
+
+
+def _copy_columns(rows: SavedRows, places: Any, columns: Rows, row_columns: Rows) -> None:
+    """Copy rows to the outputs of `Source.read`."""
+    about = rows.table
+    found = rows.read(places, [WEIGHTS, *about.slots, *about.row_slots])
+    for to, values in zip([*columns, *row_columns], found.values(), strict=True):
+        np.copyto(to, values.reshape(to.shape))
 
 
 def compact(chain: Chain, keep: int | None = None) -> str:
@@ -90,26 +111,10 @@ def merge(chain: Chain, path: Path) -> Path:
 
 def merged_item(layers: Layers, table: Table) -> Item:
     """Return a table's merged rows as an item to write."""
-    rows = _MergedRows(layers, table.name)
     about = replace(table, files=[], whole=False)
     if table.segments is not None:  # the new checkpoint holds them, too
         about = replace(about, segments=replace(table.segments, files=[], numbering=FROM_FIRST))
-    item = Item(about, rows, True, lambda: None, lambda saved: None)
-    if table.segments is not None:
-        item = item._replace(located=Located(partial(layers.locate, table.name), partial(_hold, layers, table)))
-    if table.keys is None:
-        return item
-    others = layers.merged(table.name).others
-    others = others._replace(gone=others.gone[:0])
-    return item._replace(get_keys=partial(layers.key_columns, table.name), files=lambda channel: others.files())
-
-
-def _hold(layers: Layers, table: Table, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
-    """Let a new checkpoint hold the segments of the newest one; see `LocationCopies.finish`."""
-    assert table.segments is not None
-    root = layers.chain[-1].path
-    files = [SegmentFile(root / each.file, each.bytes, each.sha256, each.number) for each in table.segments.files]
-    return [(hold(file), file) for file in files]
+    return Item(about, _MergedRows(layers, table), True)
 
 
 def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
@@ -131,25 +136,16 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-class _Rows:
-    """A `writer.Source` of a table's rows: in id order or, with `spread`, in the order that is divided among ranks."""
+class _Rows(FullSource):
+    """A `Source` of a table's rows: in id order or, with `spread`, in the order that is divided among ranks."""
 
     def __init__(self, layers: Layers, table: Table, *, spread: bool) -> None:
-        self._layers, self._table, self._spread = layers, table, spread
-        self.count = table.rows
-
-    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all rows in [first, last)."""
-        return np.arange(first, last)
+        self._rows, self._spread, self.count = layers.open(table.name), spread, table.rows
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """See `writer.Source`."""
-        about = self._table
-        wanted = get_ids_at(about.rows, first, last) if self._spread else np.arange(first, last)
-        for to, name in zip(columns, (WEIGHTS, *about.slots), strict=True):
-            np.copyto(to, self._layers.lookup(about.name, name, wanted))
-        for to, name in zip(row_columns, about.row_slots, strict=True):
-            np.copyto(to, self._layers.lookup(about.name, name, wanted)[:, 0])
+        """See `Source`."""
+        wanted = get_ids_at(self.count, first, last) if self._spread else np.arange(first, last)
+        _copy_columns(self._rows, self._rows.find(wanted), columns, row_columns)
 
 
 def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
@@ -176,7 +172,7 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
         about = replace(table, files=[], segments=None, whole=False, order=SPREAD if is_spread else "ids")
         cuts = [range_of(table.rows, rank, ranks)[0] for rank in range(ranks)] if ranks else []
         rows = _Rows(layers, table, spread=is_spread)
-        items.append(Item(about, rows, True, lambda: None, lambda saved: None, cuts=cuts))
+        items.append(Item(about, rows, True, cuts=cuts))
     with folder.locked(out):
         _require_none(out)  # again, now that the folder is locked
         made = write_anew(layers, items, out)

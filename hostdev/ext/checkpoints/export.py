@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.layers import CurrentLayers, Layers
+from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import find_file, read_values
@@ -65,7 +65,7 @@ def export(chain: Chain, out: Path, options: ExportOptions) -> list[str]:
     Raises:
         OSError: A file cannot be written.
     """
-    layers = CurrentLayers(chain)
+    layers = Layers(chain, current=True)
     _write(out, layers, options)
     return list(_describe_left_out(layers, options))
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.layers import Layers, open_table
+from hostdev.checkpoint.layers import Layers, SavedRows
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.remote import newest
 from hostdev.core.errors import UserError
@@ -53,7 +53,7 @@ class NamedRows:
 
     def __init__(self, layers: Layers, table: str, space: Space | None, vocabulary: pa.Table | None) -> None:
         about = layers.manifest.table(table)
-        self._opened: Any = open_table(layers.chain, table)
+        self._opened = SavedRows(layers.chain, table)
         self.table, self.dim, self.is_by_key = table, about.dim, about.keys is not None
         self.space, self._space = None if space is None else space.name, space
         self.has_names, self._values = vocabulary is not None, None if vocabulary is None else vocabulary["value"]

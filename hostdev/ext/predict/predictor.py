@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.checkpoint.layers import open_table
+from hostdev.checkpoint.layers import SavedRows
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch
@@ -213,7 +213,7 @@ class Predictor:
             raise UserError(f"{self.path} is of a different model: {' '.join(str(error).split())[:300]}") from None
         self.model.to(self._device).eval()
         with reading(self.path):
-            self.tables: dict[str, Any] = {name: open_table(opened.chain, name) for name in self.model.tables}
+            self.tables = {name: SavedRows(opened.chain, name) for name in self.model.tables}
             self._require_tables()
 
     @property
@@ -395,8 +395,7 @@ class Predictor:
             for table in names:
                 key = table, id(given[name])
                 if key not in looked_up:
-                    options = {"unknown": unknown} if self.tables[table].is_by_key else {}
-                    looked_up[key] = torch.from_numpy(self.tables[table].lookup(ids.values, **options))
+                    looked_up[key] = torch.from_numpy(self.tables[table].lookup(ids.values, unknown))
                 outputs.append(self._values(looked_up[key], feature, ids, self.tables[table].dim).to(self._device))
             yield name, outputs[0] if feature.is_single else tuple(outputs)
 
