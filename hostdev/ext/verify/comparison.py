@@ -30,8 +30,8 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.distributed.rank_environment import start_processes, wait_for
 from hostdev.distributed.session import join
-from hostdev.distributed.world import ALONE_WORLD, STRATEGIES, Layout, Mesh, World
-from hostdev.ext.parallel.plan import divides, pairable, resolve_layout
+from hostdev.distributed.world import ALONE_WORLD, Layout, Mesh, World
+from hostdev.ext.parallel.plan import resolve_layout, sliceable
 from hostdev.ext.training.starting import make_model
 from hostdev.ext.verify.modes import Mode, Record, compare, get_batch_size, modes, read_batches, train
 from hostdev.kernels.pool import host_threads
@@ -246,12 +246,8 @@ def adapt_layout(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Lay
     inputs = partial(inputs_like, model, sample, None)
     plan = layout.plan
     if mesh.model > 1 and not plan:
-        modules, taken = dict(model.named_modules()), set[str]()
-        for pair in sorted(pairable(model, lambda: inputs(2))):
-            able = all(divides(modules[name], how, mesh.model) for name, how in zip(pair, STRATEGIES, strict=False))
-            if able and not taken.intersection(pair):
-                taken.update(pair)
-                plan = [*plan, *zip(pair, STRATEGIES, strict=False)]
+        units = sliceable(model, mesh.model, lambda: inputs(2))
+        plan = [layer for unit in units if len(unit) == 2 for layer in unit]
     mine = Layout(layout.schedule, layout.begins if mesh.pipe > 1 else None, plan if mesh.model > 1 else ())
     if mesh.size > mesh.data:
         resolve_layout(model, mine, mesh, inputs)
