@@ -1,4 +1,4 @@
-"""Simulation of caches of several policies and sizes in one pass over the batches; only their planners run."""
+"""Simulation of a cache of one policy and size, and of the optimum, over known batches; only a cache's planner runs."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -10,15 +10,15 @@ import numpy.typing as npt
 
 from hostdev.cache import bound
 from hostdev.cache.bound import optimal, optimum_fits
-from hostdev.cache.options import POLICIES
 from hostdev.cache.plan import Statistics
 from hostdev.cache.planner import Planner
 from hostdev.cache.prices import Costs
-from hostdev.kernels.unique import count_occurrences, unique
 
 OPTIMUM = "optimum"
 _MOST_RECORDED = 1 << 25  # unique ids, for the optimum
 _VISITS = 1e8  # uses visited for each bound
+
+UniqueIds = tuple[npt.NDArray[Any], npt.NDArray[np.int32]]  # a batch's unique ids [U], and how often it uses each [U]
 
 
 class Simulated(NamedTuple):
@@ -26,109 +26,97 @@ class Simulated(NamedTuple):
 
     statistics: Statistics
     planning: float = 0.0  # seconds, over the same batches
-    least: tuple[float, ...] = ()  # for the optimum: the lowest cost for each of `others`
+    least: tuple[float, ...] = ()  # for the optimum: the lowest cost for each of its `costs`
 
 
-class Simulation:
-    """A simulation of caches for a group of tables, with several policies and sizes, over the same batches.
+class SimulatedCache:
+    """A cache for a group of tables.
 
     Args:
         rows: Number of rows of each table.
-        sizes: Sizes of the caches, in rows.
+        size: Size of the cache, in rows.
+        policy: The policy.
         steps: Number of batches; results cover the second half of them.
-        counts: Uses of each row, [V], for "static", or None to omit that policy.
         window: Number of batches that lookahead knows in advance.
+        counts: Uses of each row, [V], for "static", and for "lookahead" if it is to know them; else None.
         costs: Costs of moving a row, which lookahead minimizes.
-        told: Whether lookahead also gets the counts.
-        policies: A subset of `POLICIES`.
-        optimum: Whether to find the optimum, too: the most hits, and the lowest cost for each of `others`.
-        others: Other costs of moving a row, for example in bytes or nanoseconds, for which the optimum is found.
     """
 
     def __init__(
         self,
         rows: int,
-        sizes: Sequence[int],
+        size: int,
+        policy: str,
         steps: int,
-        counts: Any,
         window: int,
+        counts: Any = None,  # Any: an array of any integers, or None
         costs: Costs = Costs(),  # noqa: B008
-        *,
-        told: bool = True,
-        policies: Sequence[str] = POLICIES,
-        optimum: bool = True,
-        others: Sequence[Costs] = (),
     ) -> None:
-        self._rows, self._sizes, self._steps, self._half = rows, list(sizes), steps, steps // 2
-        self._others = others
-        self.policies = [policy for policy in policies if policy != "static" or counts is not None]
-        known = {policy: counts if told or policy == "static" else None for policy in self.policies}
-        self._planners = {
-            (policy, number): Planner(rows, size, policy, window=window, counts=known[policy], costs=costs)
-            for policy in self.policies
-            for number, size in enumerate(sizes)
-        }
-        self._at_half = {key: Simulated(Statistics()) for key in self._planners}
-        self._planned = dict.fromkeys(self._planners, 0)
-        self._seconds = dict.fromkeys(self._planners, 0.0)
-        self._recorded: list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]] = []
-        self._room = _MOST_RECORDED if optimum else -1
+        self._planner = Planner(rows, size, policy, window=window, counts=counts, costs=costs)
+        self._half, self._planned, self._seconds = steps // 2, 0, 0.0
+        self._at_half = Simulated(Statistics())
 
-    def add(self, ids: npt.NDArray[Any]) -> None:
-        """Add the next batch: all its ids, int32 or int64 [N]."""
-        found, inverse = unique(ids)
-        self.add_unique(found, count_occurrences(inverse, len(found)))
-
-    def add_unique(self, ids: npt.NDArray[Any], uses: npt.NDArray[np.int32]) -> None:
+    def add(self, ids: npt.NDArray[Any], uses: npt.NDArray[np.int32]) -> None:
         """Add the next batch: its unique ids [U], and how often it uses each id, int32 [U]."""
+        start = time.perf_counter()
+        self._planner.announce(ids, uses)
+        self._seconds += time.perf_counter() - start
+        if len(self._planner) > self._planner.window:
+            self._plan()
+
+    def _plan(self) -> None:
+        start = time.perf_counter()
+        self._planner.plan()
+        self._seconds += time.perf_counter() - start
+        self._planned += 1
+        if self._planned == self._half:
+            self._at_half = Simulated(replace(self._planner.statistics), self._seconds)
+
+    def end(self) -> Simulated:
+        """Plan the announced batches, and return the results."""
+        while len(self._planner):
+            self._plan()
+        before, total = self._at_half, self._planner.statistics
+        since = Statistics(**{name: value - getattr(before.statistics, name) for name, value in vars(total).items()})
+        return Simulated(since, self._seconds - before.planning)
+
+
+class Optimum:
+    """The best caches for a group of tables: the most hits, and the lowest costs. Records all batches.
+
+    Args:
+        rows: Number of rows of each table.
+        sizes: Sizes of the caches, in rows.
+        steps: Number of batches; results cover the second half of them.
+        costs: Several costs of moving a row, for example in bytes and in nanoseconds.
+    """
+
+    def __init__(self, rows: int, sizes: Sequence[int], steps: int, costs: Sequence[Costs]) -> None:
+        self._rows, self._sizes, self._steps, self._costs = rows, sizes, steps, costs
+        self._recorded: list[UniqueIds] = []
+        self._room = _MOST_RECORDED
+
+    def add(self, ids: npt.NDArray[Any], uses: npt.NDArray[np.int32]) -> None:
+        """Add the next batch, as `SimulatedCache.add` does."""
         self._room -= len(ids)
         if self._room >= 0:
             self._recorded.append((ids, uses))
-        for key, planner in self._planners.items():
-            start = time.perf_counter()
-            planner.announce(ids, uses)
-            self._seconds[key] += time.perf_counter() - start
-            if len(planner) > planner.window:
-                self._plan(key)
 
-    def _plan(self, key: tuple[str, int]) -> None:
-        start = time.perf_counter()
-        self._planners[key].plan()
-        self._seconds[key] += time.perf_counter() - start
-        self._planned[key] += 1
-        if self._planned[key] == self._half:
-            self._at_half[key] = Simulated(replace(self._planners[key].statistics), self._seconds[key])
-
-    def end(self) -> dict[str, list[Simulated]]:
-        """Return, by policy, the results for each size; and those of the optimum if host memory suffices to find it."""
-        for key, planner in self._planners.items():
-            while len(planner):
-                self._plan(key)
-        numbers = range(len(self._sizes))
-        found = {policy: [self._since_half((policy, i)) for i in numbers] for policy in self.policies}
-        if len(self._recorded) == self._steps and self._can_know():
-            found[OPTIMUM] = self._optimum()
-        return found
-
-    def _since_half(self, key: tuple[str, int]) -> Simulated:
-        before, total = self._at_half[key], self._planners[key].statistics
-        since = Statistics(**{name: value - getattr(before.statistics, name) for name, value in vars(total).items()})
-        return Simulated(since, self._seconds[key] - before.planning)
-
-    def _can_know(self) -> bool:
-        unique = sum(len(ids) for ids, _ in self._recorded)
-        return bound.fits(unique, self._steps) and optimum_fits(self._recorded, self._rows, max(self._sizes, default=0))
-
-    def _optimum(self) -> list[Simulated]:
-        """Return the results of the best caches over the second half of the batches.
+    def end(self) -> list[Simulated]:
+        """Return the results of the best caches of each size; none if host memory does not suffice to find them.
 
         For the lowest costs, a cache may begin the second half with any rows.
         """
-        uses = bound.uses_of([ids for ids, _ in self._recorded[self._half :]])
+        unique, half = sum(len(ids) for ids, _ in self._recorded), self._steps // 2
+        if len(self._recorded) < self._steps or not bound.fits(unique, self._steps):
+            return []
+        if not optimum_fits(self._recorded, self._rows, max(self._sizes, default=0)):
+            return []
+        uses = bound.uses_of([ids for ids, _ in self._recorded[half:]])
         return [
             Simulated(
-                optimal(self._recorded, self._rows, size, since=self._half),
-                least=tuple(bound.least_cost(uses, size, costs, first=0.0, visits=_VISITS) for costs in self._others),
+                optimal(self._recorded, self._rows, size, since=half),
+                least=tuple(bound.least_cost(uses, size, costs, first=0.0, visits=_VISITS) for costs in self._costs),
             )
             for size in self._sizes
         ]
