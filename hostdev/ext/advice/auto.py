@@ -10,7 +10,6 @@ import torch
 
 from hostdev.cache.options import AUTO, POLICIES, WINDOW
 from hostdev.cache.planner import planner_bytes
-from hostdev.cache.simulation import SimulatedCache, UniqueIds
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, cache_room, format_bytes
 from hostdev.data.manifest import Manifest
@@ -22,7 +21,7 @@ from hostdev.ext.advice.curves import (
     CachePoint,
     Curves,
     TableGroup,
-    Try,
+    Trial,
     choose_sizes,
     format_size,
     gains,
@@ -33,6 +32,7 @@ from hostdev.ext.advice.curves import (
     require_plan,
     run_passes,
 )
+from hostdev.ext.advice.simulation import SimulatedCache, UniqueIds
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.model import Model
 from hostdev.runtime.spec import CacheSpec
@@ -161,12 +161,11 @@ def _simulate(
     )
     by_group = [list(mine) for mine in zip(*sizes, strict=True)]
 
-    def make(each: Try) -> SimulatedCache:
-        group = groups[each.group]
-        rows = group.rows, by_group[each.group][each.number]
-        return SimulatedCache(*rows, each.policy, steps, window, counts[each.group], group.costs)
+    def make(trial: Trial) -> SimulatedCache:
+        group, size = groups[trial.group], by_group[trial.group][trial.number]
+        return SimulatedCache(group.rows, size, trial.policy, steps, window, counts[trial.group], group.costs)
 
-    passes = [[Try(*each)] for each in itertools.product(policies, range(len(sizes)), range(len(groups)))]
+    passes = [[Trial(*trial)] for trial in itertools.product(policies, range(len(sizes)), range(len(groups)))]
     ended = run_passes(passes, make, lambda: zip(*batches, strict=True), steps, "choosing a cache")
     return make_curves(groups, by_group, ended, measure(device))
 

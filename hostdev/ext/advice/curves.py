@@ -20,7 +20,6 @@ from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.plan import Statistics
 from hostdev.cache.planner import planner_bytes
 from hostdev.cache.prices import Costs
-from hostdev.cache.simulation import OPTIMUM, Optimum, Simulated, SimulatedCache, UniqueIds, add_up
 from hostdev.core.initializers import Constant
 from hostdev.core.memory import TableShape, available_bytes, require_memory, row_bytes
 from hostdev.core.optimizers import SparseOptimizer
@@ -28,6 +27,7 @@ from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.clock import Bus
+from hostdev.ext.advice.simulation import OPTIMUM, Optimum, Simulated, SimulatedCache, UniqueIds, add_up
 from hostdev.host.table import HostTable
 from hostdev.kernels.arrays import Array
 from hostdev.kernels.pool import Task, run_tasks
@@ -313,7 +313,7 @@ def choose_sizes(groups: Sequence[TableGroup], memory: int) -> list[list[int]]:
     return [list(mine) for mine in zip(*sorted(tried), strict=True)]
 
 
-class Try(NamedTuple):
+class Trial(NamedTuple):
     """A cache to simulate."""
 
     policy: str
@@ -325,8 +325,8 @@ Ended = Mapping[str, Mapping[int, list[Simulated]]]  # by policy and group: the 
 
 
 def run_passes(
-    passes: Sequence[Sequence[Try]],
-    make: Callable[[Try], SimulatedCache],
+    passes: Sequence[Sequence[Trial]],
+    make: Callable[[Trial], SimulatedCache],
     read: Callable[[], Iterable[Sequence[UniqueIds]]],
     steps: int,
     title: str,
@@ -345,15 +345,15 @@ def run_passes(
     ended: dict[str, dict[int, list[Simulated]]] = defaultdict(lambda: defaultdict(list))
     with bar(steps * len(passes), title, "step") as progress:
         for tries in passes:
-            caches = [make(each) for each in tries]
+            caches = [make(trial) for trial in tries]
             for batch in read():
-                for each, cache in zip(tries, caches, strict=True):
-                    cache.add(*batch[each.group])
+                for trial, cache in zip(tries, caches, strict=True):
+                    cache.add(*batch[trial.group])
                 for optimum, ids in zip(optima if tries is passes[-1] else (), batch, strict=False):
                     optimum.add(*ids)
                 progress.update()
-            for each in tries:
-                ended[each.policy][each.group].append(caches.pop(0).end())  # pop frees the memory of the plan
+            for trial in tries:
+                ended[trial.policy][trial.group].append(caches.pop(0).end())  # pop frees the memory of the plan
     return ended
 
 
@@ -378,15 +378,15 @@ def simulate(
     sizes = choose_sizes(groups, memory)
     known = known_counts(model, data, found, reader)  # the counts that a run with lookahead also uses
     counts = [known] if known is not None else count_uses(model, data, found, reader)
-    left = _MOST_BYTES - sum(each.nbytes for each in counts)
+    left = _MOST_BYTES - sum(uses.nbytes for uses in counts)
     has_counts = known is not None
-    del known
+    del known  # `counts` has it
     passes = _passes(groups, sizes, steps, window, min(available_bytes() // _PLANS_PART, left))
 
-    def make(each: Try) -> SimulatedCache:
-        group, used = groups[each.group], has_counts or each.policy == "static"
-        rows = group.rows, sizes[each.group][each.number]
-        return SimulatedCache(*rows, each.policy, steps, window, counts[each.group] if used else None, group.costs)
+    def make(trial: Trial) -> SimulatedCache:
+        group, size = groups[trial.group], sizes[trial.group][trial.number]
+        known = counts[trial.group] if has_counts or trial.policy == "static" else None
+        return SimulatedCache(group.rows, size, trial.policy, steps, window, known, group.costs)
 
     optima = [
         Optimum(group.rows, mine, steps, (group.costs, group.host)) for group, mine in zip(groups, sizes, strict=True)
@@ -401,7 +401,7 @@ def simulate(
 
 def _passes(
     groups: Sequence[TableGroup], sizes: Sequence[Sequence[int]], steps: int, window: int, room: int
-) -> list[list[Try]]:
+) -> list[list[Trial]]:
     """Return all combinations of policy, size and group, in passes with at most `room` bytes of plans each.
 
     A plan of more bytes gets a separate pass.
@@ -409,7 +409,7 @@ def _passes(
     Raises:
         UserError: A plan does not fit in memory.
     """
-    passes: list[list[Try]] = [[]]
+    passes: list[list[Trial]] = [[]]
     left = room
     for policy, number, one in itertools.product(POLICIES, range(len(sizes[0])), range(len(groups))):
         ahead = window if policy == POLICIES[0] else 0
@@ -419,7 +419,7 @@ def _passes(
             left = room
         if needed > left:
             require_plan(needed)
-        passes[-1].append(Try(policy, number, one))
+        passes[-1].append(Trial(policy, number, one))
         left -= needed
     return passes
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hostdev.cache.plan import Statistics
-from hostdev.cache.simulation import SimulatedCache
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
 from hostdev.data.shards import ShardReader
-from hostdev.ext.advice.curves import TableGroup, Try, measure_groups, read_unique, run_passes
+from hostdev.ext.advice.curves import TableGroup, Trial, measure_groups, read_unique, run_passes
+from hostdev.ext.advice.simulation import SimulatedCache
 from hostdev.host.disk.frame_pool import FRAME_BYTES, MemorySize, count_kept, count_most
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.segments import SEGMENT_BYTES, TableFolder
@@ -135,10 +135,11 @@ def simulate(
     shares = [share for share in SHARES if all(_count(group, share) > group.unique for group in groups)]
     kept = [[count_kept(_count(group, share), group.rows, group.unique) for share in shares] for group in groups]
 
-    def make(each: Try) -> SimulatedCache:
-        return SimulatedCache(groups[each.group].rows, kept[each.group][each.number], each.policy, steps, window)
+    def make(trial: Trial) -> SimulatedCache:
+        rows, size = groups[trial.group].rows, kept[trial.group][trial.number]
+        return SimulatedCache(rows, size, trial.policy, steps, window)
 
-    tries = [Try("nearest", number, group) for group in range(len(groups)) for number in range(len(shares))]
+    tries = [Trial("nearest", number, group) for group in range(len(groups)) for number in range(len(shares))]
     ended = run_passes([tries], make, lambda: read_unique(model, groups, reader, size, seed), steps, "simulating")
     parts = ended["nearest"] if tries else {}
     return [

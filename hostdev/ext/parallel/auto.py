@@ -74,10 +74,10 @@ class LayoutChoice(NamedTuple):
     def lines(self) -> list[str]:
         """Return the table of candidates and the reason for the choice as lines of text."""
         lines = [f"{'ms/step':>10} {'memory':>10}  layout"]
-        for one in self.tried[:_SHOWN]:
-            fits = "" if one.memory <= self.available else "  (does not fit)"
-            taken = "-" if one.measured is None else f"{one.measured * 1e3:.1f}"
-            lines.append(f"{taken:>10} {format_bytes(one.memory):>10}  {one}{fits}")
+        for candidate in self.tried[:_SHOWN]:
+            fits = "" if candidate.memory <= self.available else "  (does not fit)"
+            taken = "-" if candidate.measured is None else f"{candidate.measured * 1e3:.1f}"
+            lines.append(f"{taken:>10} {format_bytes(candidate.memory):>10}  {candidate}{fits}")
         more = len(self.tried) - _SHOWN
         if more > 0:
             lines.append(f"... and {more} slower layouts")
@@ -86,7 +86,7 @@ class LayoutChoice(NamedTuple):
 
 def explain(tried: Sequence[Candidate], available: int) -> str:
     """Return text that says why the first candidate is chosen."""
-    best, others = tried[0], [one for one in tried[1:] if one.memory <= available]
+    best, others = tried[0], [candidate for candidate in tried[1:] if candidate.memory <= available]
     if best.memory > available:
         return f"the layout with the least memory, although no layout fits into {format_bytes(available)} that are free"
     if not others:
@@ -140,26 +140,26 @@ def choose(
     tried = enumerate_layouts(network, inputs, sample, ranks.size, micro_batches, given, mesh, device, autocast)
     free = available_bytes() if device.type == "cpu" else free_bytes(device)
     available = min(ranks.control.share(free or 1 << 62))
-    fitting = [one for one in tried if one.memory <= available]
+    fitting = [candidate for candidate in tried if candidate.memory <= available]
     if len(fitting) > 1 and _can_be_copied(network, ranks):
-        sent = sum(one.nbytes for one in _tensors(sample)) if looked_up else 0
+        sent = sum(value.nbytes for value in _tensors(sample)) if looked_up else 0
         trials = _Trials(network, inputs, ranks, samples, micro_batches, given.schedule, device, autocast, sent, build)
         fitting = trials.measure(fitting, available) or fitting
-    left = sorted((one for one in tried if one.memory > available), key=lambda one: one.memory)
-    best, *_ = tried = [*fitting, *left]
+    too_large = [candidate for candidate in tried if candidate.memory > available]
+    best, *_ = tried = [*fitting, *sorted(too_large, key=lambda candidate: candidate.memory)]
     return LayoutChoice(best.mesh, Layout(given.schedule, best.begins or None, best.plan), tried, available)
 
 
 def meshes(ranks: int) -> list[Mesh]:
     """Return all meshes with a given number of ranks: samples before stages, and stages before slices."""
-    found = [
+    every = [
         Mesh(data, model, ranks // data // model)
         for data in range(1, ranks + 1)
         if ranks % data == 0
         for model in range(1, ranks // data + 1)
         if ranks // data % model == 0
     ]
-    return sorted(found, key=lambda mesh: (-mesh.data, mesh.model))
+    return sorted(every, key=lambda mesh: (-mesh.data, mesh.model))
 
 
 def enumerate_layouts(
@@ -185,40 +185,42 @@ def enumerate_layouts(
         pieces = get_pieces(network)
     except UserError:  # such a network has one stage
         pieces = [Piece("network", network, (network,))]
-    saved = dict(zip((one.name for one in pieces), count_saved(pieces, sample, device.type, autocast), strict=True))
+    sizes = count_saved(pieces, sample, device.type, autocast)
+    saved = {piece.name: size for piece, size in zip(pieces, sizes, strict=True)}
     fixed = matched(network, given.plan)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     problem: UserError | None = None
-    for one in meshes(ranks) if mesh is None else [mesh]:
-        if micro_batches % one.data or micro_batches < one.data * one.pipe:
+    for tried in meshes(ranks) if mesh is None else [mesh]:
+        if micro_batches % tried.data or micro_batches < tried.data * tried.pipe:
             continue
-        if one.pipe == 1 and given.begins is not None:
+        if tried.pipe == 1 and given.begins is not None:
             continue
-        if one.model == 1 and any(strategy != "replicate" for strategy in fixed.values()):
+        if tried.model == 1 and any(strategy != "replicate" for strategy in fixed.values()):
             continue
         plans: list[Plan] = [()]
-        if one.model > 1:
-            plans = enumerate_plans(network, fixed, one.model, lambda: inputs(2))
+        if tried.model > 1:
+            plans = enumerate_plans(network, fixed, tried.model, lambda: inputs(2))
         if not plans and mesh is not None:
-            if all(get_slice_dim(parameter) is None for parameter in network.parameters()):
+            if _is_whole(network):
                 raise UserError(_NONE_SLICED.format(mesh=mesh, count=mesh.model))
             plans = [()]
         for plan in plans:
             try:
-                resolved = resolve_layout(network, given._replace(plan=plan), one, inputs)
+                resolved = resolve_layout(network, given._replace(plan=plan), tried, inputs)
             except UserError as error:
                 problem = error
                 continue
-            memory = _count_memory(network, pieces, saved, resolved, one, micro_batches // one.data, given.schedule)
-            found.append(Candidate(one, resolved.begins, plan, memory))
-    if not found:
+            count = micro_batches // tried.data
+            memory = _count_memory(network, pieces, saved, resolved, tried, count, given.schedule)
+            candidates.append(Candidate(tried, resolved.begins, plan, memory))
+    if not candidates:
         if mesh is not None and problem is not None:
             raise problem
         raise UserError(
             f"no layout of {ranks} processes fits {micro_batches} micro-batches and the given options; "
             "give more micro-batches or fewer options"
         ) from problem
-    return found
+    return candidates
 
 
 def enumerate_plans(
@@ -262,15 +264,20 @@ def _count_memory(
             ahead = mesh.pipe - rank + (mesh.pipe if schedule == "interleaved" else 0)
             in_flight = count if schedule == "gpipe" else min(count, ahead)
         here = [piece for stage in stages[rank :: mesh.pipe] for piece in stage]
-        held = {id(one): one.nbytes for piece in here for one in piece.parameters}
-        parameters = sum(nbytes // (mesh.model if key in cut else 1) for key, nbytes in held.items())
+        nbytes = {id(parameter): parameter.nbytes for piece in here for parameter in piece.parameters}
+        parameters = sum(size // (mesh.model if key in cut else 1) for key, size in nbytes.items())
         totals.append(_STATES * parameters + in_flight * sum(saved[piece.name] for piece in here))
     return max(totals)
 
 
+def _is_whole(network: nn.Module) -> bool:
+    """Return whether no parameter is marked by `sliced`."""
+    return all(get_slice_dim(parameter) is None for parameter in network.parameters())
+
+
 def _can_be_copied(network: nn.Module, ranks: World) -> bool:
     """Return whether all ranks can copy a network; False if it has parameters marked by `sliced` and fits one mesh."""
-    possible = all(get_slice_dim(one) is None for one in network.parameters())
+    possible = _is_whole(network)
     if possible:
         try:
             copy.deepcopy(network)
@@ -303,37 +310,36 @@ class _Trials(NamedTuple):
             torch.manual_seed(1)  # the same values on all ranks
             values = filled(self.inputs(self.samples), self.device)
             try:
-                first = [one for each in tried for one in self._time([each], values, _FIRST_ROUNDS)]
-                last = pick_finalists(first, available)
-                if len(last) > 1:
-                    least, most = _ROUNDS
-                    seconds = sum(one.measured or 0.0 for one in last)
-                    again = self._time(last, values, min(most, max(least, round(_TRIAL_SECONDS / max(seconds, 1e-9)))))
-                else:
-                    again = last
+                timed = [each for candidate in tried for each in self._time([candidate], values, _FIRST_ROUNDS)]
+                finalists = pick_finalists(timed, available)
+                rest = [candidate for candidate in timed if candidate not in finalists]
+                if len(finalists) > 1:
+                    rounds = round(_TRIAL_SECONDS / max(sum(map(_seconds, finalists)), 1e-9))
+                    finalists = self._time(finalists, values, min(_ROUNDS[1], max(_ROUNDS[0], rounds)))
             finally:
                 self.ranks.mesh = before
-        return order_measured(again, [one for one in first if one not in last])
+        return order_measured(finalists, rest)
 
     def _time(self, tried: Sequence[Candidate], values: Any, rounds: int) -> list[Candidate]:
         """Take steps in some layouts in turn; return those that fit the network, with the median of their seconds.
 
         One copy of the network for each layout is in memory at the same time.
         """
-        trials = [(one, trial) for one in tried if (trial := self._make_trial(one, values)) is not None]
-        for _, trial in trials:
-            trial()
-        seconds = [[trial() for _, trial in trials] for _ in range(rounds)]
+        made = [(candidate, self._make_trial(candidate, values)) for candidate in tried]
+        trials = [(candidate, step) for candidate, step in made if step is not None]
+        for _, step in trials:
+            step()
+        seconds = [[step() for _, step in trials] for _ in range(rounds)]
         medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
-        return [one._replace(measured=second) for (one, _), second in zip(trials, medians, strict=True)]
+        return [candidate._replace(measured=second) for (candidate, _), second in zip(trials, medians, strict=True)]
 
-    def _make_trial(self, one: Candidate, values: Any) -> Callable[[], float] | None:
+    def _make_trial(self, candidate: Candidate, values: Any) -> Callable[[], float] | None:
         """Return a function that takes a step in a layout and returns the seconds of the slowest rank.
 
         None if the layout does not fit the network. All ranks get the same result.
         """
         ranks, control = self.ranks, self.ranks.control
-        ranks.mesh = one.mesh
+        ranks.mesh = candidate.mesh
         try:
             network = self.build(
                 copy.deepcopy(self.network),
@@ -341,15 +347,15 @@ class _Trials(NamedTuple):
                 ranks=ranks,
                 micro_batches=self.micro_batches,
                 schedule=self.schedule,
-                stage_cut=",".join(one.begins) or None,
-                plan=_plan_text(one.plan) or None,
+                stage_cut=",".join(candidate.begins) or None,
+                plan=_plan_text(candidate.plan) or None,
                 device=self.device,
                 precision="fp32" if self.autocast is None else "bf16",
             )
         except UserError:
             return None
         adam = torch.optim.Adam(network.parameters, fused=True)
-        slices = ranks.channel("model") if one.mesh.model > 1 and self.sent else None
+        slices = ranks.channel("model") if candidate.mesh.model > 1 and self.sent else None
         rows = torch.zeros(self.sent // 4)
 
         def get_inputs(part: slice) -> Any:
@@ -358,7 +364,7 @@ class _Trials(NamedTuple):
             return _slice_inputs(values, part)
 
         def step() -> float:
-            ranks.mesh = one.mesh
+            ranks.mesh = candidate.mesh
             control.barrier()
             begin = now(self.device)
             network.step(self.samples, get_inputs, lambda output, _: _mean(output))
@@ -369,38 +375,39 @@ class _Trials(NamedTuple):
         return step
 
 
+def _seconds(candidate: Candidate) -> float:
+    return candidate.measured or 0.0
+
+
 def pick_finalists(tried: Sequence[Candidate], available: int) -> list[Candidate]:
-    """Return the best measured candidates whose copies fit into memory together."""
-    order = sorted(tried, key=lambda one: one.measured or 0.0)
-    found: list[Candidate] = []
-    for one in order[:_FINALISTS]:
-        fits = one.memory + sum(each.memory for each in found) <= available
-        if fits and (one.measured or 0.0) <= _NEAR * (order[0].measured or 0.0):
-            found.append(one)
-    return [one for one in tried if one in found]
+    """Return the best measured candidates whose copies fit into memory together, in the order of `tried`."""
+    order = sorted(tried, key=_seconds)
+    picked: list[Candidate] = []
+    for candidate in order[:_FINALISTS]:
+        fits = candidate.memory + sum(other.memory for other in picked) <= available
+        if fits and _seconds(candidate) <= _NEAR * _seconds(order[0]):
+            picked.append(candidate)
+    return [candidate for candidate in tried if candidate in picked]
 
 
-def order_measured(last: Sequence[Candidate], rest: Sequence[Candidate]) -> list[Candidate]:
+def order_measured(finalists: Sequence[Candidate], rest: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidate to choose, the other finalists by measured time, and the rest by measured time.
 
-    The finalists `last` are in the order of `meshes`.
+    `finalists` are in the order of `meshes`.
     """
-
-    def seconds(one: Candidate) -> float:
-        return one.measured or 0.0
-
-    shortest = min(map(seconds, last), default=0.0)
-    best = [one for one in last if seconds(one) <= _ALIKE * shortest][:1]
-    return [*best, *sorted((one for one in last if one not in best), key=seconds), *sorted(rest, key=seconds)]
+    shortest = min(map(_seconds, finalists), default=0.0)
+    best = [candidate for candidate in finalists if _seconds(candidate) <= _ALIKE * shortest][:1]
+    others = sorted((candidate for candidate in finalists if candidate not in best), key=_seconds)
+    return [*best, *others, *sorted(rest, key=_seconds)]
 
 
 def filled(values: Any, device: torch.device) -> Any:
     """Return the inputs on a device, with random numbers in all floating-point tensors."""
 
-    def drawn(one: Tensor) -> Tensor:
-        if not one.is_floating_point():
-            return one.to(device)
-        return torch.randn(one.shape).to(device, one.dtype).requires_grad_(one.requires_grad)
+    def drawn(zeros: Tensor) -> Tensor:
+        if not zeros.is_floating_point():
+            return zeros.to(device)
+        return torch.randn(zeros.shape).to(device, zeros.dtype).requires_grad_(zeros.requires_grad)
 
     return torch.utils._pytree.tree_map_only(Tensor, drawn, values)
 
@@ -417,19 +424,18 @@ def _plan_text(plan: Plan) -> str:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [one for one in torch.utils._pytree.tree_leaves(values) if isinstance(one, Tensor)]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _slice_inputs(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
     """Return some samples of the network's inputs as new tensors."""
 
-    def taken(one: Tensor) -> Tensor:
-        return one.detach()[part].requires_grad_(one.requires_grad)
+    def taken(value: Tensor) -> Tensor:
+        return value.detach()[part].requires_grad_(value.requires_grad)
 
     return torch.utils._pytree.tree_map_only(Tensor, taken, values)  # type: ignore[no-any-return]
 
 
 def _mean(output: Any) -> Tensor:
     """Reduce a network's output to a scalar that can be differentiated."""
-    trained = [one for one in _tensors(output) if one.requires_grad]
-    return torch.stack([one.float().mean() for one in trained]).sum()
+    return torch.stack([value.float().mean() for value in _tensors(output) if value.requires_grad]).sum()

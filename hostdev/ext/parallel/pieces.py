@@ -1,7 +1,7 @@
 """The pieces of a network, at which stages may begin, and the tensors that pass from one stage to the next."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -202,36 +202,40 @@ def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
     """Return the floating-point operations of each piece's forward pass, counted on fake tensors."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton, which takes time at each start
 
-    found = []
-    with fake_mode(one for piece in pieces for one in piece.holds) as fake:
-        result: Any = fake(inputs)
-        for piece in pieces:
-            with FlopCounterMode(display=False) as counter:
-                result = run([piece], *(result if isinstance(result, tuple) else (result,)))
-            found.append(counter.get_total_flops())
-    return found
+    counters = [FlopCounterMode(display=False) for _ in pieces]
+    _run_within(pieces, inputs, counters)
+    return [counter.get_total_flops() for counter in counters]
 
 
 def count_saved(
     pieces: Sequence[Piece], inputs: tuple[Any, ...], device: str, autocast: torch.dtype | None
 ) -> list[int]:
     """Return the bytes that each piece saves for its backward pass, beside parameters, counted on fake tensors."""
-    found = []
-    cast = torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None)
-    with fake_mode(one for piece in pieces for one in piece.holds) as fake, cast:
+    kept: list[dict[int, Any]] = [{} for _ in pieces]  # storages, by id
+
+    def watch(own: set[int], kept: dict[int, Any]) -> AbstractContextManager[Any]:
+        def keep(value: Tensor) -> Tensor:
+            if id(value) not in own:
+                kept[value.untyped_storage()._cdata] = value.untyped_storage()
+            return value
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value)
+
+    own = [{id(one) for one in piece.parameters} for piece in pieces]
+    with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
+        _run_within(pieces, inputs, list(map(watch, own, kept)))
+    return [sum(storage.nbytes() for storage in storages.values()) for storages in kept]
+
+
+def _run_within(
+    pieces: Sequence[Piece], inputs: tuple[Any, ...], contexts: Sequence[AbstractContextManager[Any]]
+) -> None:
+    """Run pieces on fake tensors, each in a context."""
+    with fake_mode(one for piece in pieces for one in piece.holds) as fake:
         result: Any = fake(inputs)
-        for piece in pieces:
-            own, kept = {id(one) for one in piece.parameters}, dict[int, Any]()  # storages, by id
-
-            def keep(value: Tensor, own: set[int] = own, kept: dict[int, Any] = kept) -> Tensor:
-                if id(value) not in own:
-                    kept[value.untyped_storage()._cdata] = value.untyped_storage()
-                return value
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        for piece, context in zip(pieces, contexts, strict=True):
+            with context:
                 result = run([piece], *(result if isinstance(result, tuple) else (result,)))
-            found.append(sum(storage.nbytes() for storage in kept.values()))
-    return found
 
 
 def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> list[str]:
