@@ -84,16 +84,6 @@ class Stages:
             )
         self._made: dict[tuple[int, bool], Any] = {}  # schedules, by number of micro-batches and `backward`
 
-    @property
-    def first(self) -> bool:
-        """Return whether this rank has the network's first stage."""
-        return self.numbers[0] == 0
-
-    @property
-    def last(self) -> bool:
-        """Return whether this rank has the network's last stage."""
-        return self.numbers[-1] == self.count - 1
-
     def train(
         self,
         batch: int,
