@@ -169,13 +169,11 @@ def measure(case: Case, ranks: Ranks, rounds: int) -> dict[str, Any]:
             found[tried].append(timed.step())
     medians = {tried: statistics.median(each) for tried, each in found.items()}
     fastest = min(medians, key=lambda tried: medians[tried])
-    predicted = {described.mesh: described.seconds for described in chosen.tried}
     return {
         "network": case.name,
         "layouts": len(times),
         "chosen": str(mine),
         "chosen_ms": round(medians[mine] * 1e3, 2),
-        "predicted_ms": round(predicted[mine.mesh] * 1e3, 2),
         "best": str(fastest),
         "best_ms": round(medians[fastest] * 1e3, 2),
         "over_best": round(medians[mine] / medians[fastest], 4),
@@ -215,8 +213,8 @@ def main() -> None:
         results.append(found)
         met = "met" if found["over_best"] <= MOST else "NOT MET"
         print(
-            f"{case.name}: of {found['layouts']} layouts {found['chosen']} was chosen: {found['chosen_ms']} ms a step "
-            f"({found['predicted_ms']} predicted); the best, {found['best']}: {found['best_ms']}; "
+            f"{case.name}: of {found['layouts']} layouts {found['chosen']} was chosen: {found['chosen_ms']} ms a step; "
+            f"the best, {found['best']}: {found['best_ms']}; "
             f"{found['over_best']:.3f}x (at most {MOST}: {met})",
             flush=True,
         )

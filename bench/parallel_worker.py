@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 import hostdev
 from bench.team import serve
+from hostdev.core import pieces as segments
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import SCHEDULES
-from hostdev.ext.parallel.costs import measure_profile
 from hostdev.ext.parallel.pieces import cut, get_pieces
-from hostdev.ext.parallel.plan import like
 
 NETWORKS = Path(__file__).resolve().parents[1] / "examples" / "parallel"
 OURS, TORCH = "hostdev", "torch"
+_REPEATS = 4  # runs of each piece, of which the shortest counts
 
 
 def make_network(kind: str, width: int, layers: int = 0, blocks: Sequence[int] = (3, 4, 6, 3)) -> nn.Sequential:
@@ -195,16 +195,21 @@ class Worker:
 
     def costs(self, network: dict[str, Any], samples: int, repeats: int) -> list[tuple[str, float]]:
         """Return the names of a network's pieces, and each one's seconds for a micro-batch, forward and backward."""
-        whole = make_network(**network)
-        pieces, inputs = get_pieces(whole), like(make_batch(network, 1)[:1])
-        found = [
-            [
-                piece.seconds
-                for piece in measure_profile(whole, pieces, inputs, samples, torch.device("cpu"), None, False)[0]
-            ]
-            for _ in range(repeats)
-        ]
-        each = [statistics.median(seconds) for seconds in zip(*found, strict=True)]
+        pieces, found = get_pieces(make_network(**network)), []
+        for _ in range(_REPEATS * repeats):
+            values, seconds = torch.randn(make_batch(network, samples)[0].shape), []
+            for piece in pieces:
+                begin = time.perf_counter()
+                result = segments.run([piece], values)
+                trained = [one for one in (values, *piece.parameters) if one.requires_grad]
+                if trained:
+                    torch.autograd.grad(result, trained, torch.ones_like(result))
+                seconds.append(time.perf_counter() - begin)
+                values = result.detach().requires_grad_()
+            found.append(seconds)
+        rounds = [found[at : at + _REPEATS] for at in range(0, len(found), _REPEATS)]
+        least = [[min(seconds) for seconds in zip(*each, strict=True)] for each in rounds]
+        each = [statistics.median(seconds) for seconds in zip(*least, strict=True)]
         return [(piece.name, seconds) for piece, seconds in zip(pieces, each, strict=True)]
 
     def make(self, key: str, begins: list[str], **what: Any) -> dict[str, float | None]:

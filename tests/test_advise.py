@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from hostdev import FTRL, SGD, LazyAdam, UserError
 from hostdev.cache.plan import Statistics
 from hostdev.cache.prices import Costs
-from hostdev.cache.simulation import Simulated
 from hostdev.core import pictures
 from hostdev.core.memory import parse_bytes
 from hostdev.core.tables import Capabilities
@@ -26,6 +25,7 @@ from hostdev.ext.advice import advise
 from hostdev.ext.advice import cli as command
 from hostdev.ext.advice import curves as cache_advice
 from hostdev.ext.advice.curves import CachePoint, TableGroup, recommend
+from hostdev.ext.advice.simulation import Simulated
 from hostdev.models.wide_deep.network import WideDeep
 from hostdev.train.ending import get_host_costs
 from tests import forks
@@ -334,8 +334,8 @@ def test_a_mesh_for_two_processes(tmp_path, small_data):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--mesh", 1], "--mesh must be a number of processes, 2 or more, not 1"),
-        (["--mesh", 2, "--memory", "1GiB"], "--memory is for caches and has no effect with --mesh"),
+        (["--mesh", 1], "--mesh must be at least 2 processes, not 1"),
+        (["--mesh", 2, "--memory", "1GiB"], "--memory cannot be combined with --mesh: it is for caches"),
         (["--mesh", 2, "--shuffle-window", 2], "--shuffle-window has no effect with --mesh"),
         (["--micro-batches", 4], "--micro-batches has no effect without --mesh"),
         (["--mesh", 2, "--plan", "deep.99=colwise"], "--plan deep.99=colwise: no layer has such a name"),

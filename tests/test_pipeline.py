@@ -431,7 +431,7 @@ def test_overlap_is_seen_and_summed_up(device, forward):
     trainer = trainer_of(depth=2, hooks=PipelineHooks(before_stage=hold_up, forward=forward), device=device)
     for _ in trainer.train(batches):
         pass
-    summary = trainer.timeline.summary()
+    summary = trainer.runtime.pipeline.timeline.summary()
     assert set(summary["stall_us"]) == set(summary["busy_us"]) == set(STAGES)
     forwards = forward or device.type != "cpu"
     unused = {"update first", "lookup late"} if forwards else {"lookup forwarded"}

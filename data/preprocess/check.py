@@ -1,7 +1,7 @@
 """The command `preprocess check DIR`: read a whole data set and report everything that contradicts its manifest."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,18 @@ from hostdev.core.memory import format_bytes
 from hostdev.core.printable import printable
 from hostdev.core.progress import counted
 from hostdev.data import manifest
-from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
+from hostdev.data.manifest import REJECTED_FILE, Manifest
 from hostdev.data.preprocess.earlier_vocabulary import recorded
-from hostdev.data.preprocess.info import SplitTotals
+from hostdev.data.preprocess.info import SplitTotals, read_split
 from hostdev.data.preprocess.stored import (
     REMEDY,
     Counter,
     DamagedError,
     StoredVocabulary,
-    Wrong,
     count_bytes,
-    each_shard,
     get_size,
-    read_parts,
     require_checksum,
     require_room,
-    wrong_values,
 )
 from hostdev.kernels.arrays import Array
 
@@ -210,41 +206,13 @@ def _check_shards(
     Returns the sums over the rows; None if a row was unreadable or invalid, so that they are not to be compared. The
     ids of the "train" split are counted with `counter`, if it is given.
     """
-    wrong: list[str] = []
-    totals, shards = SplitTotals.empty(found), found.shards(split)
+    shards = found.shards(split)
     counting = counter if split == "train" else None
-    results = each_shard(
-        lambda shard: _check_shard(folder, found, split, shard, counting), folder, shards, f"checking {split} rows"
-    )
-    for sums, lines in results:
-        totals.add(sums)
-        wrong += lines
+    totals, wrong = read_split(folder, found, split, f"checking {split} rows", counter=counting)
     nbytes = sum(get_size(folder / shard.file) for shard in shards)
     about = f"{counted(found.rows(split), 'row')}, {format_bytes(nbytes)}"
     report.say(folder / split, f"{counted(len(shards), 'shard')}, {about}", wrong)
     return None if wrong else totals
-
-
-def _check_shard(
-    folder: Path, found: Manifest, split: str, shard: Shard, counter: Counter | None
-) -> tuple[SplitTotals, list[str]]:
-    """Read a shard, and count its ids with `counter` if given; return the sums over its rows, and the findings."""
-    totals = SplitTotals.empty(found)
-    wrong: dict[str, Wrong] = {}
-    try:
-        for part in read_parts(folder, found, shard):
-            values = wrong_values(part, found.schema)
-            for one in values:
-                before = wrong.get(one.what)
-                wrong[one.what] = one if before is None else replace(before, count=before.count + one.count)
-            if not values:
-                totals.add_part(part, found, 0, found.rows(split))
-                if counter is not None:
-                    for ids in (part.ids.ravel(), *(ids for ids, _ in part.bags.values())):
-                        counter.add(ids)
-    except DamagedError as error:
-        return totals, [str(error)]
-    return totals, [f"{folder / shard.file}: {one.text()}; {REMEDY}" for one in wrong.values()]
 
 
 def _label_means(found: Manifest, recorded: dict[str, Any], totals: SplitTotals) -> Iterator[tuple[str, Any, float]]:

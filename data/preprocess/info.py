@@ -1,21 +1,24 @@
 """The command `preprocess info DIR`: a summary of a data set, from all of its rows."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
+from hostdev.core.errors import UserError
 from hostdev.core.keys import is_raw
 from hostdev.core.memory import available_bytes
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.stored import (
+    REMEDY,
     Counter,
     DamagedError,
     StoredRows,
     StoredVocabulary,
+    Wrong,
     add_counts,
     count_bytes,
     each_shard,
@@ -175,7 +178,7 @@ def gather(folder: Path) -> Information:
     """Summarize all rows of a data set; raise UserError for a damaged file or too little memory."""
     found = manifest.read(folder)
     if found.vocabulary is None:
-        totals = {split: _totals(folder, found, split, None) for split in found.splits}
+        totals = {split: _read_valid(folder, found, split, None) for split in found.splits}
         curves = _count_hashed(folder, found, totals["test"])
     else:
         vocabulary = StoredVocabulary(folder, found)
@@ -183,7 +186,7 @@ def gather(folder: Path) -> Information:
         require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # a mask, and a curve's arrays
         known = vocabulary.counts > 0
         known[: found.schema.first_value] = False
-        totals = {split: _totals(folder, found, split, known) for split in found.splits}
+        totals = {split: _read_valid(folder, found, split, known) for split in found.splits}
         curves = {name: make_curve(vocabulary.get_counts(space)) for name, space in vocabulary.spaces.items()}
     nbytes = {split: sum(get_size(folder / shard.file) for shard in found.shards(split)) for split in found.splits}
     return Information(folder, found, nbytes, totals, curves)
@@ -201,26 +204,53 @@ def make_curve(counts: Array) -> Curve:
     return Curve(used, top, half, most, ranks, ordered[ranks - 1] / max(1, total))
 
 
-def _totals(folder: Path, found: Manifest, split: str, known: Mask | None) -> SplitTotals:
-    """Return the totals of a split; `known`, bool [V], marks the ids that training rows use."""
-    shards = found.shards(split)
+def read_split(
+    folder: Path, found: Manifest, split: str, title: str, *, known: Mask | None = None, counter: Counter | None = None
+) -> tuple[SplitTotals, list[str]]:
+    """Read a split in one pass; return the totals of its valid rows, and a line for each finding about its shards.
+
+    Args:
+        title: Title of the progress bar.
+        known: bool [V], marks the ids that training rows use; None if that is unknown.
+        counter: Counts the ids of valid rows; None to count none.
+    """
+    shards, whole = found.shards(split), found.rows(split)
     begins = dict(
         zip((shard.file for shard in shards), accumulate((each.rows for each in shards), initial=0), strict=False)
     )
-    whole = found.rows(split)
 
-    def look(shard: Shard) -> SplitTotals:
+    def look(shard: Shard) -> tuple[SplitTotals, list[str]]:
         totals = SplitTotals.empty(found)
-        for part in read_parts(folder, found, shard):
-            for wrong in wrong_values(part, found.schema):
-                raise DamagedError(folder / shard.file, wrong.text())
-            totals.add_part(part, found, begins[shard.file], whole, known)
-        return totals
+        wrong: dict[str, Wrong] = {}
+        try:
+            for part in read_parts(folder, found, shard):
+                values = wrong_values(part, found.schema)
+                for one in values:
+                    before = wrong.get(one.what)
+                    wrong[one.what] = one if before is None else replace(before, count=before.count + one.count)
+                if values:
+                    continue
+                totals.add_part(part, found, begins[shard.file], whole, known)
+                if counter is not None:
+                    for ids in (part.ids.ravel(), *(ids for ids, _ in part.bags.values())):
+                        counter.add(ids)
+        except DamagedError as error:
+            return totals, [str(error)]
+        return totals, [f"{folder / shard.file}: {one.text()}; {REMEDY}" for one in wrong.values()]
 
-    result = SplitTotals.empty(found)
-    for sums in each_shard(look, folder, shards, f"reading {split} rows"):
+    result, lines = SplitTotals.empty(found), []
+    for sums, findings in each_shard(look, folder, shards, title):
         result.add(sums)
-    return result
+        lines += findings
+    return result, lines
+
+
+def _read_valid(folder: Path, found: Manifest, split: str, known: Mask | None) -> SplitTotals:
+    """Return the totals of a split, as `read_split` does; raise UserError at the first finding."""
+    totals, findings = read_split(folder, found, split, f"reading {split} rows", known=known)
+    if findings:
+        raise UserError(findings[0])
+    return totals
 
 
 def _count_hashed(folder: Path, found: Manifest, test: SplitTotals) -> dict[str, Curve]:

@@ -21,6 +21,7 @@ TEXT_OPTIONS = {  # options for reading text files, with their flags
     "encoding": "--encoding",
     "skipped_lines": "--skip-lines",
 }
+PLAIN_TEXT: dict[str, Any] = {"delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
 _USUAL: dict[str, Any] = {  # values that the manifest omits; a manifest without "trimmed" means that whitespace is kept
     "validation_column": None,
     "validation_after": None,
@@ -38,6 +39,11 @@ _USUAL: dict[str, Any] = {  # values that the manifest omits; a manifest without
     "positives": {},
     "vectors": {},
 }
+
+
+def get_text_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a data set's text files were read, from the manifest's entry, but for the columns' names."""
+    return {name: options.get(name, usual) for name, usual in PLAIN_TEXT.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

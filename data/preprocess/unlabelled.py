@@ -19,6 +19,7 @@ from hostdev.data.preprocess.files import Chunk, TableFile, chunks, find_format
 from hostdev.data.preprocess.inputs import HEAD_BYTES, STANDARD_INPUT, AnyInput, open_input
 from hostdev.data.preprocess.naming import about_blanks, listed
 from hostdev.data.preprocess.table import open_file
+from hostdev.data.preprocess.table_options import get_text_options
 
 if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawQuery
@@ -166,7 +167,7 @@ def rows_in(
                 f"{source.name} is Criteo text, whose columns have no names; there is no column {more[0]!r}"
             )
         return _Criteo(source, encoding)
-    text = _text_options(options)
+    text = get_text_options(options)
     file = open_file(source, found, columns=_columns(source, options) if found == "text" else None, **text)
     if not set(encoding.columns()) <= set(file.names) and (computing := query()) is not None:
         return _computed(path, encoding, computing, more)
@@ -183,12 +184,6 @@ def _computed(path: Path, encoding: Encoding, query: "RawQuery", more: Sequence[
     return _Table(open_raw(path, query, [*encoding.label_columns, *more]), encoding, more, computes=True)
 
 
-def _text_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `DelimitedFile` for reading text, except the columns."""
-    usual = {"delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
-    return {name: options.get(name, value) for name, value in usual.items()}
-
-
 def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
     """Return the column names for text without a header, or None if the text has one.
 
@@ -197,7 +192,7 @@ def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
     names = options.get("columns")
     if names is None:
         return None
-    first = DelimitedFile(source, **_text_options(options)).names
+    first = DelimitedFile(source, **get_text_options(options)).names
     targets = options.get("targets", {})
     labels = [options["label"], *targets.get("more", ())]
     for absent in (labels, [*labels, targets.get("weight")]):

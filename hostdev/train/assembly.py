@@ -16,7 +16,7 @@ from hostdev.kernels.pool import set_host_threads
 from hostdev.models.model import Model
 from hostdev.pipeline.context import PipelineHooks
 from hostdev.train import checkpointing
-from hostdev.train.build import estimate_uses, make_cache_specs, seed_torch, warm_up_kernels
+from hostdev.train.build import device_of, estimate_uses, make_cache_specs, seed_torch, warm_up_kernels
 from hostdev.train.logs import RunLogs, get_trace_path
 from hostdev.train.network import Network
 from hostdev.train.options import TrainConfig
@@ -83,8 +83,7 @@ def build(
 
 def _prepare_device(config: TrainConfig) -> torch.device:
     """Return the device, and set its arithmetic and the numbers of threads."""
-    device = backend.select(config.device)
-    backend.set_tf32(device, config.tf32)
+    device = device_of(config.device, tf32=config.tf32)
     if config.host_threads is not None:
         if not config.host_device_mix and backend.is_accelerator(device):
             raise UserError(
@@ -93,7 +92,6 @@ def _prepare_device(config: TrainConfig) -> torch.device:
         set_host_threads(config.host_threads)
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
-    backend.make_deterministic(device)
     return device
 
 

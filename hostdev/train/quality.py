@@ -94,31 +94,31 @@ class Quality:
         watched = last.test if last is not None and self.split == "validation" else None
         validation = {"validation_auc": watched.auc, "validation_logloss": watched.logloss} if watched else {}
         found: dict[str, Any] = {
-            "auc": _finite(result and result.auc),
-            "logloss": _finite(result and result.logloss),
-            **{name: _finite(value) for name, value in validation.items()},
-            "training_auc": _finite(training and training.auc),
-            "training_logloss": _finite(training and training.logloss),
+            "auc": finite(result and result.auc),
+            "logloss": finite(result and result.logloss),
+            **{name: finite(value) for name, value in validation.items()},
+            "training_auc": finite(training and training.auc),
+            "training_logloss": finite(training and training.logloss),
             "best_epoch": best and best.epoch,
-            "best_auc": _finite(best and best.test.auc),
+            "best_auc": finite(best and best.test.auc),
         }
         if last is not None and np.isfinite(last.test.rmse):
             found |= {
-                "rmse": _finite(result and result.rmse),
-                "mae": _finite(result and result.mae),
-                "validation_rmse": _finite(watched and watched.rmse),
-                "training_rmse": _finite(training and training.rmse),
-                "best_rmse": _finite(best and best.test.rmse),
+                "rmse": finite(result and result.rmse),
+                "mae": finite(result and result.mae),
+                "validation_rmse": finite(watched and watched.rmse),
+                "training_rmse": finite(training and training.rmse),
+                "best_rmse": finite(best and best.test.rmse),
             }
         if result is not None and result.labels:
             found["labels"] = {
-                name: {metric: _finite(value) for metric, value in each._asdict().items()}
+                name: {metric: finite(value) for metric, value in each._asdict().items()}
                 for name, each in zip(self.labels, result.labels, strict=True)
             }
         return found
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     """Return the value, or None if it is not finite, because JSON cannot represent NaN and infinity."""
     return value if value is not None and np.isfinite(value) else None
 

@@ -19,7 +19,6 @@ from hostdev.train.scores import BLOCK, Figures, Scores
 
 NAN = float("nan")
 _BLOCK = 1 << 20  # samples whose errors are summed at once
-_NAN = float("nan")
 _AT_ONCE = 1 << 20  # send samples to rank 0 when all ranks together hold this number
 
 
@@ -147,9 +146,9 @@ class Errors:
         """Return RMSE and MAE of all samples; nothing may be added afterwards."""
         self._sum()
         if not self._rows or self._not_finite:
-            return Figures(_NAN, _NAN, self._rows, self._not_finite)
+            return Figures(NAN, NAN, self._rows, self._not_finite)
         rmse = math.sqrt(math.fsum(self._squares) / self._rows)
-        return Figures(_NAN, _NAN, self._rows, 0, rmse, math.fsum(self._sizes) / self._rows)
+        return Figures(NAN, NAN, self._rows, 0, rmse, math.fsum(self._sizes) / self._rows)
 
 
 class TargetScores:

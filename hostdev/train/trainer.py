@@ -16,7 +16,6 @@ from hostdev.checkpoint.state import to_tree
 from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
 from hostdev.core.primitive import OpLog
-from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.device.backend import is_accelerator
@@ -142,11 +141,6 @@ class Trainer:
             shape = (spec.rows, spec.dim, spec.optimizer)
             how: Any = {"name": name, "seed": seed, "init": spec.init, "dtype": spec.dtype, "slots": spec.slots}
             self.tables[name] = DeviceTable(*shape, self._device, **how)
-
-    @property
-    def timeline(self) -> Timeline:
-        """The timeline of the pipeline's stages and of the forward and backward passes."""
-        return self.runtime.pipeline.timeline
 
     @property
     def caches(self) -> list[Any]:

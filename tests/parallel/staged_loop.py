@@ -92,12 +92,12 @@ def check(ranks, channel, schedule):
                 assert torch.equal(grad, wanted[number][name]), (schedule, micro_batches, samples, number, name)
         held = [parameter for module in stages.modules for parameter in module.parameters()]
         assert sorted(found) == (list(range(len(sizes))) if held else [])
-        if stages.first:
+        if stages.numbers[0] == 0:
             assert all(torch.equal(given.grad, grad) for given, grad in zip(case.inputs, grads, strict=True))
         whole.eval()
         come = stages.predict(1, sizes, case.given)
         whole.train()
-        assert len(come) == (len(sizes) if stages.last else 0)
+        assert len(come) == (len(sizes) if stages.numbers[-1] == stages.count - 1 else 0)
         assert all(torch.equal(*each) for each in zip(come, predicted, strict=False))
 
 

@@ -168,7 +168,7 @@ def test_slots_of_a_slice_are_as_if_they_had_been_made_here():
     adam, its = (torch.optim.Adam(network.parameters(), lr=0.1) for network in (wide, narrow))
     wide(torch.randn(2, 66)).sum().backward()
     adam.step()
-    State(narrow, [], ranks).load(LocalParameters(narrow, {}), wide.state_dict(), its, adam.state_dict())
+    State(narrow, [], LocalParameters(narrow, {}), ranks).load(wide.state_dict(), its, adam.state_dict())
     for key in ("exp_avg", "exp_avg_sq"):
         slot = its.state[narrow.weight][key]
         assert torch.equal(slot, adam.state[wide.weight][key][:, 33:])

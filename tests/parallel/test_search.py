@@ -1,7 +1,4 @@
-"""The search for a layout: what it must find where the costs are plain, and that it is as good as trying all."""
-
-import itertools
-import re
+"""The search for a layout: which layouts it tries, and how it chooses among them."""
 
 import pytest
 import torch
@@ -9,204 +6,210 @@ from torch import nn
 
 from hostdev.core.errors import UserError
 from hostdev.distributed.world import Layout, Mesh
-from hostdev.ext.parallel.auto import LayoutChoice, _order_measured, _pick_finalists, reason
-from hostdev.ext.parallel.costs import LayerCost, Machine, PieceCost, Profile, measure_profile
-from hostdev.ext.parallel.pieces import best_cut, get_pieces
+from hostdev.ext.parallel.auto import (
+    LayoutChoice,
+    enumerate_layouts,
+    enumerate_plans,
+    explain,
+    meshes,
+    order_measured,
+    pick_finalists,
+)
+from hostdev.ext.parallel.pieces import count_saved, get_pieces
 from hostdev.ext.parallel.plan import like
-from hostdev.ext.parallel.search import Layers, SearchOptions, candidates, meshes
 
-FAST = Machine(bandwidth=1e12, latency=1e-7, memory=1e12, slicing=1e-7, available=1 << 40)
-SLOW = Machine(bandwidth=1e6, latency=1e-3, memory=1e12, slicing=1e-3, available=1 << 40)
+CPU = torch.device("cpu")
 
 
-def layers(*pairs, able=lambda name, strategy, ranks: True, stages=True):
-    return Layers(able, set(pairs), stages)
+def layers(*widths, between=nn.ReLU):
+    modules = [one for i, width in enumerate(widths[1:]) for one in (nn.Linear(widths[i], width), between())]
+    return nn.Sequential(*modules[:-1])
 
 
-def profile(*seconds, parameters=1000, given=1000, saved=1000):
-    pieces = [PieceCost(f"{i}", one, 1, parameters, saved, given) for i, one in enumerate(seconds)]
-    found = [LayerCost(f"{i}", i, 1.0, parameters, given, given) for i in range(len(seconds))]
-    return Profile(pieces, found, 0)
+def enumerated(network, ranks, micro_batches, given=Layout(), mesh=None, width=8):  # noqa: B008
+    inputs = like((torch.zeros(1, width),))
+    return enumerate_layouts(network, inputs, inputs(4), ranks, micro_batches, given, mesh, CPU)
 
 
 def test_all_meshes_of_eight():
     found = meshes(8)
     assert len(found) == len(set(found)) == 10
     assert all(mesh.size == 8 for mesh in found)
+    assert found[:3] == [Mesh(data=8), Mesh(data=4, pipe=2), Mesh(data=4, model=2)]
 
 
-def test_data_where_parameters_are_few():
-    [first, *_] = candidates(profile(0.1, 0.1, 0.1), SLOW, layers(), SearchOptions(2, 8))
-    assert first.mesh == Mesh(data=2)
+def test_all_layouts_of_two():
+    found = enumerated(layers(8, 16, 16, 16, 4), 2, 4)
+    assert [(one.mesh, one.begins, dict(one.plan)) for one in found] == [
+        (Mesh(data=2), [], {}),
+        (Mesh(pipe=2), ["4"], {}),
+        (Mesh(model=2), [], {"0": "colwise", "2": "rowwise"}),
+        (Mesh(model=2), [], {"0": "colwise", "2": "rowwise", "4": "colwise", "6": "rowwise"}),
+    ]
+    assert [str(one) for one in found[1:3]] == [
+        "--mesh pipe=2 --stage-cut 4",
+        "--mesh model=2 --plan 0=colwise,2=rowwise",
+    ]
 
 
-def test_stages_where_parameters_are_many_and_little_crosses():
-    [first, *_] = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), SearchOptions(2, 32))
-    assert (first.mesh, first.begins) == (Mesh(pipe=2), ["1"])
+def test_plans_are_the_largest_layer_all_pairs_and_all_layers():
+    inputs = like((torch.zeros(1, 8),))
+    network = nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Dropout(), nn.Linear(8, 6), nn.Linear(6, 64)
+    )
+    pair, others = (("0", "colwise"), ("2", "rowwise")), (("4", "colwise"), ("5", "rowwise"))
+    assert enumerate_plans(network, {}, 2, lambda: inputs(2)) == [others, (*pair, *others)]
+    # 64 outputs, but only 8, 16 and 64 are multiples of 4; a strategy that is given stays
+    assert enumerate_plans(network, {}, 4, lambda: inputs(2)) == [
+        (("5", "colwise"),),
+        pair,
+        (*pair, ("4", "rowwise"), ("5", "colwise")),
+    ]
+    assert enumerate_plans(network, {"0": "rowwise", "2": "replicate"}, 2, lambda: inputs(2)) == [
+        (("0", "rowwise"),),
+        (("0", "rowwise"), *others),
+    ]
+    assert enumerate_plans(nn.Sequential(nn.ReLU()), {}, 2, lambda: inputs(2)) == []
 
 
-def test_slices_where_one_layer_has_all_the_work():
-    found = candidates(profile(1e-6, 0.5, 1e-6, parameters=10**9, given=8), FAST, layers(), SearchOptions(2, 1))
-    assert found[0].mesh == Mesh(model=2)
-    assert "1" in dict(found[0].plan)
-    assert [one.mesh for one in found] == [Mesh(model=2)], "one micro-batch is for one stage, and one share"
-
-
-def test_layers_in_pairs_where_an_exchange_costs():
-    machine = FAST._replace(latency=0.01)
-    [first, *_] = candidates(profile(0.1, 0.1), machine, layers(("0", "1")), SearchOptions(2, 1))
-    assert first.plan == [("0", "colwise"), ("1", "rowwise")]
+def test_layers_that_share_a_parameter_stay_whole():
+    network = layers(8, 8, 8, 8)
+    network[2].weight = network[0].weight
+    assert enumerate_plans(network, {}, 2, lambda: (torch.zeros(2, 8),)) == [(("4", "colwise"),)]
 
 
 def test_what_is_given_is_kept():
-    known = profile(0.1, 0.1, 0.1)
-    found = candidates(known, FAST, layers(), SearchOptions(2, 8, strategies={"0": "rowwise", "1": "replicate"}))
+    network = layers(8, 16, 16, 8)
+    found = enumerated(network, 2, 8, Layout(plan=[("0", "rowwise"), ("2", "replicate")]))
     assert found
     for one in found:
         assert one.mesh.model == 2
         assert dict(one.plan)["0"] == "rowwise"
-        assert "1" not in dict(one.plan)
-    assert {one.mesh for one in candidates(known, FAST, layers(), SearchOptions(2, 8, Mesh(pipe=2)))} == {Mesh(pipe=2)}
-    [one] = candidates(known, FAST, layers(), SearchOptions(2, 8, begins=["2"]))
-    assert (one.mesh, one.begins) == (Mesh(pipe=2), ["2"])
+        assert "2" not in dict(one.plan)
+    assert [one.mesh for one in enumerated(network, 2, 8, mesh=Mesh(pipe=2))] == [Mesh(pipe=2)]
+    [one] = enumerated(network, 2, 8, Layout(begins=["4"]))
+    assert (one.mesh, one.begins) == (Mesh(pipe=2), ["4"])
+    found = enumerated(network, 4, 8, Layout(begins=["4"]))
+    assert {one.mesh for one in found} == {Mesh(data=2, pipe=2), Mesh(model=2, pipe=2)}, "two stages, on any mesh"
 
 
 def test_a_mesh_that_is_given_has_slices():
-    """Also where the network would be faster whole: those that cost the least."""
-    known = profile(0.1, 0.3, 0.1, given=10**6)
     for mesh in (Mesh(model=2), Mesh(data=2, model=2), Mesh(model=2, pipe=2)):
-        wanted = SearchOptions(mesh.size, 8, mesh, sliced=True)
-        [one] = candidates(known, SLOW, layers(("0", "1")), wanted)
-        assert (one.mesh, bool(one.plan)) == (mesh, True)
-        plans = [{name: strategy} for name in "012" for strategy in ("colwise", "rowwise")]
-        tried = [
-            candidates(known, SLOW, layers(("0", "1")), wanted._replace(strategies=plan))[0].seconds
-            for plan in [*plans, {"0": "colwise", "1": "rowwise"}]
-        ]
-        assert one.seconds == min(tried)
-    [one] = candidates(
-        known, SLOW, layers(), SearchOptions(2, 8, Mesh(model=2), strategies={"1": "replicate"}, sliced=True)
-    )
-    assert one.plan
-    assert "1" not in dict(one.plan)
+        found = enumerated(layers(8, 16, 8), mesh.size, 8, mesh=mesh)
+        assert found
+        assert all(one.mesh == mesh and one.plan for one in found)
+    with pytest.raises(UserError, match=r"divides layers among 3 processes \(model=3\), but no layer can be cut"):
+        enumerated(layers(8, 16, 8), 3, 8, mesh=Mesh(model=3))
+    with pytest.raises(UserError, match=r"0.weight has shape \[16, 8\], but 8 cannot be cut into 3 equal slices"):
+        enumerated(layers(8, 16, 8), 3, 8, Layout(plan=[("0", "rowwise")]), Mesh(model=3))
 
 
-def test_a_mesh_that_is_given_and_nothing_can_be_cut():
-    whole, wanted = layers(able=lambda *_: False), SearchOptions(2, 8, Mesh(model=2), sliced=True)
-    with pytest.raises(UserError, match=r"divides layers among 2 processes \(model=2\), but no layer can be cut"):
-        candidates(profile(0.1, 0.1), SLOW, whole, wanted)
+def test_a_network_without_pieces_has_one_stage():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 8)
 
+        def forward(self, values):
+            return self.first(values)
 
-def test_what_does_not_fit_comes_last():
-    known = profile(0.1, 0.1, parameters=1000, saved=0)
-    machine = FAST._replace(available=4500)  # of 8,000 on each rank along data
-    found = candidates(known, machine, layers(able=lambda *_: False), SearchOptions(2, 8))
-    assert [one.mesh for one in found] == [Mesh(pipe=2), Mesh(data=2)]
-    chosen = LayoutChoice(found[0].mesh, Layout(), found, known, machine)
-    assert "(does not fit)" in chosen.lines()[-2]
-    assert chosen.lines()[-1].endswith("the only layout that fits")
+    assert {one.mesh for one in enumerated(Own(), 2, 8)} == {Mesh(data=2), Mesh(model=2)}
+    with pytest.raises(UserError, match="Own cannot be cut into stages"):
+        enumerated(Own(), 2, 8, mesh=Mesh(pipe=2))
 
 
 def test_nothing_is_possible():
     with pytest.raises(UserError, match="no layout of 2 processes fits 1 micro-batches and the given options"):
-        candidates(profile(0.1), FAST, layers(stages=False, able=lambda *_: False), SearchOptions(2, 1))
+        enumerated(nn.Sequential(nn.ReLU(), nn.ReLU()), 2, 1)
     with pytest.raises(UserError, match="no layout of 3 processes fits 4 micro-batches"):
-        candidates(profile(0.1), FAST, layers(stages=False, able=lambda *_: False), SearchOptions(3, 4))
+        enumerated(layers(8, 8), 3, 4)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_strategies_are_the_best_of_all(seed):
-    """Every combination of three layers' strategies, priced by giving it, is no faster than what is found."""
-    torch.manual_seed(seed)
-    numbers = torch.rand(3, 3).tolist()
-    known = Profile(
-        [PieceCost(f"{i}", 0.02 * a, 1, int(1e6 * b), 0, int(1e5 * c)) for i, (a, b, c) in enumerate(numbers)],
-        [LayerCost(f"{i}", i, 1.0, int(1e6 * b), int(1e5 * a), int(1e5 * c)) for i, (a, b, c) in enumerate(numbers)],
-        0,
-    )
-    machine = Machine(1e8, 1e-3, 1e9, 1e-3, 1 << 40)
-    may = layers(("0", "1"), ("1", "2"))
-    [found] = candidates(known, machine, may, SearchOptions(2, 4, Mesh(model=2)))
-    tried = []
-    for combination in itertools.product(("replicate", "colwise", "rowwise"), repeat=3):
-        strategies = {f"{i}": one for i, one in enumerate(combination)}
-        [one] = candidates(known, machine, may, SearchOptions(2, 4, Mesh(model=2), strategies=strategies))
-        tried.append(one.seconds)
-    assert found.seconds == pytest.approx(min(tried))
+def test_the_memory_of_the_fullest_rank():
+    network = layers(8, 32, 8)  # 1,152 and 1,056 bytes of parameters
+    whole = 4 * 4 * (8 * 32 + 32 + 32 * 8 + 8)
+    saved = count_saved(get_pieces(network), (torch.zeros(4, 8),), "cpu", None)
+    memory = {str(one.mesh): one.memory for one in enumerated(network, 2, 4)}
+    assert memory["data=2"] == whole + sum(saved)
+    assert memory["pipe=2"] == max(4 * 4 * (8 * 32 + 32) + 2 * sum(saved[:2]), 4 * 4 * (32 * 8 + 8) + saved[2])
+    assert memory["model=2"] == 4 * 4 * (8 * 32 // 2 + 32 // 2 + 32 * 8 // 2 + 8) + sum(saved)
+    gpipe = {str(one.mesh): one.memory for one in enumerated(network, 2, 4, Layout("gpipe"))}
+    assert gpipe["pipe=2"] == max(4 * 4 * (8 * 32 + 32) + 4 * sum(saved[:2]), 4 * 4 * (32 * 8 + 8) + 4 * saved[2])
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_cuts_are_the_best_of_all(seed):
-    torch.manual_seed(seed)
-    costs, crossing = torch.rand(2, 8).tolist()
-
-    def worst(starts):
-        edges = [0, *starts, 8]
-        return max(
-            sum(costs[a:b]) + (crossing[a - 1] if a else 0) + (crossing[b - 1] if b < 8 else 0)
-            for a, b in itertools.pairwise(edges)
-        )
-
-    found = best_cut(costs, crossing, 3)
-    assert found[0] == 0
-    assert worst(found[1:]) == min(worst(each) for each in itertools.combinations(range(1, 8), 2))
-
-
-def test_a_profile_says_what_a_network_has():
+def test_what_pieces_save_is_what_they_save_with_values():
     network = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8))
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    state = torch.get_rng_state()
-    cpu = torch.device("cpu")
-    found = measure_profile(network, get_pieces(network), like((torch.zeros(1, 64),)), 16, cpu, None, looked_up=False)
-    assert [piece.flops for piece in found.pieces] == [2 * 16 * 64 * 32, 0, 0, 2 * 16 * 32 * 8]
-    assert [piece.given for piece in found.pieces] == [16 * 32 * 4] * 3 + [16 * 8 * 4]
-    assert [piece.parameters for piece in found.pieces] == [4 * (64 * 32 + 32), 4 * 64, 0, 4 * (32 * 8 + 8)]
-    assert found.pieces[0].saved == 16 * 64 * 4, "its input"
-    assert [(layer.name, layer.piece, layer.share) for layer in found.layers] == [("0", 0, 1.0), ("3", 3, 1.0)]
-    assert all(piece.seconds > 0 for piece in found.pieces)
+    state, values = torch.get_rng_state(), torch.zeros(16, 64)
+    saved = count_saved(get_pieces(network), (values,), "cpu", None)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    assert all(parameter.grad is None for parameter in network.parameters())
-    assert not found.inputs
+    own = {id(one) for one in network.parameters()}
+    for module, count in zip(network, saved, strict=True):
+        kept = {}
+
+        def keep(one, kept=kept):
+            if id(one) not in own:
+                kept[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+            values = module(values)
+        assert count == sum(kept.values())
+    assert saved[0] == 16 * 64 * 4, "its input"
+
+
+def candidates(*seconds):
+    """Layouts with these times."""
+    found = enumerated(layers(8, 16, 16, 16, 4), 4, 8)
+    return [one._replace(measured=second) for one, second in zip(found, seconds, strict=False)]
+
+
+def test_what_does_not_fit_comes_last():
+    found = enumerated(layers(8, 8), 2, 8, mesh=None)[:1] + enumerated(layers(8, 32, 8), 2, 8)[1:2]
+    fitting = min(one.memory for one in found)
+    found.sort(key=lambda one: one.memory)
+    chosen = LayoutChoice(found[0].mesh, Layout(), found, fitting)
+    assert "(does not fit)" in chosen.lines()[-2]
+    assert chosen.lines()[-1].endswith("the only layout that fits")
+    assert explain(found, fitting - 1).startswith("the layout with the least memory, although no layout fits into")
 
 
 def test_the_lines():
-    found = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), SearchOptions(2, 32))
-    lines = LayoutChoice(found[0].mesh, Layout(), found, profile(0.1, 0.1), SLOW).lines()
-    assert lines[0].startswith("measured: 0.00 GB/s between processes, 1,000 us per exchange")
-    assert " ".join(lines[1].split()) == "ms/step expected compute waiting exchange update memory layout"
-    assert all(line.split()[0] == "-" for line in lines[2:-1])
-    assert re.match(
-        r"chosen: --mesh pipe=2 --stage-cut 1, because steps with --mesh .* would take \d+% longer, mostly due",
-        lines[-1],
+    found = enumerated(layers(8, 16, 16, 16, 4), 8, 8)
+    lines = LayoutChoice(found[0].mesh, Layout(), found, 1 << 40).lines()
+    assert lines[0].split() == ["ms/step", "memory", "layout"]
+    assert all(line.split()[0] == "-" for line in lines[1:9])
+    assert lines[-2] == f"... and {len(found) - 8} slower layouts"
+    assert lines[-1] == (
+        f"chosen: --mesh {found[0].mesh}, the first of the layouts that fit, as no steps were timed: the network "
+        "cannot be copied"
     )
-    assert len(lines) == 3 + len(found)
+    assert explain(found[:1], 1 << 40) == "the only possible layout"
 
 
-def test_the_reason_is_what_was_measured_where_it_was():
-    found = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), SearchOptions(2, 32))
-    measured = [found[0]._replace(measured=0.2), found[1]._replace(measured=0.25), *found[2:]]
-    lines = LayoutChoice(found[0].mesh, Layout(), measured, profile(0.1, 0.1), SLOW).lines()
-    assert [line.split()[0] for line in lines[2:5]] == ["200.0", "250.0", "-"]
-    assert f"because steps with --mesh {found[1].mesh} took 25% longer, mostly due to" in lines[-1]
-    other_way = [measured[1], measured[0], *found[2:]]
-    assert reason(other_way, SLOW).endswith("% longer"), "the model has it the other way round, and so cannot say why"
+def test_the_reason_is_what_was_measured():
+    found = candidates(0.2, 0.25, 0.3)
+    lines = LayoutChoice(found[0].mesh, Layout(), found, 1 << 40).lines()
+    assert [line.split()[0] for line in lines[1:4]] == ["200.0", "250.0", "300.0"]
+    assert lines[-1] == f"chosen: {found[0]}, because steps with --mesh {found[1].mesh} took 25% longer"
 
 
-def test_between_what_takes_about_as_long_the_expected_time_decides():
-    first, second, third = candidates(profile(0.1, 0.1, 0.1), FAST, layers(), SearchOptions(2, 8))[:3]
-    taken = [third._replace(measured=0.3), second._replace(measured=0.2), first._replace(measured=0.208)]
-    assert [one.measured for one in _order_measured(taken)] == [0.208, 0.2, 0.3]
-    assert reason(_order_measured(taken), FAST) == (
-        f"because steps with --mesh {second.mesh} took about as long and are not expected to be faster"
+def test_between_what_takes_about_as_long_the_first_is_chosen():
+    first, second, third = candidates(0.208, 0.2, 0.3)
+    assert order_measured([first, second, third], []) == [first, second, third]
+    assert explain([first, second, third], 1 << 40) == (
+        f"because steps with --mesh {second.mesh} took about as long, and samples are preferred to stages, and stages "
+        "to slices"
     )
-    taken[2] = first._replace(measured=0.22)
-    assert [one.measured for one in _order_measured(taken)] == [0.2, 0.22, 0.3]
+    slower = first._replace(measured=0.22)
+    assert order_measured([slower, second], [third]) == [second, slower, third]
+    assert order_measured([third], [slower, second]) == [third, second, slower]
 
 
-def test_steps_are_taken_of_what_is_near_and_fits():
-    found = candidates(profile(0.1, 0.1, 0.1, parameters=10**6, given=8), FAST, layers(), SearchOptions(2, 8))
-    near = _pick_finalists(found, FAST)
-    assert 2 <= len(near) <= 4
-    assert near == [one for one in found if one.seconds <= 2 * found[0].seconds][: len(near)]
-    assert _pick_finalists(found, FAST._replace(available=found[0].memory)) == found[:1], "two would not fit at once"
+def test_more_steps_are_taken_of_what_is_near_and_fits():
+    found = candidates(0.3, 0.2, 0.39, 0.5, 0.25, 0.21)
+    near = [found[0], found[1], found[4], found[5]]
+    assert pick_finalists(found, 1 << 40) == near
+    assert pick_finalists(found[:4], 1 << 40) == found[:3], "more than twice as long"
+    assert pick_finalists(found, found[1].memory) == [found[1]], "two would not fit at once"

@@ -37,7 +37,7 @@ RANKS = "tests/distributed/test_devices.py"  # "ranks": several processes, each 
 # They wait in order to measure, and no value depends on it.
 MEASURING = (
     "hostdev/device/clock.py",
-    "hostdev/ext/parallel/costs.py",
+    "hostdev/ext/parallel/auto.py",
     "hostdev/train/room.py",
 )
 

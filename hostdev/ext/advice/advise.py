@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from hostdev.cache.options import POLICIES
-from hostdev.cache.simulation import OPTIMUM
 from hostdev.core import pictures
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
@@ -35,6 +34,7 @@ from hostdev.distributed.rank_environment import find_rank_environment, start_pr
 from hostdev.distributed.session import join
 from hostdev.ext.advice.curves import CachePoint, Curves, TableGroup, flags, gains, recommend, simulate
 from hostdev.ext.advice.disk import advise_disk
+from hostdev.ext.advice.simulation import OPTIMUM
 from hostdev.ext.training.config import CommandConfig
 from hostdev.ext.training.layouts import choose_layout, require_layout
 from hostdev.host.key_options import KEY_BYTES

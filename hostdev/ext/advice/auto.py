@@ -6,16 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from hostdev.cache.options import AUTO, POLICIES, WINDOW
 from hostdev.cache.planner import planner_bytes
-from hostdev.cache.simulation import Simulated, Simulation
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, cache_room, format_bytes
-from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.backend import describe, is_accelerator
@@ -25,19 +21,22 @@ from hostdev.ext.advice.curves import (
     CachePoint,
     Curves,
     TableGroup,
+    Trial,
     choose_sizes,
     format_size,
     gains,
     make_curves,
     measure_groups,
+    read_unique,
     recommend,
     require_plan,
+    run_passes,
 )
+from hostdev.ext.advice.simulation import SimulatedCache, UniqueIds
 from hostdev.kernels.pool import set_host_threads
-from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
 from hostdev.runtime.spec import CacheSpec
-from hostdev.train.build import device_of, ids_of, known_counts, model_of
+from hostdev.train.build import device_of, known_counts, model_of
 from hostdev.train.options import TrainConfig
 from hostdev.train.room import estimate_host_memory, measure_free_after_step
 
@@ -45,7 +44,7 @@ _LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # limits of the sim
 _SAMPLE = 1000  # samples in the batch from which the shapes of the model's inputs are read
 
 Config = TypeVar("Config", bound=TrainConfig)
-Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids of each batch, and their occurrences
+Sampled = list[UniqueIds]  # of each batch
 
 
 def choose_cache(settings: Config, data: Path, found: Manifest, world: World) -> tuple[Config, list[str]]:
@@ -84,12 +83,11 @@ def _sample(model: Model, groups: Sequence[TableGroup], reader: ShardReader, set
     assert settings.batch_size is not None
     sampled: list[Sampled] = [[] for _ in groups]
     ids = 0
-    batches = reader.batches(settings.batch_size, seed=settings.seed, epoch=1)
+    batches = read_unique(model, groups, reader, settings.batch_size, settings.seed)
     for batch in itertools.islice(batches, _MOST_BATCHES):
-        for group, mine in zip(groups, sampled, strict=True):
-            one, inverse = unique(ids_of(model, batch, group.names[0]))
-            mine.append((one, count_occurrences(inverse, len(one))))
-            ids += len(inverse)
+        for one, mine in zip(batch, sampled, strict=True):
+            mine.append(one)
+            ids += int(one[1].sum())
         if ids > _MOST_IDS and len(sampled[0]) >= _LEAST_BATCHES:
             break
     return sampled
@@ -161,18 +159,15 @@ def _simulate(
             for group, size, sampled in zip(groups, sizes[-1], batches, strict=True)
         )
     )
-    ended: list[dict[str, list[Simulated]]] = [{policy: [] for policy in policies} for _ in groups]
-    with bar(len(policies) * len(sizes) * len(groups), "choosing a cache", "try") as progress:
-        for policy, mine in itertools.product(policies, sizes):
-            for group, size, sampled, each, one in zip(groups, mine, batches, counts, ended, strict=True):
-                simulation = Simulation(
-                    group.rows, [size], steps, each, window, group.costs, policies=[policy], optimum=False
-                )
-                for ids, uses in sampled:
-                    simulation.add_unique(ids, uses)
-                one[policy] += simulation.end()[policy]
-                progress.update()
-    return make_curves(groups, [list(mine) for mine in zip(*sizes, strict=True)], ended, measure(device))
+    by_group = [list(mine) for mine in zip(*sizes, strict=True)]
+
+    def make(trial: Trial) -> SimulatedCache:
+        group, size = groups[trial.group], by_group[trial.group][trial.number]
+        return SimulatedCache(group.rows, size, trial.policy, steps, window, counts[trial.group], group.costs)
+
+    passes = [[Trial(*trial)] for trial in itertools.product(policies, range(len(sizes)), range(len(groups)))]
+    ended = run_passes(passes, make, lambda: zip(*batches, strict=True), steps, "choosing a cache")
+    return make_curves(groups, by_group, ended, measure(device))
 
 
 def _line(chosen: tuple[str, CachePoint] | None, room: int, device: torch.device, batches: int) -> str:

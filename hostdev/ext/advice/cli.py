@@ -1,17 +1,18 @@
 """The command line of `advise`."""
 
-import argparse
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
-from hostdev.cache.options import WINDOW
+from hostdev.cache.options import MOST_WINDOW, WINDOW
 from hostdev.core import cli, pictures
 from hostdev.core.addresses import local_path
-from hostdev.core.disk_storage import Disk
+from hostdev.core.disk_storage import MOST_DISK_WINDOW, Disk
 from hostdev.core.errors import UserError
 from hostdev.core.launched import alone
 from hostdev.core.memory import parse_bytes
-from hostdev.core.options import flag_of
+from hostdev.core.options import OptionGroup, count, flag_of, option
 from hostdev.data import folder
 from hostdev.ext.training.config import CommandConfig
 
@@ -34,116 +35,106 @@ OPTIONS = (
 )
 
 
+_OF_CACHES = {"disk": "it is for caches", "mesh": "it is for caches"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviceOptions(OptionGroup):
+    """What to give advice about."""
+
+    section: ClassVar[str] = "advice"
+    title: ClassVar[str] = "advice"
+    cache_window: int = option(
+        "number of future batches that the lookahead policy knows",
+        int,
+        default=WINDOW,
+        least=0,
+        most=MOST_WINDOW,
+        excludes={"disk": "it is for caches"},
+    )
+    memory: str | None = option(
+        "device memory for the cache, such as 16GiB (default: the free memory minus what training needs)",
+        str,
+        metavar="SIZE",
+        check=parse_bytes,
+        excludes=_OF_CACHES,
+    )
+    out: Path | None = option(
+        "a new file for the picture (default: advise.png, or a numbered name if that exists)",
+        cli.checked(local_path),
+        metavar="FILE",
+        excludes=_OF_CACHES,
+    )
+    disk: Path | None = option(
+        "instead of a cache, find how much memory tables on the disk of DIR need (--table-dir, --table-memory): "
+        "measures the disk for two seconds, and simulates its reads",
+        cli.checked(local_path),
+        excludes={"mesh": "they are different questions"},
+    )
+    step_ms: float | None = option(
+        "with --disk: the time of a step with all rows in memory (default: the host's work for its rows)",
+        float,
+        metavar="MS",
+        above=0,
+        unit="milliseconds",
+        needs={"disk": ""},
+    )
+    table_window: int | None = option(
+        f"with --disk: the number of batches that are read ahead (--table-window; default {Disk.window})",
+        int,
+        least=0,
+        most=MOST_DISK_WINDOW,
+        unit="batches",
+        needs={"disk": ""},
+    )
+    mesh: int | None = count(
+        "instead of a cache, find the fastest way to distribute the model over N local processes: by samples, by "
+        "slices of layers, or by stages",
+        least=2,
+        unit="processes",
+    )
+
+
 def parser(prog: str = PROG) -> cli.Parser:
     """Return the parser of the command's flags."""
     made = cli.parser(prog, "Recommend an embedding cache for your data by simulating all policies and sizes.")
     CommandConfig.add_flags(made, OPTIONS)
+    AdviceOptions.add_flags(made)
     made.inputs["data"] = folder.require_input
-    made.add_argument(
-        "--cache-window",
-        type=int,
-        default=WINDOW,
-        metavar="N",
-        help=f"number of future batches that the lookahead policy knows (default {WINDOW})",
-    )
-    made.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="device memory for the cache, such as 16GiB (default: the free memory minus what training needs)",
-    )
-    made.add_argument(
-        "--out",
-        type=cli.checked(local_path),
-        metavar="FILE",
-        help="a new file for the picture (default: advise.png, or a numbered name if that exists)",
-    )
-    made.add_argument(
-        "--disk",
-        type=cli.checked(local_path),
-        metavar="DIR",
-        help="instead of a cache, find how much memory tables on the disk of DIR need (--table-dir, --table-memory): "
-        "measures the disk for two seconds, and simulates its reads",
-    )
-    made.add_argument(
-        "--step-ms",
-        type=float,
-        metavar="MS",
-        help="with --disk: the time of a step with all rows in memory (default: the host's work for its rows)",
-    )
-    made.add_argument(
-        "--table-window",
-        type=int,
-        metavar="N",
-        help=f"with --disk: the number of batches that are read ahead (--table-window; default {Disk.window})",
-    )
-    made.add_argument(
-        "--mesh",
-        type=int,
-        metavar="N",
-        help="instead of a cache, find the fastest way to distribute the model over N local processes: by samples, "
-        "by slices of layers, or by stages",
-    )
     return made
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line and print the advice."""
     arguments = parser(prog).parse_args(argv)
-    _check_disk(arguments)
-    if arguments.mesh is not None:
+    asked = AdviceOptions.from_flags(arguments)
+    if asked.mesh is not None:
         arguments.parallel = "auto"
-        settings = _for_mesh(CommandConfig.from_flags(arguments, [*OPTIONS, "parallel"]), arguments)
+        settings = CommandConfig.from_flags(arguments, [*OPTIONS, "parallel"])
+        _require_defaults(settings, ("shuffle_window",), "with")
+        settings.require_data()
         with cli.importing(prog):
             from hostdev.ext.advice.advise import advise_mesh
-        advise_mesh(settings, arguments.mesh)
+        advise_mesh(settings, asked.mesh)
         return
     settings = CommandConfig.from_flags(arguments, OPTIONS)
     alone()  # this command uses one process, even if a launcher started several
-    changed = {name: getattr(settings, name) != getattr(CommandConfig, name) for name in MESH_OPTIONS}
-    _refuse("has no effect without --mesh", **changed)
-    CommandConfig.options()["cache_window"].require("cache_window", arguments.cache_window)
-    memory = parse_bytes(arguments.memory) if arguments.memory is not None else None
+    _require_defaults(settings, MESH_OPTIONS, "without")
     settings.require_data()
-    if arguments.disk is not None:
+    if asked.disk is not None:
         with cli.importing(prog):
             from hostdev.ext.advice.advise import advise_tables_on_disk
-        step = None if arguments.step_ms is None else arguments.step_ms / 1e3
-        window = Disk.window if arguments.table_window is None else arguments.table_window
-        advise_tables_on_disk(settings, arguments.disk, step, window)
+        step = None if asked.step_ms is None else asked.step_ms / 1e3
+        window = Disk.window if asked.table_window is None else asked.table_window
+        advise_tables_on_disk(settings, asked.disk, step, window)
         return
+    memory = None if asked.memory is None else parse_bytes(asked.memory)
     with cli.importing(prog):
         from hostdev.ext.advice.advise import advise
-    advise(settings, memory, arguments.cache_window, arguments.out or pictures.new_path("advise"))
+    advise(settings, memory, asked.cache_window, asked.out or pictures.new_path("advise"))
 
 
-def _refuse(why: str, **given: bool) -> None:
-    """Raise UserError for an option that is given but has no effect."""
-    for name in (name for name, is_given in given.items() if is_given):
-        raise UserError(f"{flag_of(name)} {why}; leave out {flag_of(name)}")
-
-
-def _check_disk(arguments: argparse.Namespace) -> None:
-    """Raise UserError if options contradict --disk, or need it."""
-    step, window = arguments.step_ms, arguments.table_window
-    if arguments.disk is None:
-        _refuse("has no effect without --disk", step_ms=step is not None, table_window=window is not None)
-        return
-    if window is not None:
-        CommandConfig.options()["table_window"].require("table_window", window)
-    if arguments.mesh is not None:
-        raise UserError("--disk and --mesh are different questions; give one of them")
-    for_caches = {"memory": arguments.memory is not None, "out": arguments.out is not None}
-    _refuse("is for caches and has no effect with --disk", **for_caches, cache_window=arguments.cache_window != WINDOW)
-    if step is not None and not 0 < step < math.inf:
-        raise UserError(f"--step-ms must be a positive number of milliseconds, not {step}")
-
-
-def _for_mesh(settings: CommandConfig, arguments: argparse.Namespace) -> CommandConfig:
-    """Return the settings; raise UserError if an option has no effect with --mesh, or --mesh is less than 2."""
-    for_caches = {"memory": arguments.memory is not None, "out": arguments.out is not None}
-    _refuse("is for caches and has no effect with --mesh", **for_caches)
-    _refuse("has no effect with --mesh", shuffle_window=settings.shuffle_window != CommandConfig.shuffle_window)
-    if arguments.mesh < 2:
-        raise UserError(f"--mesh must be a number of processes, 2 or more, not {arguments.mesh}")
-    settings.require_data()
-    return settings
+def _require_defaults(settings: CommandConfig, names: Sequence[str], how: str) -> None:
+    """Raise UserError for an option that is given, but has no effect with --mesh, or without it."""
+    for name in filter(settings.has, names):
+        raise UserError(f"{flag_of(name)} has no effect {how} --mesh; leave out {flag_of(name)}")

@@ -8,9 +8,11 @@ recommended only if it reduces that cost.
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +20,6 @@ from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.plan import Statistics
 from hostdev.cache.planner import planner_bytes
 from hostdev.cache.prices import Costs
-from hostdev.cache.simulation import OPTIMUM, Simulated, Simulation, add_up
 from hostdev.core.initializers import Constant
 from hostdev.core.memory import TableShape, available_bytes, require_memory, row_bytes
 from hostdev.core.optimizers import SparseOptimizer
@@ -26,6 +27,7 @@ from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.clock import Bus
+from hostdev.ext.advice.simulation import OPTIMUM, Optimum, Simulated, SimulatedCache, UniqueIds, add_up
 from hostdev.host.table import HostTable
 from hostdev.kernels.arrays import Array
 from hostdev.kernels.pool import Task, run_tasks
@@ -278,13 +280,22 @@ def gains(point: CachePoint) -> str:
     )
 
 
+def read_unique(
+    model: Model, groups: Sequence[TableGroup], reader: ShardReader, size: int, seed: int
+) -> Iterator[list[UniqueIds]]:
+    """Yield, for each batch of `size` training samples, each group's unique ids and how often the batch uses them."""
+    for batch in reader.batches(size, seed=seed, epoch=1):
+        ids = [unique(ids_of(model, batch, group.names[0])) for group in groups]
+        yield [(found, count_occurrences(inverse, len(found))) for found, inverse in ids]
+
+
 def measure_groups(model: Model, reader: ShardReader, size: int, seed: int) -> list[TableGroup]:
     """Return a model's groups with the host's costs per row, measured on the first batches."""
     groups = [TableGroup.of(model, names) for names in groups_of(model)]
-    batches = list(itertools.islice(reader.batches(size, seed=seed, epoch=1), _RATED))
+    batches = list(itertools.islice(read_unique(model, groups, reader, size, seed), _RATED))
     found = []
-    for group in groups:
-        ids = [unique(ids_of(model, batch, group.names[0]))[0] for batch in batches]
+    for number, group in enumerate(groups):
+        ids = [batch[number][0] for batch in batches]
         host = host_costs(group.rows, group.tables, ids)
         found.append(replace(group, host=host, unique=max(map(len, ids), default=0)))
     return found
@@ -300,6 +311,50 @@ def choose_sizes(groups: Sequence[TableGroup], memory: int) -> list[list[int]]:
     if all(exact := tuple(int(fitting * group.rows) for group in groups)):
         tried.add(exact)
     return [list(mine) for mine in zip(*sorted(tried), strict=True)]
+
+
+class Trial(NamedTuple):
+    """A cache to simulate."""
+
+    policy: str
+    number: int  # of the size
+    group: int
+
+
+Ended = Mapping[str, Mapping[int, list[Simulated]]]  # by policy and group: the results for each size
+
+
+def run_passes(
+    passes: Sequence[Sequence[Trial]],
+    make: Callable[[Trial], SimulatedCache],
+    read: Callable[[], Iterable[Sequence[UniqueIds]]],
+    steps: int,
+    title: str,
+    optima: Sequence[Optimum] = (),
+) -> Ended:
+    """Simulate caches in passes over the batches, each with some of the caches; return the results.
+
+    Args:
+        passes: The caches of each pass, which are in memory at the same time.
+        make: Makes a cache.
+        read: Called once in each pass; returns the batches, each with the unique ids of all groups.
+        steps: Number of batches.
+        title: Title of the progress bar.
+        optima: Receive the batches of the last pass, by group.
+    """
+    ended: dict[str, dict[int, list[Simulated]]] = defaultdict(lambda: defaultdict(list))
+    with bar(steps * len(passes), title, "step") as progress:
+        for tries in passes:
+            caches = [make(trial) for trial in tries]
+            for batch in read():
+                for trial, cache in zip(tries, caches, strict=True):
+                    cache.add(*batch[trial.group])
+                for optimum, ids in zip(optima if tries is passes[-1] else (), batch, strict=False):
+                    optimum.add(*ids)
+                progress.update()
+            for trial in tries:
+                ended[trial.policy][trial.group].append(caches.pop(0).end())  # pop frees the memory of the plan
+    return ended
 
 
 def simulate(
@@ -323,59 +378,38 @@ def simulate(
     sizes = choose_sizes(groups, memory)
     known = known_counts(model, data, found, reader)  # the counts that a run with lookahead also uses
     counts = [known] if known is not None else count_uses(model, data, found, reader)
-    left = _MOST_BYTES - sum(each.nbytes for each in counts)
+    left = _MOST_BYTES - sum(uses.nbytes for uses in counts)
     has_counts = known is not None
-    del known
+    del known  # `counts` has it
     passes = _passes(groups, sizes, steps, window, min(available_bytes() // _PLANS_PART, left))
-    ended: list[dict[str, list[Simulated]]] = [{policy: [] for policy in POLICIES} for _ in groups]
-    with bar(steps * len(passes), "simulating", "step") as progress:
-        for tries in passes:
-            simulations = [
-                (
-                    one,
-                    Simulation(
-                        groups[one].rows,
-                        sizes[one][number : number + 1],
-                        steps,
-                        counts[one],
-                        window,
-                        groups[one].costs,
-                        told=has_counts,
-                        policies=[policy],
-                        optimum=False,
-                    ),
-                )
-                for policy, number, one in tries
-            ]
-            if tries is passes[-1]:
-                simulations += [(one, _optima(groups[one], sizes[one], steps, window)) for one in range(len(groups))]
-            for batch in reader.batches(size, seed=seed, epoch=1):
-                for one, group in enumerate(groups):
-                    ids, inverse = unique(ids_of(model, batch, group.names[0]))
-                    uses = count_occurrences(inverse, len(ids))
-                    for _, simulation in (each for each in simulations if each[0] == one):
-                        simulation.add_unique(ids, uses)
-                progress.update()
-            if tries is passes[-1]:
-                counts.clear()
-            while simulations:  # pop frees each plan's memory for the optimum
-                one, simulation = simulations.pop(0)
-                for policy, found_here in simulation.end().items():
-                    ended[one].setdefault(policy, []).extend(found_here)
-    return make_curves(groups, sizes, ended, bus)
+
+    def make(trial: Trial) -> SimulatedCache:
+        group, size = groups[trial.group], sizes[trial.group][trial.number]
+        known = counts[trial.group] if has_counts or trial.policy == "static" else None
+        return SimulatedCache(group.rows, size, trial.policy, steps, window, known, group.costs)
+
+    optima = [
+        Optimum(group.rows, mine, steps, (group.costs, group.host)) for group, mine in zip(groups, sizes, strict=True)
+    ]
+    ended = run_passes(
+        passes, make, lambda: read_unique(model, groups, reader, size, seed), steps, "simulating", optima
+    )
+    counts.clear()  # the optimum needs the memory
+    best = [optimum.end() for optimum in optima]
+    return make_curves(groups, sizes, {**ended, **({OPTIMUM: dict(enumerate(best))} if all(best) else {})}, bus)
 
 
 def _passes(
     groups: Sequence[TableGroup], sizes: Sequence[Sequence[int]], steps: int, window: int, room: int
-) -> list[list[tuple[str, int, int]]]:
-    """Return all combinations of policy, size index and group index, in passes with at most `room` bytes of plans each.
+) -> list[list[Trial]]:
+    """Return all combinations of policy, size and group, in passes with at most `room` bytes of plans each.
 
     A plan of more bytes gets a separate pass.
 
     Raises:
         UserError: A plan does not fit in memory.
     """
-    passes: list[list[tuple[str, int, int]]] = [[]]
+    passes: list[list[Trial]] = [[]]
     left = room
     for policy, number, one in itertools.product(POLICIES, range(len(sizes[0])), range(len(groups))):
         ahead = window if policy == POLICIES[0] else 0
@@ -385,15 +419,9 @@ def _passes(
             left = room
         if needed > left:
             require_plan(needed)
-        passes[-1].append((policy, number, one))
+        passes[-1].append(Trial(policy, number, one))
         left -= needed
     return passes
-
-
-def _optima(group: TableGroup, sizes: Sequence[int], steps: int, window: int) -> Simulation:
-    """Return a simulation that computes only the optimum's lower bounds, for caches of these sizes."""
-    others = group.costs, group.host
-    return Simulation(group.rows, sizes, steps, None, window, group.costs, policies=(), others=others)
 
 
 def require_plan(needed: int) -> None:
@@ -401,15 +429,12 @@ def require_plan(needed: int) -> None:
     require_memory(needed, "the simulation of a cache's plan", "use a smaller batch size or window")
 
 
-def make_curves(
-    groups: list[TableGroup], sizes: list[list[int]], ended: list[dict[str, list[Simulated]]], bus: Bus
-) -> Curves:
-    """Return the points of each policy from the finished simulations of each group."""
+def make_curves(groups: list[TableGroup], sizes: Sequence[Sequence[int]], ended: Ended, bus: Bus) -> Curves:
+    """Return the points of each policy from the results of the simulations; `sizes` has each group's."""
     return {
         policy: [
-            CachePoint([mine[i] for mine in sizes], [one[policy][i] for one in ended], groups, bus)
+            CachePoint([mine[i] for mine in sizes], [one[number][i] for number in range(len(groups))], groups, bus)
             for i in range(len(sizes[0]))
         ]
-        for policy in ended[0]
-        if all(policy in one for one in ended)
+        for policy, one in ended.items()
     }

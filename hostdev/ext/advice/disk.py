@@ -9,21 +9,19 @@ from typing import NamedTuple
 import numpy as np
 
 from hostdev.cache.plan import Statistics
-from hostdev.cache.simulation import Simulation
 from hostdev.core.disk_storage import Disk
 from hostdev.core.errors import UserError
 from hostdev.core.memory import format_bytes
-from hostdev.core.progress import bar
 from hostdev.data.shards import ShardReader
-from hostdev.ext.advice.curves import TableGroup, measure_groups
+from hostdev.ext.advice.curves import TableGroup, Trial, measure_groups, read_unique, run_passes
+from hostdev.ext.advice.simulation import SimulatedCache
 from hostdev.host.disk.frame_pool import FRAME_BYTES, MemorySize, count_kept, count_most
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.segments import SEGMENT_BYTES, TableFolder
 from hostdev.host.disk.store import SegmentStore
 from hostdev.kernels.disk_records import Format
-from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
-from hostdev.train.build import LEAST_ROW, groups_of, ids_of
+from hostdev.train.build import LEAST_ROW, groups_of
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 _SECONDS = 1.0  # of writing, and of reading
@@ -135,18 +133,19 @@ def simulate(
     """
     steps = reader.steps(size)
     shares = [share for share in SHARES if all(_count(group, share) > group.unique for group in groups)]
-    simulations = []
-    for group in groups:
-        kept = [count_kept(_count(group, share), group.rows, group.unique) for share in shares]
-        simulations.append(Simulation(group.rows, kept, steps, None, window, policies=["nearest"], optimum=False))
-    with bar(steps, "simulating", "step") as progress:
-        for batch in reader.batches(size, seed=seed, epoch=1):
-            for group, simulation in zip(groups, simulations, strict=True):
-                ids, inverse = unique(ids_of(model, batch, group.names[0]))
-                simulation.add_unique(ids, count_occurrences(inverse, len(ids)))
-            progress.update()
-    ended = [simulation.end()["nearest"] for simulation in simulations]
-    return [_need(share, groups, [one[n].statistics for one in ended]) for n, share in enumerate(shares)]
+    kept = [[count_kept(_count(group, share), group.rows, group.unique) for share in shares] for group in groups]
+
+    def make(trial: Trial) -> SimulatedCache:
+        rows, size = groups[trial.group].rows, kept[trial.group][trial.number]
+        return SimulatedCache(rows, size, trial.policy, steps, window)
+
+    tries = [Trial("nearest", number, group) for group in range(len(groups)) for number in range(len(shares))]
+    ended = run_passes([tries], make, lambda: read_unique(model, groups, reader, size, seed), steps, "simulating")
+    parts = ended["nearest"] if tries else {}
+    return [
+        _need(share, groups, [parts[group][n].statistics for group in range(len(groups))])
+        for n, share in enumerate(shares)
+    ]
 
 
 def _count(group: TableGroup, share: float) -> int:

@@ -1,8 +1,9 @@
-"""Automatic choice of a layout: measure costs, search, try the best candidates, and explain the choice."""
+"""Automatic choice of a layout: enumerate the layouts, take steps in each, and explain the choice."""
 
 import copy
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,94 +13,94 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.core.pieces import Piece
 from hostdev.device.backend import free_bytes
-from hostdev.distributed.world import Layout, Mesh, World
-from hostdev.ext.parallel.costs import Machine, Profile, filled, measure_machine, measure_profile, now, take_slowest
-from hostdev.ext.parallel.pieces import get_pieces
-from hostdev.ext.parallel.plan import Inputs, cuttable, divides, get_shared_layers, get_slice_dim, matched, pairable
-from hostdev.ext.parallel.search import Candidate, Layers, SearchOptions, candidates
+from hostdev.distributed.world import Layout, Mesh, Plan, World
+from hostdev.ext.parallel.pieces import count_saved, get_pieces
+from hostdev.ext.parallel.plan import (
+    Inputs,
+    ResolvedLayout,
+    get_shared_layers,
+    get_slice_dim,
+    matched,
+    resolve_layout,
+    sliceable,
+)
 
-_TRIAL_SECONDS = 6.0  # for all trials together
-Builder = Callable[..., Any]  # has the arguments of `hostdev.parallel.Network`, and returns one
-_ROUNDS = 3, 25  # minimum and maximum number of measured steps of a layout
+_TRIAL_SECONDS = 6.0  # for all steps of the finalists together
+_FIRST_ROUNDS = 2  # steps of each layout from which the finalists are picked
+_ROUNDS = 3, 25  # minimum and maximum number of measured steps of a finalist
 _SHOWN = 8  # maximum number of candidates in the table
-_FINALISTS = 4  # maximum number of candidates whose steps are timed
-_NEAR = 2.0  # a finalist's expected time is at most this multiple of the best candidate's
-_ALIKE = 1.05  # among finalists within this multiple of the shortest measured time, the expected time decides
+_FINALISTS = 4  # maximum number of candidates that take more steps, in turn
+_NEAR = 2.0  # a finalist's time is at most this multiple of the best candidate's
+_ALIKE = 1.05  # among finalists within this multiple of the shortest time, the first in the order of `meshes` is chosen
+_STATES = 4  # arrays of the parameters' size: parameters, gradients, two optimizer states
+_NONE_SLICED = (
+    "--mesh {mesh} divides layers among {count} processes (model={count}), but no layer can be cut into {count} "
+    "slices, or --plan leaves no layer to cut; give another --mesh"
+)
+Builder = Callable[..., Any]  # has the arguments of `hostdev.parallel.Network`, and returns one
+
+
+class Candidate(NamedTuple):
+    """A layout, the memory that it takes, and the duration of its steps."""
+
+    mesh: Mesh  # the mesh
+    begins: list[str]  # names of the first pieces of the second and later stages
+    plan: Plan  # strategies of layers
+    memory: int  # bytes on the fullest rank: parameters, gradients, two optimizer states, saved activations
+    measured: float | None = None  # median seconds of a step; None if no step was timed
+
+    def __str__(self) -> str:
+        """Return the candidate as command-line options."""
+        cut = f" --stage-cut {','.join(self.begins)}" if self.begins else ""
+        plan = f" --plan {_plan_text(self.plan)}" if self.plan else ""
+        return f"--mesh {self.mesh}{cut}{plan}"
 
 
 class LayoutChoice(NamedTuple):
-    """A chosen layout, with all candidates and the costs on which the choice is based.
+    """A chosen layout, with all candidates.
 
     Attributes:
         mesh: The chosen mesh.
         layout: The chosen layout.
         tried: All candidates, the chosen one first.
-        profile: Measured costs of the network.
-        machine: Measured speed of exchanges and of memory.
+        available: Bytes of free memory on each rank.
     """
 
     mesh: Mesh
     layout: Layout
     tried: list[Candidate]
-    profile: Profile
-    machine: Machine
+    available: int
 
     def lines(self) -> list[str]:
         """Return the table of candidates and the reason for the choice as lines of text."""
-        machine, best = self.machine, self.tried[0]
-        slicing = f", {machine.slicing * 1e6:,.0f} us per sliced layer" if machine.slicing else ""
-        found = [
-            f"measured: {machine.bandwidth / 1e9:.2f} GB/s between processes, {machine.latency * 1e6:,.0f} us per "
-            f"exchange, {machine.memory / 1e9:.1f} GB/s for additions{slicing}",
-            f"{'ms/step':>10} {'expected':>8} {'compute':>8} {'waiting':>8} {'exchange':>8} {'update':>8} "
-            f"{'memory':>10}  layout",
-        ]
-        for one in self.tried[:_SHOWN]:
-            each = (one.seconds, one.compute, one.waiting, one.exchange, one.update)
-            fits = "" if one.memory <= machine.available else "  (does not fit)"
-            taken = "-" if one.measured is None else f"{one.measured * 1e3:.1f}"
-            numbers = f"{taken:>10} " + " ".join(f"{value * 1e3:8.1f}" for value in each)
-            found.append(f"{numbers} {format_bytes(one.memory):>10}  {describe_candidate(one)}{fits}")
+        lines = [f"{'ms/step':>10} {'memory':>10}  layout"]
+        for candidate in self.tried[:_SHOWN]:
+            fits = "" if candidate.memory <= self.available else "  (does not fit)"
+            taken = "-" if candidate.measured is None else f"{candidate.measured * 1e3:.1f}"
+            lines.append(f"{taken:>10} {format_bytes(candidate.memory):>10}  {candidate}{fits}")
         more = len(self.tried) - _SHOWN
         if more > 0:
-            found.append(f"... and {more} slower layouts")
-        return [*found, f"chosen: {describe_candidate(best)}, {reason(self.tried, machine)}"]
+            lines.append(f"... and {more} slower layouts")
+        return [*lines, f"chosen: {self.tried[0]}, {explain(self.tried, self.available)}"]
 
 
-def describe_candidate(one: Candidate) -> str:
-    """Return a candidate as command-line options."""
-    cut = f" --stage-cut {','.join(one.begins)}" if one.begins else ""
-    plan = f" --plan {','.join(f'{name}={strategy}' for name, strategy in one.plan)}" if one.plan else ""
-    return f"--mesh {one.mesh}{cut}{plan}"
-
-
-def reason(tried: list[Candidate], machine: Machine) -> str:
+def explain(tried: Sequence[Candidate], available: int) -> str:
     """Return text that says why the first candidate is chosen."""
-    best, others = tried[0], [one for one in tried[1:] if one.memory <= machine.available]
-    if best.memory > machine.available:
-        return f"the fastest layout, although no layout fits into {format_bytes(machine.available)} of free memory"
+    best, others = tried[0], [candidate for candidate in tried[1:] if candidate.memory <= available]
+    if best.memory > available:
+        return f"the layout with the least memory, although no layout fits into {format_bytes(available)} that are free"
     if not others:
         return "the only possible layout" if len(tried) == 1 else "the only layout that fits"
     other = others[0]
-    if best.measured is not None and other.measured is not None:
-        longer = (other.measured / best.measured - 1) * 100
-        if abs(longer) < (_ALIKE - 1) * 100:
-            return f"because steps with --mesh {other.mesh} took about as long and are not expected to be faster"
-        return f"because steps with --mesh {other.mesh} took {longer:.0f}% longer{_explain_difference(best, other)}"
-    longer = (other.seconds / best.seconds - 1) * 100
-    return f"because steps with --mesh {other.mesh} would take {longer:.0f}% longer{_explain_difference(best, other)}"
-
-
-def _explain_difference(best: Candidate, other: Candidate) -> str:
-    """Return text that names the largest extra cost of `other`; "" if the cost model does not find `other` slower."""
-    costs = {
-        "compute": other.compute - best.compute,
-        "waiting for stages": other.waiting - best.waiting,
-        "exchanges": other.exchange - best.exchange,
-        "the optimizer": other.update - best.update,
-    }
-    most = max(costs, key=lambda name: costs[name])
-    return f", mostly due to {most} ({costs[most] * 1e3:.1f} ms)" if other.seconds > best.seconds else ""
+    if best.measured is None or other.measured is None:
+        return "the first of the layouts that fit, as no steps were timed: the network cannot be copied"
+    longer = (other.measured / best.measured - 1) * 100
+    if abs(longer) < (_ALIKE - 1) * 100:
+        return (
+            f"because steps with --mesh {other.mesh} took about as long, and samples are preferred to stages, and "
+            "stages to slices"
+        )
+    return f"because steps with --mesh {other.mesh} took {longer:.0f}% longer"
 
 
 def choose(
@@ -116,10 +117,10 @@ def choose(
     looked_up: bool = False,
     build: Builder,
 ) -> LayoutChoice:
-    """Measure costs for a few seconds, and return the fastest layout. All ranks must call this function.
+    """Take steps in all layouts for some seconds, and return the fastest layout. All ranks must call this function.
 
     Args:
-        network: The whole network. It is moved to `device`; its parameters and buffers keep their values.
+        network: The whole network, which is left unchanged: copies of it take the steps.
         inputs: Called with a number of samples; returns zeros in place of the network's inputs.
         ranks: The ranks of this run.
         samples: Number of samples in a batch over all ranks.
@@ -135,87 +136,148 @@ def choose(
     Raises:
         UserError: No layout is possible, or `given` does not fit the network.
     """
-    try:
-        pieces, has_stages = get_pieces(network), True
-    except UserError:
-        if mesh is not None and mesh.pipe > 1:
-            raise
-        pieces, has_stages = [Piece("network", network, (network,))], False
-    each = max(1, samples // micro_batches)
-    profile = take_slowest(ranks, measure_profile(network, pieces, inputs, each, device, autocast, looked_up))
-    strategies = matched(network, given.plan)
-    modules = dict(network.named_modules())
-    shared = get_shared_layers(network)
-    layers = Layers(
-        lambda name, strategy, count: name not in shared and divides(modules[name], strategy, count),
-        pairable(network, lambda: inputs(2)),
-        has_stages,
-    )
-    wanted = SearchOptions(
-        ranks.size,
-        micro_batches,
-        mesh,
-        given.begins,
-        strategies,
-        given.schedule == "interleaved",
-        given.schedule == "gpipe",
-        sliced=all(get_slice_dim(one) is None for one in network.parameters()),
-    )
+    sample = inputs(max(1, samples // micro_batches))
+    tried = enumerate_layouts(network, inputs, sample, ranks.size, micro_batches, given, mesh, device, autocast)
     free = available_bytes() if device.type == "cpu" else free_bytes(device)
-    slices = any(cuttable(module) for module in network.modules()) and (mesh is None or mesh.model > 1)
-    parameters = sum(one.nbytes for one in network.parameters())
-    machine = measure_machine(ranks, free or 1 << 62, parameters, slices=slices)
-    tried = candidates(profile, machine, layers, wanted)
-
-    def layout_of(one: Candidate) -> Layout:
-        return Layout(given.schedule, one.begins or None, one.plan)
-
-    last = _pick_finalists(tried, machine)
-    if len(last) > 1 and _can_be_copied(network, ranks):
-        seconds = _time_steps(
-            network,
-            inputs,
-            ranks,
-            [(one.mesh, layout_of(one)) for one in last],
-            [one.seconds for one in last],
-            samples=samples,
-            micro_batches=micro_batches,
-            device=device,
-            autocast=autocast,
-            build=build,
-        )
-        carried = micro_batches * machine.exchange(profile.inputs) if looked_up else 0.0
-        taken = [
-            one._replace(measured=second + carried / one.mesh.data * (one.mesh.model > 1))
-            for one, second in zip(last, seconds, strict=True)
-            if second is not None
-        ]
-        rest = [one for one in tried if one not in last]
-        tried = [*_order_measured(taken), *rest] or tried
-    best = tried[0]
-    return LayoutChoice(best.mesh, layout_of(best), tried, profile, machine)
+    available = min(ranks.control.share(free or 1 << 62))
+    fitting = [candidate for candidate in tried if candidate.memory <= available]
+    if len(fitting) > 1 and _can_be_copied(network, ranks):
+        sent = sum(value.nbytes for value in _tensors(sample)) if looked_up else 0
+        trials = _Trials(network, inputs, ranks, samples, micro_batches, given.schedule, device, autocast, sent, build)
+        fitting = trials.measure(fitting, available) or fitting
+    too_large = [candidate for candidate in tried if candidate.memory > available]
+    best, *_ = tried = [*fitting, *sorted(too_large, key=lambda candidate: candidate.memory)]
+    return LayoutChoice(best.mesh, Layout(given.schedule, best.begins or None, best.plan), tried, available)
 
 
-def _order_measured(taken: list[Candidate]) -> list[Candidate]:
-    """Return the measured candidates: first the one to choose, then the others in the order of measured time."""
-    order = sorted(taken, key=lambda one: one.measured or 0.0)
-    alike = [one for one in order if (one.measured or 0.0) <= _ALIKE * (order[0].measured or 0.0)]
-    return sorted(order, key=lambda one: one is not min(alike, key=lambda each: each.seconds))
+def meshes(ranks: int) -> list[Mesh]:
+    """Return all meshes with a given number of ranks: samples before stages, and stages before slices."""
+    every = [
+        Mesh(data, model, ranks // data // model)
+        for data in range(1, ranks + 1)
+        if ranks % data == 0
+        for model in range(1, ranks // data + 1)
+        if ranks // data % model == 0
+    ]
+    return sorted(every, key=lambda mesh: (-mesh.data, mesh.model))
 
 
-def _pick_finalists(tried: list[Candidate], machine: Machine) -> list[Candidate]:
-    """Return the best candidates that fit into memory together; `choose` times them, as the cost model may be wrong."""
-    found: list[Candidate] = []
-    for one in tried[:_FINALISTS]:
-        fits = one.memory + sum(each.memory for each in found) <= machine.available
-        if fits and one.seconds <= _NEAR * tried[0].seconds:
-            found.append(one)
-    return found
+def enumerate_layouts(
+    network: nn.Module,
+    inputs: Inputs,
+    sample: tuple[Any, ...],
+    ranks: int,
+    micro_batches: int,
+    given: Layout,
+    mesh: Mesh | None,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+) -> list[Candidate]:
+    """Return the possible layouts, without measuring them; `sample` has the network's inputs for one micro-batch.
+
+    Stages are cut by the number of floating-point operations. Layers are sliced in up to three ways: the largest one,
+    all in pairs, and all.
+
+    Raises:
+        UserError: No layout is possible, or `given` does not fit the network.
+    """
+    try:
+        pieces = get_pieces(network)
+    except UserError:  # such a network has one stage
+        pieces = [Piece("network", network, (network,))]
+    sizes = count_saved(pieces, sample, device.type, autocast)
+    saved = {piece.name: size for piece, size in zip(pieces, sizes, strict=True)}
+    fixed = matched(network, given.plan)
+    candidates: list[Candidate] = []
+    problem: UserError | None = None
+    for tried in meshes(ranks) if mesh is None else [mesh]:
+        if micro_batches % tried.data or micro_batches < tried.data * tried.pipe:
+            continue
+        if tried.pipe == 1 and given.begins is not None:
+            continue
+        if tried.model == 1 and any(strategy != "replicate" for strategy in fixed.values()):
+            continue
+        plans: list[Plan] = [()]
+        if tried.model > 1:
+            plans = enumerate_plans(network, fixed, tried.model, lambda: inputs(2))
+        if not plans and mesh is not None:
+            if _is_whole(network):
+                raise UserError(_NONE_SLICED.format(mesh=mesh, count=mesh.model))
+            plans = [()]
+        for plan in plans:
+            try:
+                resolved = resolve_layout(network, given._replace(plan=plan), tried, inputs)
+            except UserError as error:
+                problem = error
+                continue
+            count = micro_batches // tried.data
+            memory = _count_memory(network, pieces, saved, resolved, tried, count, given.schedule)
+            candidates.append(Candidate(tried, resolved.begins, plan, memory))
+    if not candidates:
+        if mesh is not None and problem is not None:
+            raise problem
+        raise UserError(
+            f"no layout of {ranks} processes fits {micro_batches} micro-batches and the given options; "
+            "give more micro-batches or fewer options"
+        ) from problem
+    return candidates
+
+
+def enumerate_plans(
+    network: nn.Module, fixed: Mapping[str, str], ranks: int, inputs: Callable[[], tuple[Any, ...]]
+) -> list[Plan]:
+    """Return ways to slice layers beside the `fixed` strategies: the largest layer or pair, all pairs, all layers."""
+    kept = [(name, strategy) for name, strategy in fixed.items() if strategy != "replicate"]
+    units = sliceable(network, ranks, inputs, without={*fixed, *get_shared_layers(network)})
+    modules = dict(network.named_modules())
+
+    def size(unit: Plan) -> int:
+        return sum(parameter.nbytes for name, _ in unit for parameter in modules[name].parameters())
+
+    ways = [[], [max(units, key=size)] if units else [], [unit for unit in units if len(unit) == 2], units]
+    plans = dict.fromkeys((*kept, *(layer for unit in way for layer in unit)) for way in ways)
+    return sorted(filter(None, plans), key=len)
+
+
+def _count_memory(
+    network: nn.Module,
+    pieces: Sequence[Piece],
+    saved: Mapping[str, int],
+    resolved: ResolvedLayout,
+    mesh: Mesh,
+    count: int,
+    schedule: str,
+) -> int:
+    """Return the bytes that a layout takes on the fullest rank, where `count` micro-batches pass through each stage."""
+    modules = dict(network.named_modules())
+    cut = {
+        id(modules[name]._parameters[key])
+        for name, sliced in resolved.strategies.items()
+        for key, dim in sliced.dims.items()
+        if dim is not None
+    }
+    stages = resolved.stages(pieces)
+    totals = []
+    for rank in range(mesh.pipe):
+        in_flight = 1
+        if mesh.pipe > 1:
+            ahead = mesh.pipe - rank + (mesh.pipe if schedule == "interleaved" else 0)
+            in_flight = count if schedule == "gpipe" else min(count, ahead)
+        here = [piece for stage in stages[rank :: mesh.pipe] for piece in stage]
+        nbytes = {id(parameter): parameter.nbytes for piece in here for parameter in piece.parameters}
+        parameters = sum(size // (mesh.model if key in cut else 1) for key, size in nbytes.items())
+        totals.append(_STATES * parameters + in_flight * sum(saved[piece.name] for piece in here))
+    return max(totals)
+
+
+def _is_whole(network: nn.Module) -> bool:
+    """Return whether no parameter is marked by `sliced`."""
+    return all(get_slice_dim(parameter) is None for parameter in network.parameters())
 
 
 def _can_be_copied(network: nn.Module, ranks: World) -> bool:
     """Return whether all ranks can copy a network; False if it has parameters marked by `sliced` and fits one mesh."""
-    possible = all(get_slice_dim(one) is None for one in network.parameters())
+    possible = _is_whole(network)
     if possible:
         try:
             copy.deepcopy(network)
@@ -224,103 +286,156 @@ def _can_be_copied(network: nn.Module, ranks: World) -> bool:
     return all(ranks.control.share(possible))
 
 
-def _time_steps(
-    network: nn.Module,
-    inputs: Inputs,
-    ranks: World,
-    layouts: Sequence[tuple[Mesh, Layout]],
-    expected: Sequence[float],
-    *,
-    samples: int,
-    micro_batches: int,
-    device: torch.device,
-    autocast: torch.dtype | None,
-    build: Builder,
-) -> list[float | None]:
-    """Return each layout's seconds per step with Adam, or None for a layout that does not fit the network.
+class _Trials(NamedTuple):
+    """What is needed to take steps with Adam in a layout; see `choose`. All ranks must call its methods."""
 
-    All ranks must call this function. The network is left unchanged; one copy for each layout is in memory at the same
-    time. `expected` has the expected seconds per step of each layout, the same on all ranks.
-    """
-    before = ranks.mesh
-    kind = None if device.type == "cpu" else device.type
-    with torch.random.fork_rng([device] if kind else [], device_type=kind or "cuda"):
-        torch.manual_seed(1)  # the same values on all ranks
-        values = filled(inputs(samples), device)
+    network: nn.Module
+    inputs: Inputs
+    ranks: World
+    samples: int
+    micro_batches: int
+    schedule: str
+    device: torch.device
+    autocast: torch.dtype | None
+    sent: int  # bytes of a micro-batch's inputs that one rank sends to the ranks with the other slices
+    build: Builder
+
+    def measure(self, tried: Sequence[Candidate], available: int) -> list[Candidate]:
+        """Return the candidates that fit the network, in the order of choice, with the seconds of their steps.
+
+        Each takes a few steps. The best ones, whose copies fit into `available` bytes together, then take more in turn.
+        """
+        before, kind = self.ranks.mesh, None if self.device.type == "cpu" else self.device.type
+        with torch.random.fork_rng([self.device] if kind else [], device_type=kind or "cuda"):
+            torch.manual_seed(1)  # the same values on all ranks
+            values = filled(self.inputs(self.samples), self.device)
+            try:
+                timed = [each for candidate in tried for each in self._time([candidate], values, _FIRST_ROUNDS)]
+                finalists = pick_finalists(timed, available)
+                rest = [candidate for candidate in timed if candidate not in finalists]
+                if len(finalists) > 1:
+                    rounds = round(_TRIAL_SECONDS / max(sum(map(_seconds, finalists)), 1e-9))
+                    finalists = self._time(finalists, values, min(_ROUNDS[1], max(_ROUNDS[0], rounds)))
+            finally:
+                self.ranks.mesh = before
+        return order_measured(finalists, rest)
+
+    def _time(self, tried: Sequence[Candidate], values: Any, rounds: int) -> list[Candidate]:
+        """Take steps in some layouts in turn; return those that fit the network, with the median of their seconds.
+
+        One copy of the network for each layout is in memory at the same time.
+        """
+        made = [(candidate, self._make_trial(candidate, values)) for candidate in tried]
+        trials = [(candidate, step) for candidate, step in made if step is not None]
+        for _, step in trials:
+            step()
+        seconds = [[step() for _, step in trials] for _ in range(rounds)]
+        medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
+        return [candidate._replace(measured=second) for (candidate, _), second in zip(trials, medians, strict=True)]
+
+    def _make_trial(self, candidate: Candidate, values: Any) -> Callable[[], float] | None:
+        """Return a function that takes a step in a layout and returns the seconds of the slowest rank.
+
+        None if the layout does not fit the network. All ranks get the same result.
+        """
+        ranks, control = self.ranks, self.ranks.control
+        ranks.mesh = candidate.mesh
         try:
-            trials = [
-                _make_trial(network, inputs, ranks, *each, micro_batches, device, autocast, build) for each in layouts
-            ]
-            there = [one for one in trials if one is not None]
-            for one in there:
-                one.step(samples, values)
-            least, most = _ROUNDS
-            rounds = min(most, max(least, round(_TRIAL_SECONDS / max(sum(expected), 1e-9))))
-            seconds = [[one.step(samples, values) for one in there] for _ in range(rounds)]
-        finally:
-            ranks.mesh = before
-    medians = iter([statistics.median(each) for each in zip(*seconds, strict=True)])
-    return [None if one is None else next(medians) for one in trials]
+            network = self.build(
+                copy.deepcopy(self.network),
+                self.inputs(1),
+                ranks=ranks,
+                micro_batches=self.micro_batches,
+                schedule=self.schedule,
+                stage_cut=",".join(candidate.begins) or None,
+                plan=_plan_text(candidate.plan) or None,
+                device=self.device,
+                precision="fp32" if self.autocast is None else "bf16",
+            )
+        except UserError:
+            return None
+        adam = torch.optim.Adam(network.parameters, fused=True)
+        slices = ranks.channel("model") if candidate.mesh.model > 1 and self.sent else None
+        rows = torch.zeros(self.sent // 4)
+
+        def get_inputs(part: slice) -> Any:
+            if slices is not None:
+                slices.broadcast(rows)
+            return _slice_inputs(values, part)
+
+        def step() -> float:
+            ranks.mesh = candidate.mesh
+            control.barrier()
+            begin = now(self.device)
+            network.step(self.samples, get_inputs, lambda output, _: _mean(output))
+            adam.step()
+            adam.zero_grad()
+            return float(max(control.share(now(self.device) - begin)))
+
+        return step
 
 
-class _Trial:
-    """A copy of a network in one layout, with an optimizer."""
-
-    def __init__(self, network: Any, ranks: World, mesh: Mesh, device: torch.device) -> None:
-        self._network, self._ranks, self._mesh, self._device = network, ranks, mesh, device
-        self._adam = torch.optim.Adam(network.parameters, fused=True)
-
-    def step(self, samples: int, values: tuple[Any, ...]) -> float:
-        """Take a step; return the seconds of the slowest rank."""
-        self._ranks.mesh = self._mesh
-        self._ranks.control.barrier()
-        begin = now(self._device)
-        self._network.step(samples, lambda part: _slice_inputs(values, part), lambda output, _: _mean(output))
-        self._adam.step()
-        self._adam.zero_grad()
-        return float(max(self._ranks.control.share(now(self._device) - begin)))
+def _seconds(candidate: Candidate) -> float:
+    return candidate.measured or 0.0
 
 
-def _make_trial(
-    network: nn.Module,
-    inputs: Inputs,
-    ranks: World,
-    mesh: Mesh,
-    layout: Layout,
-    micro_batches: int,
-    device: torch.device,
-    autocast: torch.dtype | None,
-    build: Builder,
-) -> _Trial | None:
-    """Return a trial, or None if the layout does not fit the network. All ranks get the same result."""
-    ranks.mesh = mesh
-    try:
-        trial_network = build(
-            copy.deepcopy(network),
-            inputs(1),
-            ranks=ranks,
-            micro_batches=micro_batches,
-            schedule=layout.schedule,
-            stage_cut=",".join(layout.begins) if layout.begins else None,
-            plan=",".join(f"{name}={strategy}" for name, strategy in layout.plan) or None,
-            device=device,
-            precision="fp32" if autocast is None else "bf16",
-        )
-    except UserError:
-        return None
-    return _Trial(trial_network, ranks, mesh, device)
+def pick_finalists(tried: Sequence[Candidate], available: int) -> list[Candidate]:
+    """Return the best measured candidates whose copies fit into memory together, in the order of `tried`."""
+    order = sorted(tried, key=_seconds)
+    picked: list[Candidate] = []
+    for candidate in order[:_FINALISTS]:
+        fits = candidate.memory + sum(other.memory for other in picked) <= available
+        if fits and _seconds(candidate) <= _NEAR * _seconds(order[0]):
+            picked.append(candidate)
+    return [candidate for candidate in tried if candidate in picked]
+
+
+def order_measured(finalists: Sequence[Candidate], rest: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidate to choose, the other finalists by measured time, and the rest by measured time.
+
+    `finalists` are in the order of `meshes`.
+    """
+    shortest = min(map(_seconds, finalists), default=0.0)
+    best = [candidate for candidate in finalists if _seconds(candidate) <= _ALIKE * shortest][:1]
+    others = sorted((candidate for candidate in finalists if candidate not in best), key=_seconds)
+    return [*best, *others, *sorted(rest, key=_seconds)]
+
+
+def filled(values: Any, device: torch.device) -> Any:
+    """Return the inputs on a device, with random numbers in all floating-point tensors."""
+
+    def drawn(zeros: Tensor) -> Tensor:
+        if not zeros.is_floating_point():
+            return zeros.to(device)
+        return torch.randn(zeros.shape).to(device, zeros.dtype).requires_grad_(zeros.requires_grad)
+
+    return torch.utils._pytree.tree_map_only(Tensor, drawn, values)
+
+
+def now(device: torch.device) -> float:
+    """Synchronize the device, and return a monotonic time in seconds."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _plan_text(plan: Plan) -> str:
+    return ",".join(f"{name}={strategy}" for name, strategy in plan)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _slice_inputs(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
     """Return some samples of the network's inputs as new tensors."""
 
-    def taken(one: Tensor) -> Tensor:
-        return one.detach()[part].requires_grad_(one.requires_grad)
+    def taken(value: Tensor) -> Tensor:
+        return value.detach()[part].requires_grad_(value.requires_grad)
 
     return torch.utils._pytree.tree_map_only(Tensor, taken, values)  # type: ignore[no-any-return]
 
 
 def _mean(output: Any) -> Tensor:
     """Reduce a network's output to a scalar that can be differentiated."""
-    trained = [one for one in torch.utils._pytree.tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
-    return torch.stack([one.float().mean() for one in trained]).sum()
+    return torch.stack([value.float().mean() for value in _tensors(output) if value.requires_grad]).sum()

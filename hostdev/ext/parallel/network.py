@@ -200,7 +200,7 @@ class Network:
         All ranks must call this method. torch.nn.utils.clip_grad_norm_ would see only this rank's slices and stages.
         """
         self._begin("clip_grad_norm")
-        norm = self._parts.norm()
+        norm = self._parts.state.norm()
         factor = (most / (norm + 1e-6)).clamp(max=1.0)
         for parameter in self.parameters:
             if parameter.grad is not None:
@@ -241,7 +241,7 @@ class Network:
         All ranks must call this method.
         """
         self._begin("state")
-        return self._parts.state(optimizer)
+        return self._parts.state.whole(optimizer)
 
     def save(self, folder: Path | str, optimizer: torch.optim.Optimizer, *, integrated: bool = True) -> None:
         """Write the state of the network and the optimizer to a new folder. All ranks must call this method.
@@ -255,7 +255,7 @@ class Network:
             UserError: The folder exists or cannot be written; raised on all ranks. No incomplete folder is left.
         """
         self._begin("save")
-        self._parts.save(Path(folder), optimizer, self._steps, integrated=integrated)
+        self._parts.state.save(Path(folder), optimizer, self._steps, integrated=integrated)
 
     def restore(self, folder: Path | str, optimizer: torch.optim.Optimizer) -> None:
         """Load this rank's part from a folder that `save` wrote on any mesh. All ranks must call this method.
@@ -263,7 +263,7 @@ class Network:
         Raises UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
         """
         self._begin("restore")
-        self._steps = self._parts.restore(Path(folder), optimizer)
+        self._steps = self._parts.state.restore(Path(folder), optimizer)
 
     def load(self, state: DenseState, optimizer: torch.optim.Optimizer) -> None:
         """Load this rank's part of a whole state, which `state` returned on any mesh. All ranks must call this method.
@@ -271,7 +271,7 @@ class Network:
         Raises UserError if the state belongs to another network.
         """
         self._begin("load")
-        self._parts.load(dict(state.model), optimizer, dict(state.optimizer))
+        self._parts.state.load(dict(state.model), optimizer, dict(state.optimizer))
 
     def _begin(self, name: str, text: str | None = None) -> None:
         """Count a call that all ranks must make."""

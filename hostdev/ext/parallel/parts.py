@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +12,12 @@ from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.core.timeline import Timeline
 from hostdev.distributed.averages import Averages, require_own_averages
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.dense import DenseState, Grads, add_lists, broadcast_tensors, take_grads
+from hostdev.distributed.dense import Grads, add_lists, broadcast_tensors, take_grads
 from hostdev.distributed.world import ALONE_WORLD, Layout, World
 from hostdev.ext.parallel.pieces import get_pieces, trace, with_extra_value
 from hostdev.ext.parallel.plan import Inputs, Traffic, cut_layers, describe_layout, get_slice_dim, resolve_layout
-from hostdev.ext.parallel.single_stage import SingleStage, called
-from hostdev.ext.parallel.state import State, save
+from hostdev.ext.parallel.single_stage import Ops, SingleStage
+from hostdev.ext.parallel.state import State
 from hostdev.ext.parallel.tied import LocalParameters, Tied
 
 
@@ -41,9 +40,13 @@ class Parts:
         device: Where the part runs.
         autocast: Dtype of autocast, or None.
         aside: Whether an additional last input, float32 [], bypasses the network and is returned with its output.
-        timeline: Records the micro-batches' forward and backward passes.
-        ops: Two functions that time a forward and a backward pass. Each calls its first argument with the remaining
-            arguments.
+        ops: Hooks around the micro-batches' forward and backward passes; `watching` is set here.
+
+    Attributes:
+        text: The layout, for the user; "" if this rank has the whole network.
+        leaves: Local tensors of the parameters.
+        parameters: Local tensors of this rank's parameters.
+        state: Gathers, saves and loads the state of the whole network.
 
     Raises:
         UserError: The layout does not fit the network or the devices.
@@ -59,13 +62,13 @@ class Parts:
         *,
         autocast: torch.dtype | None = None,
         aside: bool = False,
-        timeline: Timeline | None = None,
-        ops: Sequence[Callable[..., Any]] = (called, called),
+        ops: Ops | None = None,
     ) -> None:
         self._ranks = ranks = ranks or ALONE_WORLD
         self._device, self._mesh = device, ranks.mesh
         mesh = ranks.mesh
-        timeline, own = timeline or Timeline(), with_extra_value if aside else list
+        own = with_extra_value if aside else list
+        around = (ops or Ops(Timeline()))._replace(watching=self._watching)
         like = (lambda samples: (*inputs(samples), torch.zeros((), requires_grad=True))) if aside else inputs
         found = resolve_layout(network, layout, mesh, inputs)
         self.text = describe_layout(found, layout, mesh)
@@ -84,21 +87,20 @@ class Parts:
             self._traffic = cut_layers(network, found.strategies, device_mesh)
         self.leaves = LocalParameters(network, found.strategies)
         stages = found.stages(own(get_pieces(network))) if found.begins else []
-        self._state = State(network, stages, ranks)
+        self.state = State(network, stages, self.leaves, ranks)
         self._averages = Averages([])
         self._tied: Tied | None = None
         if stages:
-            from hostdev.ext.parallel.stages import Ops, Stages  # its imports take seconds
+            from hostdev.ext.parallel.stages import Stages  # its imports take seconds
 
             between, host = self._own_backend("pipe"), ranks.channel("pipe")
             self._channels.append(host)
-            around = Ops(timeline, ops[0], ops[1], self._watching)
             self._passes: Any = Stages(stages, crossing, between, layout.schedule, device, autocast, around)
             self._tied = Tied(stages, self.leaves, host)
             _release_others(network, self._passes.modules)
             self.leaves.keep(one for module in self._passes.modules for one in module.parameters())
         else:
-            self._passes = SingleStage(network, slices, device, autocast, timeline, ops, self._watching, aside=aside)
+            self._passes = SingleStage(network, slices, device, autocast, around, aside=aside)
         for module in self._passes.modules:
             module.to(device)
         for module in network.modules():  # including buffers that no piece holds
@@ -218,35 +220,6 @@ class Parts:
         numbers = [number for number, size in enumerate(sizes) if size]
         found = self._passes.predict(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]))
         return list(zip(numbers, found, strict=False)) if self.speaks else []
-
-    def norm(self) -> Tensor:
-        """Return the 2-norm, [], of the whole network's gradients. All ranks must call this method."""
-        return self._state.norm(self.leaves)
-
-    def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return the state of the network and the optimizer in host memory; an empty state on all but rank 0.
-
-        All ranks must call this method.
-        """
-        return self._state.whole(self.leaves, optimizer)
-
-    def save(self, folder: Path, optimizer: torch.optim.Optimizer, steps: int, *, integrated: bool) -> None:
-        """Write the state to a folder: see `network.Network.save`."""
-        about = {"steps": steps, **self._state.about(optimizer)}
-        if integrated:
-            own = self._state.flatten(self.state(optimizer))
-            save(folder, "state.safetensors", own, about, self._ranks)
-            return
-        own = self._state.own(self.leaves, optimizer)
-        save(folder, f"rank{self._ranks.rank}.safetensors", own, about, self._ranks)
-
-    def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
-        """Load the state from a folder, and return the saved number of steps: see `network.Network.restore`."""
-        return int(self._state.read(self.leaves, folder, optimizer)["steps"])
-
-    def load(self, model: dict[str, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load this rank's part of a state that `state` returned; raise UserError if it belongs to another network."""
-        self._state.load(self.leaves, model, optimizer, state)
 
 
 def broadcast_parameters(network: nn.Module, ranks: World) -> None:

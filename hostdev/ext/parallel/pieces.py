@@ -1,7 +1,7 @@
 """The pieces of a network, at which stages may begin, and the tensors that pass from one stage to the next."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -198,21 +198,44 @@ def _require_crossing(name: str, values: Sequence[Any]) -> None:
         )
 
 
-def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...], found: list[int] | None = None) -> list[int]:
-    """Return the floating-point operations of each piece's forward pass, counted on fake tensors.
-
-    They are also appended to the list `found`, piece by piece, for hooks that run during the passes.
-    """
+def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
+    """Return the floating-point operations of each piece's forward pass, counted on fake tensors."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton, which takes time at each start
 
-    found = [] if found is None else found
+    counters = [FlopCounterMode(display=False) for _ in pieces]
+    _run_within(pieces, inputs, counters)
+    return [counter.get_total_flops() for counter in counters]
+
+
+def count_saved(
+    pieces: Sequence[Piece], inputs: tuple[Any, ...], device: str, autocast: torch.dtype | None
+) -> list[int]:
+    """Return the bytes that each piece saves for its backward pass, beside parameters, counted on fake tensors."""
+    kept: list[dict[int, Any]] = [{} for _ in pieces]  # storages, by id
+
+    def watch(own: set[int], kept: dict[int, Any]) -> AbstractContextManager[Any]:
+        def keep(value: Tensor) -> Tensor:
+            if id(value) not in own:
+                kept[value.untyped_storage()._cdata] = value.untyped_storage()
+            return value
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value)
+
+    own = [{id(one) for one in piece.parameters} for piece in pieces]
+    with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
+        _run_within(pieces, inputs, list(map(watch, own, kept)))
+    return [sum(storage.nbytes() for storage in storages.values()) for storages in kept]
+
+
+def _run_within(
+    pieces: Sequence[Piece], inputs: tuple[Any, ...], contexts: Sequence[AbstractContextManager[Any]]
+) -> None:
+    """Run pieces on fake tensors, each in a context."""
     with fake_mode(one for piece in pieces for one in piece.holds) as fake:
         result: Any = fake(inputs)
-        for piece in pieces:
-            with FlopCounterMode(display=False) as counter:
+        for piece, context in zip(pieces, contexts, strict=True):
+            with context:
                 result = run([piece], *(result if isinstance(result, tuple) else (result,)))
-            found.append(counter.get_total_flops())
-    return found
 
 
 def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> list[str]:
@@ -221,43 +244,23 @@ def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> lis
     Among equally good cuts, those whose stages begin with pieces that have parameters are preferred. Returns the names
     of the pieces at which the second and later stages begin. Raises UserError for too few pieces.
     """
-    if len(pieces) < count:
-        raise UserError(f"the network has {len(pieces)} pieces, too few for {count} stages; use fewer stages")
+    n, sums = len(pieces), [0, *accumulate(costs)]
+    if n < count:
+        raise UserError(f"the network has {n} pieces, too few for {count} stages; use fewer stages")
     bare = [not piece.parameters for piece in pieces]
-    return [pieces[start].name for start in best_cut(costs, [0.0] * len(pieces), count, bare)[1:]]
-
-
-def best_cut(
-    costs: Sequence[float], crossing: Sequence[float], count: int, unwanted: Sequence[bool] | None = None
-) -> list[int]:
-    """Cut a sequence into `count` parts so that the costliest part costs as little as possible.
-
-    Args:
-        costs: The cost of each element.
-        crossing: For each element, the cost that a cut after it adds to each of the two parts that the cut separates.
-        count: Number of parts.
-        unwanted: For each element, whether to avoid a cut before it if another cut costs the same.
-
-    Returns:
-        The index of each part's first element.
-    """
-    n, sums = len(costs), [0, *accumulate(costs)]
-    ends = [0.0, *crossing[:-1], 0.0]
-    bad = unwanted or [False] * n
-    # best[k][i], for the first i elements in k parts: cost of the costliest part, number of unwanted cuts, last cut
+    # best[k][i], for the first i pieces in k stages: cost of the costliest one, number of unwanted cuts, last cut
     best: list[list[tuple[float, int, int]]] = [[(float("inf"), 0, 0)] * (n + 1) for _ in range(count + 1)]
     best[0][0] = (0, 0, 0)
     for k in range(1, count + 1):
         for i in range(k, n + 1):
             best[k][i] = min(
-                (max(best[k - 1][j][0], sums[i] - sums[j] + ends[j] + ends[i]), best[k - 1][j][1] + bad[j], j)
-                for j in range(k - 1, i)
+                (max(best[k - 1][j][0], sums[i] - sums[j]), best[k - 1][j][1] + bare[j], j) for j in range(k - 1, i)
             )
     begins, at = [], n
     for k in range(count, 0, -1):
         at = best[k][at][2]
-        begins.append(at)
-    return begins[::-1]
+        begins.append(pieces[at].name)
+    return begins[-2::-1]
 
 
 def with_extra_value(pieces: Sequence[Piece]) -> list[Piece]:

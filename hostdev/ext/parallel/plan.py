@@ -9,7 +9,7 @@ A layout says where a network is cut into stages, and which layers are sliced.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece, run
+from hostdev.distributed.world import STRATEGIES, Mesh, Plan
 from hostdev.distributed.world import Layout as Layout  # a public name of this package
-from hostdev.distributed.world import Mesh, Plan
 from hostdev.ext.parallel.pieces import balanced, count_flops, cut, fake_mode, get_pieces
 
 # The dimension along which each strategy slices a layer's parameters; None if they are replicated.
@@ -317,6 +317,27 @@ def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[t
         wanted = {name: kinds[number % 2] for number, name in enumerate(names)}
         found |= _find_pairs(network, wanted, [], inputs)
     return found
+
+
+def sliceable(
+    network: nn.Module, ranks: int, inputs: Callable[[], tuple[Any, ...]], *, without: Container[str] = ()
+) -> list[Plan]:
+    """Return the strategies of the layers that can be sliced over a number of ranks, except the layers `without`.
+
+    Layers that can be sliced together come first, in pairs; each of the others is sliced colwise if that is possible.
+    """
+    modules = dict(network.named_modules())
+    units: list[Plan] = []
+    free = {name for name, module in modules.items() if cuttable(module) and name not in without}
+    for pair in sorted(pairable(network, inputs)):
+        unit = list(zip(pair, STRATEGIES, strict=False))
+        if free.issuperset(pair) and all(divides(modules[name], how, ranks) for name, how in unit):
+            free.difference_update(pair)
+            units.append(unit)
+    for name in [name for name in modules if name in free]:
+        ways = [how for how in ("colwise", "rowwise") if divides(modules[name], how, ranks)]
+        units += [[(name, how)] for how in ways[:1]]
+    return units
 
 
 class ResolvedLayout(NamedTuple):

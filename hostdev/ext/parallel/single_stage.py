@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,22 @@ def called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
     return call(*values, **named)
 
 
+class Ops(NamedTuple):
+    """Hooks around a micro-batch's passes through a stage.
+
+    Attributes:
+        timeline: Records a span for each pass.
+        forward: Calls its first argument, a forward pass, with the remaining arguments, and times the call.
+        backward: Calls its first argument, a backward pass, with the remaining arguments, and times the call.
+        watching: Called with a micro-batch's number; returns a context manager for its forward pass.
+    """
+
+    timeline: Timeline
+    forward: Callable[..., Any] = called
+    backward: Callable[..., Any] = called
+    watching: Callable[[int], AbstractContextManager[None]] = nullcontext  # type: ignore[assignment]
+
+
 class SingleStage:
     """A network of which each rank has all layers, whole or sliced.
 
@@ -25,10 +41,7 @@ class SingleStage:
         channel: Connects the ranks that have slices of the same layers.
         device: The network's device.
         autocast: Dtype of autocast, or None.
-        timeline: Records the micro-batches' forward and backward passes.
-        ops: Two functions that time a forward and a backward pass. Each calls its first argument with the remaining
-            arguments.
-        watching: Called with a micro-batch's number; returns a context for its forward pass.
+        ops: Hooks around the micro-batches' forward and backward passes.
         aside: Whether the last input bypasses the network and is returned with its output.
     """
 
@@ -40,17 +53,13 @@ class SingleStage:
         channel: LocalChannel,
         device: torch.device,
         autocast: torch.dtype | None,
-        timeline: Timeline | None = None,
-        ops: Sequence[Callable[..., Any]] = (called, called),
-        watching: Callable[[int], AbstractContextManager[None]] = nullcontext,  # type: ignore[assignment]
+        ops: Ops,
         *,
         aside: bool = False,
     ) -> None:
         self.modules = [network]
         self._channel, self._device, self._autocast = channel, device, autocast
-        self._timeline = timeline or Timeline()
-        self._run_forward, self._run_backward = ops
-        self._watching, self._aside = watching, aside
+        self._ops, self._aside = ops, aside
 
     def train(
         self,
@@ -64,10 +73,10 @@ class SingleStage:
         for number in range(len(sizes)):
             given = inputs(number)
             with self._answering():
-                with self._timeline.span("forward", batch, micro_batch=number), self._watching(number):
-                    objective = self._run_forward(self._objective, number, given, loss)
-                with self._timeline.span("backward", batch, micro_batch=number):
-                    self._run_backward(Tensor.backward, objective)
+                with self._ops.timeline.span("forward", batch, micro_batch=number), self._ops.watching(number):
+                    objective = self._ops.forward(self._objective, number, given, loss)
+                with self._ops.timeline.span("backward", batch, micro_batch=number):
+                    self._ops.backward(Tensor.backward, objective)
             on_gradients(0, number)
 
     def predict(self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]) -> list[Any]:

@@ -10,8 +10,8 @@ also pass on the state of torch's generator, so that dropout draws the same valu
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +23,9 @@ from hostdev.core.pieces import Piece
 from hostdev.core.timeline import Timeline
 from hostdev.distributed.channel import Channel
 from hostdev.ext.parallel.pieces import Shape, Stage, Traced
-from hostdev.ext.parallel.single_stage import called
+from hostdev.ext.parallel.single_stage import Ops
 
 _EXAMPLE = 2  # samples of the example tensors, which only define dtypes
-
-
-class Ops(NamedTuple):
-    """Hooks around a micro-batch's passes through a stage.
-
-    Attributes:
-        timeline: Records a span for each pass.
-        forward: Calls its first argument, a forward pass, with the remaining arguments, and times the call.
-        backward: Calls its first argument, a backward pass, with the remaining arguments, and times the call.
-        watching: Called with a micro-batch's number; returns a context manager for its forward pass.
-    """
-
-    timeline: Timeline
-    forward: Callable[..., Any] = called
-    backward: Callable[..., Any] = called
-    watching: Callable[[int], AbstractContextManager[None]] = nullcontext  # type: ignore[assignment]
 
 
 class Stages:
@@ -65,7 +49,7 @@ class Stages:
         schedule: str,
         device: torch.device,
         autocast: torch.dtype | None = None,
-        ops: "Ops | None" = None,
+        ops: Ops | None = None,
     ) -> None:
         self._channel, self._schedule, self._device = channel, schedule, device
         self.count = len(stages)
@@ -99,16 +83,6 @@ class Stages:
                 )
             )
         self._made: dict[tuple[int, bool], Any] = {}  # schedules, by number of micro-batches and `backward`
-
-    @property
-    def first(self) -> bool:
-        """Return whether this rank has the network's first stage."""
-        return self.numbers[0] == 0
-
-    @property
-    def last(self) -> bool:
-        """Return whether this rank has the network's last stage."""
-        return self.numbers[-1] == self.count - 1
 
     def train(
         self,
@@ -260,7 +234,7 @@ class _SizedStage(PipelineStage):
         count: int,
         device: torch.device,
         channel: Channel,
-        ops: "Ops",
+        ops: Ops,
         takes: Sequence[Shape],
         gives: Sequence[Shape],
     ) -> None:

@@ -168,17 +168,22 @@ def _require_all(ranks: World, problem: str, temporary: Path | None = None) -> N
 class State:
     """Gathers and loads the state of a network whose parts are on several ranks.
 
+    All ranks must make the same calls.
+
     Args:
         network: The whole network.
         stages: The network's pieces by stage; empty if the network is not cut into stages.
+        leaves: Local tensors of the parameters.
         ranks: The ranks that hold the parts.
 
     Raises:
         UserError: The network has state other than tensors.
     """
 
-    def __init__(self, network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World) -> None:
-        self._network, self._ranks = network, ranks
+    def __init__(
+        self, network: nn.Module, stages: Sequence[Sequence[Piece]], leaves: LocalParameters, ranks: World
+    ) -> None:
+        self._network, self._leaves, self._ranks = network, leaves, ranks
         self._order = [name for name, _ in network.named_parameters()]
         names = {id(parameter): name for name, parameter in network.named_parameters()}
         every = dict(network.named_parameters(remove_duplicate=False))
@@ -192,10 +197,10 @@ class State:
         self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # first rank with the tensor or a slice
         self._owners |= _owners(network, stages, ranks)
 
-    def whole(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> DenseState:
-        """Return the whole state in host memory on rank 0, and an empty state on others. All ranks must call this."""
+    def whole(self, optimizer: torch.optim.Optimizer) -> DenseState:
+        """Return the whole state in host memory on rank 0, and an empty state on others."""
         _require_one_group(optimizer)
-        mine = leaves.named()
+        mine = self._leaves.named()
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
         model: dict[str, Any] = {}
         slots: dict[int, dict[str, Any]] = {}
@@ -251,11 +256,20 @@ class State:
                 found[key] = torch.cat(parts, along) if cut else parts[0]
         return found
 
-    def own(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer) -> Own:
+    def save(self, folder: Path, optimizer: torch.optim.Optimizer, steps: int, *, integrated: bool) -> None:
+        """Write the state to a new folder; see `network.Network.save`."""
+        _require_one_group(optimizer)
+        group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        about = {"steps": steps, "parameters": self._order, "buffers": self._buffers, "optimizer": group}
+        name = "state.safetensors" if integrated else f"rank{self._ranks.rank}.safetensors"
+        own = self._flatten(self.whole(optimizer)) if integrated else self._own(optimizer)
+        save(folder, name, own, about, self._ranks)
+
+    def _own(self, optimizer: torch.optim.Optimizer) -> Own:
         """Return the tensors that this rank writes to its file; a tensor on several ranks is written by one of them."""
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
         found: dict[str, tuple[Tensor, int | None]] = {}
-        for name, leaf in leaves.named().items():
+        for name, leaf in self._leaves.named().items():
             dim = get_slice_dim(leaf)
             if self._is_writer(name, dim):
                 found[f"model.{name}"] = leaf, dim
@@ -265,23 +279,23 @@ class State:
         found |= {f"model.{name}": (self._buffer(name), None) for name in self._buffers if self._is_writer(name, None)}
         return found
 
-    def flatten(self, state: DenseState) -> Own:
-        """Return the tensors of a gathered state under the names that `own` uses; empty if the state is empty."""
+    def _flatten(self, state: DenseState) -> Own:
+        """Return the tensors of a gathered state under the names that `_own` uses; empty if the state is empty."""
         found = {f"model.{name}": state.model[name] for name in [*state.names, *state.buffers]}
         for number, name in enumerate(state.names):
             slots = state.optimizer["state"].get(number, {})
             found |= {f"optimizer.{name}.{key}": torch.as_tensor(value) for key, value in slots.items()}
         return {key: (value, None) for key, value in found.items()}
 
-    def norm(self, leaves: LocalParameters) -> Tensor:
-        """Return the 2-norm of the whole network's gradients, [], on all ranks. All ranks must call this method.
+    def norm(self) -> Tensor:
+        """Return the 2-norm of the whole network's gradients, [], on all ranks.
 
         The parameters' norms are combined in the network's order, as in torch.nn.utils.get_total_norm. The result is
         therefore the same for any number of stages.
         """
         mine = {
             name: float(torch.linalg.vector_norm(leaf.grad))
-            for name, leaf in leaves.named().items()
+            for name, leaf in self._leaves.named().items()
             if leaf.grad is not None and self._is_writer(name, get_slice_dim(leaf))
         }
         each_rank = self._ranks.control.share(mine)
@@ -295,25 +309,17 @@ class State:
         model = self._ranks.at.model if dim is not None else 0
         return self._ranks.rank == self._owners[name] + model
 
-    def about(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the manifest's entries about the state; raise UserError for several parameter groups."""
-        _require_one_group(optimizer)
-        group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        return {"parameters": self._order, "buffers": self._buffers, "optimizer": group}
-
-    def read(self, leaves: LocalParameters, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Load this rank's part from a folder, and return the folder's manifest. All ranks must call this method.
+    def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
+        """Load this rank's part from a folder, and return the saved number of steps.
 
         Raises UserError on all ranks, before any change, if the folder is damaged or belongs to another network.
         """
-        fitting, about = call_on_all(self._ranks, lambda: self._read(leaves, folder, optimizer))
-        self._take(leaves, optimizer, fitting)
-        return about
+        fitting, steps = call_on_all(self._ranks, lambda: self._read(folder, optimizer))
+        self._take(optimizer, fitting)
+        return steps
 
-    def _read(
-        self, leaves: LocalParameters, folder: Path, optimizer: torch.optim.Optimizer
-    ) -> tuple["_LoadedState", dict[str, Any]]:
-        here = {*leaves.named(), *self._buffers}
+    def _read(self, folder: Path, optimizer: torch.optim.Optimizer) -> tuple["_LoadedState", int]:
+        here = {*self._leaves.named(), *self._buffers}
         tensors, about = load(folder, lambda key: key.split(".", 1)[1] in here or _get_parameter_name(key) in here)
         model = {key: tensors.get(f"model.{name}") for key, name in self._keys.items() if f"model.{name}" in tensors}
         known = {*self._order, *self._buffers}
@@ -328,36 +334,26 @@ class State:
         }
         try:
             group = {key: tuple(one) if isinstance(one, list) else one for key, one in about["optimizer"].items()}
-            return self._fitting(leaves, model, optimizer, {"state": state, "param_groups": [group]}), about
+            return self._fitting(model, optimizer, {"state": state, "param_groups": [group]}), int(about["steps"])
         except UserError as error:
             raise UserError(f"{folder} belongs to another network: {error}") from None
 
-    def load(
-        self,
-        leaves: LocalParameters,
-        model: Mapping[str, Any],
-        optimizer: torch.optim.Optimizer,
-        state: Mapping[str, Any],
-    ) -> None:
-        """Load this rank's part of a whole state. All ranks must call this method.
+    def load(self, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of a whole state, which `whole` returned.
 
         Raises UserError on all ranks, before any change, if the state belongs to another network.
         """
-        self._take(leaves, optimizer, call_on_all(self._ranks, lambda: self._fitting(leaves, model, optimizer, state)))
+        self._take(optimizer, call_on_all(self._ranks, lambda: self._fitting(model, optimizer, state)))
 
     def _fitting(
-        self,
-        leaves: LocalParameters,
-        model: Mapping[str, Any],
-        optimizer: torch.optim.Optimizer,
-        state: Mapping[str, Any],
+        self, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> "_LoadedState":
         """Return this rank's part of the whole state; raise UserError if it belongs to another network or optimizer."""
         _require_one_group(optimizer)
         unknown = sorted(set(model) ^ set(self._keys))
         if unknown:
             raise UserError(f"the state {'has' if unknown[0] in model else 'lacks'} {unknown[0]}, unlike the network")
-        mine = leaves.named()
+        mine = self._leaves.named()
         here: dict[str, Tensor] = {**mine, **{name: self._buffer(name) for name in self._buffers}}
         parts = {name: self._slice_for_rank(model[name], value) for name, value in here.items()}
         for name, value in here.items():
@@ -378,8 +374,8 @@ class State:
         groups = [{**state["param_groups"][0], "params": list(range(len(numbers)))}]
         return _LoadedState(parts, {"state": slots, "param_groups": groups} if mine else None)
 
-    def _take(self, leaves: LocalParameters, optimizer: torch.optim.Optimizer, found: "_LoadedState") -> None:
-        mine = leaves.named()
+    def _take(self, optimizer: torch.optim.Optimizer, found: "_LoadedState") -> None:
+        mine = self._leaves.named()
         with torch.no_grad():
             for name, value in found.values.items():
                 (mine[name] if name in mine else self._buffer(name)).copy_(value)

@@ -21,7 +21,7 @@ from hostdev.ext.parallel.network import Network as Trial
 from hostdev.ext.parallel.parts import Parts
 from hostdev.ext.parallel.pieces import cut, get_pieces
 from hostdev.ext.parallel.plan import matched, resolve_layout
-from hostdev.ext.parallel.single_stage import called
+from hostdev.ext.parallel.single_stage import Ops, called
 from hostdev.models.model import Model
 from hostdev.models.wide_deep.network import deep_l2
 from hostdev.pipeline.results import Outcome
@@ -46,6 +46,7 @@ class StagedNetwork(Network):
         self._world, self._reading = setup.world, reading
         self._has_l2 = setup.l2 != "none"
         self._like = partial(inputs_like, setup.model, sample, setup.autocast)
+        passes = [Primitive(name, called, scope="network", log=setup.log) for name in ("DenseForward", "DenseBackward")]
         self._parts = Parts(
             setup.model,
             layout,
@@ -54,8 +55,7 @@ class StagedNetwork(Network):
             setup.runtime.device,
             autocast=setup.autocast,
             aside=self._has_l2,
-            timeline=setup.runtime.pipeline.timeline,
-            ops=[Primitive(name, called, scope="network", log=setup.log) for name in ("DenseForward", "DenseBackward")],
+            ops=Ops(setup.runtime.pipeline.timeline, *passes),
         )
         self.description = self._parts.text
         self._sent = 0  # bytes of rows sent to ranks with other slices
@@ -180,11 +180,11 @@ class StagedNetwork(Network):
 
     def state(self) -> DenseState:
         """Return the state of the whole network and its optimizer on rank 0, and an empty state on other ranks."""
-        return self._parts.state(self.adam)
+        return self._parts.state.whole(self.adam)
 
     def load(self, model: Any, optimizer: Any) -> None:
         """Load this rank's part of the layers' and the optimizer's state."""
-        self._parts.load(model, self.adam, optimizer)
+        self._parts.state.load(model, self.adam, optimizer)
 
 
 def _get_inputs(step: Step, number: int) -> tuple[Tensor, Rows]:

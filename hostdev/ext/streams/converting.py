@@ -4,17 +4,16 @@ Between conversion and training, the rows are in an unnamed temporary file, whic
 any size takes the memory of two pieces. Batches are cut from one file after the other.
 """
 
-import os
+import pickle
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hostdev.core.addresses import shown_place
 from hostdev.core.checksums import NoDigest, hash_stream
@@ -29,20 +28,11 @@ from hostdev.ext.streams.example import Example
 from hostdev.ext.streams.folder import Folder, State, has_end
 from hostdev.ext.streams.seen import Taken, digest_bits
 
-_ONE = ("label", "dense", "ids", "weight")  # arrays of a `Piece`; the others are of its bags
 EMPTY, REFUSED, REPEATED, LATE = "empty", "refused", "repeated", "late"  # why a file is set aside
 
 
 class SpoolError(HostdevError):
     """The rows of an arrived file cannot be written to the run's folder, or read from it."""
-
-
-class _Stored(NamedTuple):
-    """An array in the file."""
-
-    offset: int  # bytes
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class Spool:
@@ -57,8 +47,7 @@ class Spool:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pieces: list[dict[tuple[str, ...], _Stored]] = []
-        self._end = 0
+        self._pieces: list[tuple[int, int]] = []  # of each, the position of its beginning in bytes, and its rows
         try:
             self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by `close`)
         except OSError as error:
@@ -69,64 +58,53 @@ class Spool:
         """Append a piece; an empty one is left out."""
         if not len(piece):
             return
-        arrays: dict[tuple[str, ...], npt.NDArray[Any]] = {
-            (name,): array for name in _ONE if (array := getattr(piece, name)) is not None
-        }
-        for name, (values, offsets) in piece.bags.items():
-            arrays |= {("bag", name): values, ("offsets", name): offsets}
-        arrays |= {("weights", name): values for name, values in piece.bag_weights.items()}
-        stored = {}
         try:
-            for key, array in arrays.items():
-                data = np.ascontiguousarray(array)
-                stored[key] = _Stored(self._end, data.dtype.str, data.shape)
-                if data.nbytes:
-                    self._file.write(data.reshape(-1).view(np.uint8).data)
-                self._end += data.nbytes
+            self._pieces.append((self._file.tell(), len(piece)))
+            pickle.dump(_contiguous(piece), self._file, pickle.HIGHEST_PROTOCOL)
             self._file.flush()
         except OSError as error:
             raise self._failed(error) from None
-        self._pieces.append(stored)
         self.rows += len(piece)
 
     def read(self, first: int = 0) -> Iterator[tuple[int, Piece]]:
         """Yield the pieces from the one with row `first` on, each with the number of rows before it."""
         before = 0
-        for stored in self._pieces:
-            rows = stored["label",].shape[0]
+        for begin, rows in self._pieces:
             if before + rows > first:
-                yield before, self._piece(stored)
+                yield before, self._load(begin)
             before += rows
 
-    def _piece(self, stored: dict[tuple[str, ...], _Stored]) -> Piece:
-        arrays = {key: self._array(one) for key, one in stored.items()}
-        bags = {key[1]: (values, arrays["offsets", key[1]]) for key, values in arrays.items() if key[0] == "bag"}
-        weights = {key[1]: values for key, values in arrays.items() if key[0] == "weights"}
-        label, dense, ids = (arrays[name,] for name in _ONE[:3])
-        return Piece(label, dense, ids, bags, arrays.get(("weight",)), weights)
-
-    def _array(self, stored: _Stored) -> npt.NDArray[Any]:
-        found = np.empty(stored.shape, stored.dtype)
-        view, done = found.reshape(-1).view(np.uint8).data, 0
+    def _load(self, begin: int) -> Piece:
         try:
-            while done < found.nbytes:
-                n = os.preadv(self._file.fileno(), [view[done:]], stored.offset + done)
-                if not n:
-                    raise OSError("the file became shorter")
-                done += n
-        except OSError as error:
+            self._file.seek(begin)
+            piece: Piece = pickle.load(self._file)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise self._failed(error) from None
-        return found
+        return piece
 
     def close(self) -> None:
         """Remove the file."""
         self._file.close()
 
-    def _failed(self, error: OSError) -> SpoolError:
+    def _failed(self, error: Exception) -> SpoolError:
+        why = getattr(error, "strerror", None) or in_words(error)
         return SpoolError(
-            f"{self._folder}: the rows of an arrived file need room on this disk "
-            f"({error.strerror or in_words(error)}); make room, and run the command again with --resume"
+            f"{self._folder}: the rows of an arrived file need room on this disk ({why}); make room, and run the "
+            "command again with --resume"
         )
+
+
+def _contiguous(piece: Piece) -> Piece:
+    """Return a piece whose arrays are in the order of rows, as readers of pieces need them."""
+    plain = np.ascontiguousarray
+    return Piece(
+        plain(piece.label),
+        plain(piece.dense),
+        plain(piece.ids),
+        {name: (plain(values), plain(offsets)) for name, (values, offsets) in piece.bags.items()},
+        None if piece.weight is None else plain(piece.weight),
+        {name: plain(weights) for name, weights in piece.bag_weights.items()},
+    )
 
 
 class Part(NamedTuple):

@@ -18,11 +18,9 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.raw import RawRows, Source, SourceLayout
 from hostdev.data.preprocess.table import TableSource
-from hostdev.data.preprocess.table_options import TableOptions
+from hostdev.data.preprocess.table_options import TableOptions, get_text_options
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Targets
-
-_TEXT: dict[str, Any] = {"delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
 
 
 class Example:
@@ -96,7 +94,7 @@ def _table_options(found: Manifest, roles: dict[str, Any]) -> TableOptions:
     """Return the options to read files like those of a data set; all their rows are for training."""
     label, *more = roles.pop("labels")
     targets = Targets(more=tuple(more), numeric=tuple(roles.pop("numeric_labels")), weight=roles.pop("weight"))
-    how = {name: found.options.get(name, usual) for name, usual in _TEXT.items()}
+    how = get_text_options(found.options)
     names = found.options.get("columns")
     return TableOptions(label=label, targets=targets, columns=None if names is None else tuple(names), **roles, **how)
 

@@ -1,7 +1,7 @@
 """The folder in which files arrive, on this machine or in a store: listing, opening, detection of incomplete files."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
@@ -86,26 +86,25 @@ class Folder:
 
     def names(self) -> list[str]:
         """Return the names of the files, sorted; raise OSError if the folder cannot be listed."""
-        found = self._plain(self.path, "") if self.mark is None else self._marked(self.path, "")
-        return sorted(found, key=key_of)
+        names = [name for name in self._list() if not any(map(_is_hidden, name.split("/")[:-1]))]
+        if self.mark is None:
+            names = [name for name in names if "/" not in name]
+        else:
+            marked = {name.rpartition("/")[0] for name in names if name.rpartition("/")[2] == self.mark} - {""}
+            tops = {folder for folder in marked if not marked.intersection(_parents(folder))}
+            names = [name for name in names if name.rpartition("/")[0] in tops and name.rpartition("/")[2] != self.mark]
+        return sorted((name for name in names if name and not _is_hidden(name.rpartition("/")[2])), key=key_of)
 
-    def _plain(self, folder: Path, before: str) -> Iterator[str]:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not _is_hidden(entry.name) and entry.is_file():
-                    yield before + entry.name
-
-    def _marked(self, folder: Path, before: str) -> Iterator[str]:
-        with os.scandir(folder) as entries:
-            inside = sorted(entry.name for entry in entries if not _is_hidden(entry.name) and entry.is_dir())
-        for name in inside:
-            sub = folder / name
-            if (sub / str(self.mark)).exists():
-                yield from (
-                    each for each in self._plain(sub, f"{before}{name}/") if each != f"{before}{name}/{self.mark}"
-                )
-            else:
-                yield from self._marked(sub, f"{before}{name}/")
+    def _list(self) -> Iterable[str]:
+        """Return the names of all files; without a mark, those in sub-folders may be left out. Raise OSError."""
+        if self.mark is None:
+            with os.scandir(self.path) as entries:
+                return [entry.name for entry in entries if entry.is_file()]
+        names = []
+        for folder, folders, files in os.walk(self.path, onerror=_raise, followlinks=True):
+            folders[:] = [name for name in folders if not _is_hidden(name)]
+            names += [(Path(folder) / name).relative_to(self.path).as_posix() for name in files]
+        return names
 
     def state(self, name: str) -> State | None:
         """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
@@ -141,18 +140,9 @@ class StoreFolder(Folder):
         """Whether a listed file may still be growing."""
         return self.mark is None and not self._is_of_objects
 
-    def names(self) -> list[str]:
-        """Return the names of the files, sorted; raise OSError if the folder cannot be listed."""
+    def _list(self) -> Iterable[str]:
         with _as_os_error():
-            found = [name for name in self._store.list() if not any(map(_is_hidden, name.split("/")[:-1]))]
-        if self.mark is None:
-            names = [name for name in found if "/" not in name]
-        else:
-            marked = {name.rpartition("/")[0] for name in found if name.rpartition("/")[2] == self.mark} - {""}
-            tops = {folder for folder in marked if not marked.intersection(_parents(folder))}
-            inside = [name for name in found if name.rpartition("/")[0] in tops]
-            names = [name for name in inside if name.rpartition("/")[2] != self.mark]
-        return sorted((name for name in names if name and not _is_hidden(name.rpartition("/")[2])), key=key_of)
+            return self._store.list()
 
     def state(self, name: str) -> State | None:
         """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
@@ -168,6 +158,10 @@ class StoreFolder(Folder):
 def open_folder(path: Path, mark: str | None = None) -> Folder:
     """Return the folder with this `source_path`, on this machine or in a store; see `Folder`."""
     return Folder(path, mark) if address_of(path) is None else StoreFolder(path, mark)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _parents(folder: str) -> list[str]:

@@ -24,6 +24,7 @@ from hostdev.ext.streams.converting import Converted
 from hostdev.ext.streams.progressive import Scored, ScoreWindow
 from hostdev.ext.streams.state import FollowState
 from hostdev.train.checkpointing import Progress
+from hostdev.train.quality import finite
 from hostdev.train.target_scores import Evaluation
 
 MOST_STEPS = 1 << 14  # whose losses are kept
@@ -175,12 +176,12 @@ def _when(seconds: float) -> str:
 
 def _figures(found: Evaluation, scored: Scored, labels: tuple[str, ...]) -> dict[str, Any]:
     """Return metrics by name; None for one that is not known."""
-    made: dict[str, Any] = {name.lower().replace(" ", ""): _finite(value) for name, value in found.figures().items()}
+    made: dict[str, Any] = {name.lower().replace(" ", ""): finite(value) for name, value in found.figures().items()}
     calibration = scored.calibration()
-    made["calibration"] = _finite(calibration[0])
+    made["calibration"] = finite(calibration[0])
     if found.labels:
         made["labels"] = {
-            name: {**{metric: _finite(value) for metric, value in one._asdict().items()}, "calibration": _finite(ratio)}
+            name: {**{metric: finite(value) for metric, value in one._asdict().items()}, "calibration": finite(ratio)}
             for name, one, ratio in zip(labels, found.labels, calibration, strict=True)
         }
     return made
@@ -191,10 +192,6 @@ def get_metrics(labels: tuple[str, ...], found: dict[str, tuple[Evaluation, Scor
     return {
         name: {**one.metrics(labels), "calibration": scored.calibration()[0]} for name, (one, scored) in found.items()
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def describe(line: dict[str, Any], found: Evaluation, window: Evaluation) -> str:

@@ -34,6 +34,7 @@ from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.reading import ReadSettings, own_settings
 from hostdev.data.preprocess.stored import StoredVocabulary
 from hostdev.data.preprocess.table import open_file
+from hostdev.data.preprocess.table_options import PLAIN_TEXT
 from hostdev.data.schema import Schema
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.arrays import LongIds, Rows
@@ -142,8 +143,7 @@ def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[L
             or of another length.
     """
     source = open_input(path)
-    plain = {"columns": None, "delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
-    file = open_file(source, find_format(source), **plain)  # type: ignore[arg-type]
+    file = open_file(source, find_format(source), columns=None, **PLAIN_TEXT)
     column = encoding.source(name)
     for one in file.names:
         if file.names.count(one) > 1:

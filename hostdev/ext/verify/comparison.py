@@ -5,6 +5,7 @@ Training in several processes, whose records are merged, is compared with traini
 
 import gc
 import json
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,10 +30,10 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.distributed.rank_environment import start_processes, wait_for
 from hostdev.distributed.session import join
-from hostdev.distributed.world import ALONE_WORLD, STRATEGIES, Layout, Mesh, World
-from hostdev.ext.parallel.plan import divides, pairable, resolve_layout
+from hostdev.distributed.world import ALONE_WORLD, Layout, Mesh, World
+from hostdev.ext.parallel.plan import resolve_layout, sliceable
 from hostdev.ext.training.starting import make_model
-from hostdev.ext.verify.modes import Mode, Record, compare, get_batch_size, modes, read_batches, train
+from hostdev.ext.verify.modes import Mode, Record, compare, get_batch_size, is_dense, modes, read_batches, train
 from hostdev.kernels.pool import host_threads
 from hostdev.models.model import Model
 from hostdev.train.build import device_of, groups_of, ids_of, vector_tables
@@ -105,49 +105,33 @@ def _train_processes(
         if code:
             lines = output.read_text(errors="replace").strip().splitlines()
             raise UserError(f"{mesh.size} processes failed: {lines[-1] if lines else f'exit code {code}'}")
-        return _merge([Path(folder) / f"{rank}.npz" for rank in range(mesh.size)], steps)
+        return _merge([Path(folder) / f"{rank}.pickle" for rank in range(mesh.size)])
 
 
-def _merge(files: Sequence[Path], steps: int) -> Record:
-    """Merge the records of the ranks."""
-    record = Record([{} for _ in range(steps)], [], "")
-    for rank, file in enumerate(files):
-        with np.load(file) as held:
-            if rank == 0:
-                record = record._replace(
-                    digest=str(held["digest"]),
-                    losses=[tuple(each) for each in held["losses"].tolist()],
-                    weights={key.partition("|")[2]: held[key] for key in held.files if key.startswith("weights|")},
-                )
-            for key in held.files:
-                what, _, rest = key.partition("|")
-                if what != "ids":
-                    continue
-                number, _, tensor = rest.partition("|")
-                if tensor.startswith("dense/") and rank:
-                    continue
-                step = record.steps[int(number)]
-                ids, hashes = held[key], held[f"hashes|{rest}"]
-                if tensor in step:
-                    ids, hashes = np.concatenate([step[tensor][0], ids]), np.concatenate([step[tensor][1], hashes])
-                step[tensor] = ids, hashes
-    return record
+def _merge(files: Sequence[Path]) -> Record:
+    """Merge the records of the ranks. Dense tensors, losses and weights are those of rank 0."""
+    merged: Record
+    merged, *others = (pickle.loads(file.read_bytes()) for file in files)
+    for record in others:
+        for step, more in zip(merged.steps, record.steps, strict=True):
+            for tensor, rows in more.items():
+                if tensor in step and not is_dense(tensor):
+                    ids, hashes = (np.concatenate(parts) for parts in zip(step[tensor], rows, strict=True))
+                    step[tensor] = ids, hashes
+                elif not is_dense(tensor):
+                    step[tensor] = rows
+    return merged
 
 
 def run_rank(
     settings: TrainConfig, steps: int, micro_batches: int, mode: Mode, mesh: str, layout: str, folder: Path
 ) -> None:
-    """Train as one of several processes and write the record to `folder`/RANK.npz; `layout` is JSON."""
+    """Train as one of several processes and write the record to `folder`/RANK.pickle; `layout` is JSON."""
     with join(mesh) as ranks:
         world = ranks or ALONE_WORLD
         how = Layout(*json.loads(layout)) if world.has_parts else None
         record = _record(settings, world, steps, micro_batches, mode, how)
-    values: dict[str, Any] = {"digest": record.digest, "losses": np.array(record.losses)}
-    for number, step in enumerate(record.steps):
-        for tensor, (ids, hashes) in step.items():
-            values[f"ids|{number}|{tensor}"], values[f"hashes|{number}|{tensor}"] = ids, hashes
-    values |= {f"weights|{name}": value for name, value in record.weights.items()}
-    np.savez(folder / f"{world.rank}.npz", **values)
+    (folder / f"{world.rank}.pickle").write_bytes(pickle.dumps(record))
 
 
 def _record(
@@ -246,12 +230,8 @@ def adapt_layout(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Lay
     inputs = partial(inputs_like, model, sample, None)
     plan = layout.plan
     if mesh.model > 1 and not plan:
-        modules, taken = dict(model.named_modules()), set[str]()
-        for pair in sorted(pairable(model, lambda: inputs(2))):
-            able = all(divides(modules[name], how, mesh.model) for name, how in zip(pair, STRATEGIES, strict=False))
-            if able and not taken.intersection(pair):
-                taken.update(pair)
-                plan = [*plan, *zip(pair, STRATEGIES, strict=False)]
+        units = sliceable(model, mesh.model, lambda: inputs(2))
+        plan = [layer for unit in units if len(unit) == 2 for layer in unit]
     mine = Layout(layout.schedule, layout.begins if mesh.pipe > 1 else None, plan if mesh.model > 1 else ())
     if mesh.size > mesh.data:
         resolve_layout(model, mine, mesh, inputs)

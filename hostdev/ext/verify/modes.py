@@ -233,7 +233,7 @@ def _hash_dense(dense: DenseState) -> Step:
 def compare(reference: Record, other: Record) -> Difference | None:
     """Return the first step, tensor and row in which another run differs, or None if the runs are equal."""
     for step, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=True), 1):
-        for tensor in sorted(ours | theirs, key=_is_dense):  # tables before dense layers: a fault begins in rows
+        for tensor in sorted(ours | theirs, key=is_dense):  # tables before dense layers: a fault begins in rows
             if tensor not in ours or tensor not in theirs:
                 return Difference(step, tensor, None)
             (ids, hashes), (their_ids, their_hashes) = _sort_rows(ours[tensor]), _sort_rows(theirs[tensor])
@@ -247,7 +247,8 @@ def compare(reference: Record, other: Record) -> Difference | None:
     return None
 
 
-def _is_dense(tensor: str) -> bool:
+def is_dense(tensor: str) -> bool:
+    """Return whether a recorded tensor is one of the dense layers."""
     return tensor.startswith("dense/")
 
 
