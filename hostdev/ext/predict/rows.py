@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,6 +103,31 @@ def as_batch(rows: Any, encoding: Columns) -> pa.RecordBatch:
         numbers = encoding.numeric_columns
         arrays = [_array(name, rows[name], "numbers" if name in numbers else "values") for name in names]
     return pa.RecordBatch.from_arrays(arrays, names=names)
+
+
+def join_lists(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]] | None:
+    """Return the columns `names` of several sets of rows as one set, or None if one of them is not a list."""
+    if not all(type(rows[name]) is list for rows in parts for name in names):
+        return None
+    return {name: list(chain.from_iterable([rows[name] for rows in parts])) for name in names}
+
+
+def concatenate_rows(parts: Sequence[pa.RecordBatch], encoding: Columns) -> pa.RecordBatch:
+    """Return several sets of rows, from `as_batch`, as one set.
+
+    Raises:
+        UserError: A column's types differ between the sets, so that a value would change if they were joined.
+    """
+    numbers, columns = encoding.numeric_columns, []
+    plain = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
+    for name in parts[0].schema.names:
+        arrays = [part[name] for part in parts]
+        if name in numbers and all(any(test(array.type) for test in plain) for array in arrays):
+            arrays = [array.cast(pa.float64()) for array in arrays]  # as they are converted in any case
+        if any(array.type != arrays[0].type for array in arrays):
+            raise UserError(f"column {name!r} has other types in other rows")
+        columns.append(pa.concat_arrays(arrays))
+    return pa.RecordBatch.from_arrays(columns, names=parts[0].schema.names)
 
 
 def get_column_names(rows: Any) -> Sequence[Any]:

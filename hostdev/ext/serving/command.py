@@ -15,8 +15,7 @@ import numba
 
 from hostdev.core.addresses import shown_place
 from hostdev.core.progress import note
-from hostdev.ext.serving.collector import settled
-from hostdev.ext.serving.server import ServerEnd, Serving, address_of, listen, show_change
+from hostdev.ext.serving.server import ServerEnd, Serving, address_of, listen, settled, show_change
 from hostdev.ext.serving.settings import Settings
 
 _libc = ctypes.CDLL(None)

@@ -11,9 +11,8 @@ from typing import NamedTuple, Protocol
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.workers import Worker
 from hostdev.ext.serving.columns import Columns
-from hostdev.ext.serving.limits import values_of
 from hostdev.ext.serving.model import ServedModel
-from hostdev.ext.serving.refused import RefusedError, bad
+from hostdev.ext.serving.refused import RefusedError, bad, values_of
 from hostdev.kernels.arrays import Values
 
 _MOST_BATCH_VALUES = 1 << 20  # in the lists of several requests that are encoded together
@@ -195,28 +194,23 @@ class Gatherer:
     def _compute(self, tickets: list[_Ticket]) -> "_Results":
         model = self.model
         results: _Results = []
-        right, encoded = [], []
+        right = []
         for ticket in tickets:
             if ticket.version is None or ticket.version == model.version:
                 right.append(ticket)
             else:
                 results.append((ticket, wrong_version(ticket.version, model)))
-        for ticket, batch in zip(right, model.encode([ticket.columns for ticket in right]), strict=True):
-            if isinstance(batch, UserError):
-                results.append((ticket, bad(str(batch))))
-            elif isinstance(batch, Exception):  # the other requests of the batch do not fail with it
-                results += self._failures([ticket], batch)
-            else:
-                encoded.append((ticket, batch))
-        if encoded:
-            waiting = [ticket for ticket, _ in encoded]
-            found = model.predict(
-                [batch for _, batch in encoded],
-                self._most_rows,
-                lambda: not all(ticket.future.cancelled() for ticket in waiting),
-            )
-            for ticket, each in zip(waiting, found or [], strict=found is not None):
-                results.append((ticket, bad(str(each)) if isinstance(each, UserError) else Predicted(each, model)))
+        if not right:
+            return results
+        requests = [ticket.columns for ticket in right]
+        found = model.predict(requests, self._most_rows, lambda number: not right[number].future.cancelled())
+        for ticket, outcome in zip(right, found, strict=True):
+            if isinstance(outcome, UserError):
+                results.append((ticket, bad(str(outcome))))
+            elif isinstance(outcome, Exception):  # the other requests of the batch do not fail with it
+                results += self._failures([ticket], outcome)
+            elif outcome is not None:
+                results.append((ticket, Predicted(outcome, model)))
         return results
 
     def _failures(self, tickets: list[_Ticket], error: Exception) -> "_Results":

@@ -1,11 +1,7 @@
 """The settings of a server, which its command passes to worker processes."""
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-_PATHS = ("checkpoint", "token_file", "tls_cert", "tls_key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +32,8 @@ class Settings:
     tls_key: Path | None = None
     local_name: str | None = None
 
-    def as_json(self) -> str:
-        """Return the settings as text."""
-        return json.dumps(asdict(self), default=str)
-
     def pinned(self, checkpoint: str, model_name: str) -> "Settings":
         """Return the settings with the model's name and, unless `follow` is set, with one checkpoint of the folder."""
         if self.follow:
             return replace(self, model_name=model_name)
         return replace(self, checkpoint=Path(checkpoint), which=None, model_name=model_name)
-
-
-def from_json(text: str) -> Settings:
-    """Return the settings of `Settings.as_json`."""
-    found: dict[str, Any] = json.loads(text)
-    for name in _PATHS:
-        if found[name] is not None:
-            found[name] = Path(found[name])
-    return Settings(**found)
