@@ -202,8 +202,10 @@ class PlainRows:
         if not 0 < n <= _MOST_PLAIN:
             return None
         numbers = self._read_numbers(list(chain.from_iterable([rows[name] for name in self._numbers])), n)
+        if numbers is None:
+            return None
         texts, bag_lengths = self._read_texts(rows)
-        if numbers is None or texts is None:
+        if texts is None:
             return None
         edges = [0, *accumulate(map(len, texts))]
         ids = self._find(texts, edges, n)
@@ -228,11 +230,11 @@ class PlainRows:
         if not kinds <= {int, float, _NONE}:
             return None
         try:
-            found = np.array(values, np.float64).reshape(len(self._numbers), n).T  # None becomes NaN
+            numbers = np.array(values, np.float64).reshape(len(self._numbers), n).T  # None becomes NaN
         except OverflowError:
             return None
-        sizes = np.abs(found)
-        return None if (sizes > self._largest).any() or (int in kinds and (sizes >= LARGEST).any()) else found
+        sizes = np.abs(numbers)
+        return None if (sizes > self._largest).any() or (int in kinds and (sizes >= LARGEST).any()) else numbers
 
     def _read_texts(self, rows: Mapping[str, Sequence[Any]]) -> tuple[list[Sequence[str]] | None, list[Lengths]]:
         """Return the texts that each column's values had in training, and each bag's number of values in each row.

@@ -57,7 +57,7 @@ def gather():
     def make(model, *, most_rows=8, wait=0.0, most_waiting=20):
         observer = Observer()
         options = {"most_rows": most_rows, "wait": wait, "most_waiting": most_waiting}
-        made.append(Gatherer(model, **options, observer=observer, note=lines.append))
+        made.append(Gatherer(model, **options, metrics=observer, note=lines.append))
         made[-1].observer, made[-1].lines = observer, lines
         return made[-1]
 

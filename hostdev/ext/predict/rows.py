@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,28 +11,19 @@ import pyarrow as pa
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import counted
 
+if TYPE_CHECKING:
+    from hostdev.data.preprocess.encoding import Encoding
+    from hostdev.data.preprocess.query.raw_rows import RawPlan
+
+    Columns = Encoding | RawPlan  # say which columns are read, and which of these have lists or only numbers
+
 
 def as_mapping(rows: Any) -> Any:
     """Return a pandas Series (one row) as a dict; return anything else unchanged."""
     return rows.to_dict() if _is_pandas(rows, "Series") else rows
 
 
-class Columns(Protocol):
-    """The columns that are read from rows: those of `Encoding`, or raw ones that a query needs."""
-
-    def columns(self) -> list[str]:
-        """Return the names of the columns."""
-
-    @property
-    def separators(self) -> Mapping[str, str | None]:
-        """By column with lists, the separator of the values in text."""
-
-    @property
-    def numeric_columns(self) -> set[str]:
-        """The columns that are used only as numbers."""
-
-
-def as_columns(rows: Mapping[Any, Any], encoding: Columns) -> dict[str, Any]:
+def as_columns(rows: Mapping[Any, Any], encoding: "Columns") -> dict[str, Any]:
     """Return the required columns, each with a value per row; single values mean one row.
 
     In the column of a bag, a list of single values is one row's bag if all columns that are not bags have single
@@ -87,7 +78,7 @@ def _is_one_row(rows: Mapping[Any, Any], separators: Mapping[str, str | None]) -
     return any(len(values) > 1 for values in lists.values())
 
 
-def as_batch(rows: Any, encoding: Columns) -> pa.RecordBatch:
+def as_batch(rows: Any, encoding: "Columns") -> pa.RecordBatch:
     """Return the required columns of a dict from `as_columns`, a pandas DataFrame, or a pyarrow Table or RecordBatch.
 
     Raises:
@@ -112,7 +103,7 @@ def join_lists(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict
     return {name: list(chain.from_iterable([rows[name] for rows in parts])) for name in names}
 
 
-def concatenate_rows(parts: Sequence[pa.RecordBatch], encoding: Columns) -> pa.RecordBatch:
+def concatenate_rows(parts: Sequence[pa.RecordBatch], encoding: "Columns") -> pa.RecordBatch:
     """Return several sets of rows, from `as_batch`, as one set.
 
     Raises:

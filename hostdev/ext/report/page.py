@@ -57,9 +57,10 @@ def run_table(
     title: str, head: list[str], rows: list[list[Cell]], runs: Sequence[RunData], *, is_folded: bool = False
 ) -> list[SortableTable]:
     """Return the table of rows of runs, or [] without rows; a single run needs no column "run"."""
-    if rows and len(runs) == 1:
+    if len(runs) == 1:
         place = head.index("run")
-        head, *rows = ([*row[:place], *row[place + 1 :]] for row in (head, *rows))
+        head = [*head[:place], *head[place + 1 :]]
+        rows = [[*row[:place], *row[place + 1 :]] for row in rows]
     return [SortableTable(title, head, rows, is_folded)] if rows else []
 
 

@@ -104,9 +104,9 @@ class ServedModel:
                 any more, nothing more is computed.
         """
         batch, sizes = self.encode(requests)
-        found: list[Values | Exception | None] = [size if isinstance(size, Exception) else None for size in sizes]
+        outcomes: list[Values | Exception | None] = [size if isinstance(size, Exception) else None for size in sizes]
         if batch is None:
-            return found
+            return outcomes
         numbers = [number for number, size in enumerate(sizes) if not isinstance(size, Exception)]
 
         def require_clients() -> None:
@@ -116,7 +116,7 @@ class ServedModel:
         try:
             logits = self.predictor.logits_by_batch(batch, most, require_clients)
         except _NobodyWaitsError:
-            return found
+            return outcomes
         values = self.predictor.to_predictions(logits)
         values = values if values.ndim == 2 else values[:, None]
         are_finite = np.isfinite(logits).all()  # the usual case
@@ -128,11 +128,11 @@ class ServedModel:
             try:
                 if not are_finite:
                     self.predictor.require_finite(batch.dense[start:stop], logits[start:stop])
-                found[number] = values[start:stop]
+                outcomes[number] = values[start:stop]
             except UserError as error:
-                found[number] = error
+                outcomes[number] = error
             start = stop
-        return found
+        return outcomes
 
     def encode(self, requests: Sequence[Columns]) -> "tuple[Batch | None, list[int | Exception]]":
         """Return the rows of all requests as one batch, in order, and each request's number of rows in it or its error.

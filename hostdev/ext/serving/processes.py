@@ -178,7 +178,7 @@ class Workers:
 
     def _read_messages(self) -> None:
         """Wait a moment for messages of workers."""
-        sources: dict[Any, _Worker] = {one.connection: one for one in self._workers if not one.is_at_end}
+        sources: dict[Any, _Worker] = {worker.connection: worker for worker in self._workers if not worker.is_at_end}
         for source in wait(list(sources), _POLL_SECONDS):
             for message in sources[source].read():
                 if (problem := message.get("problem")) not in (None, self._problem):

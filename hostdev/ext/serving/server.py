@@ -105,7 +105,7 @@ class Serving:
             most_rows=settings.max_batch or predictor.batch_size,
             wait=settings.max_wait_ms / 1000,
             most_waiting=settings.max_queue,
-            observer=metrics,
+            metrics=metrics,
             note=self._note,
         )
         limits = Limits(settings.max_request_bytes, settings.max_rows, body_seconds)
