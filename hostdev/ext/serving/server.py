@@ -10,7 +10,6 @@ import signal
 import socket
 import ssl
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -23,7 +22,6 @@ from starlette.types import ASGIApp
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.machine import available_cpus
 from hostdev.core.progress import note
-from hostdev.device import backend
 from hostdev.ext.predict.following import SECONDS, FollowingPredictor, list_checkpoints
 from hostdev.ext.predict.predictor import Predictor
 from hostdev.ext.serving.app import Service
@@ -85,15 +83,14 @@ class Serving:
             threads = max(1, available_cpus() // settings.workers)
             torch.set_num_threads(threads)
             set_host_threads(threads)
-        device = backend.select(settings.device)
-        backend.make_deterministic(device)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            predictor = Predictor(
-                settings.checkpoint, device=device, model=settings.model, which=settings.which, query=settings.query
-            )
-        for warning in told:
-            self._note(str(warning.message))
+        predictor = Predictor.for_command(
+            self._note,
+            settings.checkpoint,
+            settings.device,
+            model=settings.model,
+            which=settings.which,
+            query=settings.query,
+        )
         model = ServedModel(predictor, self._note)
         model.warm_up()
         json_structure.warm_up()
