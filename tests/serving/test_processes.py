@@ -174,7 +174,7 @@ def test_a_wrong_command(film_run, tmp_path, in_process):
     for option, value, message in (
         ("--port", 70_000, "must be in 0..65535"),
         ("--max-batch", 0, "must be in 1.."),
-        ("--max-wait-ms", "nan", "must be a number in 0..10000"),
+        ("--max-wait-ms", "nan", "must be in 0..10000"),
         ("--max-queue", 0, "must be in"),
         ("--max-request-bytes", "10", "must be in 1024.."),
         ("--workers", 0, "must be in 1..256"),

@@ -16,7 +16,7 @@ _MOST = 1 << 24  # rows
 
 def _check_name(name: str) -> None:
     if _NAME.fullmatch(name) is None:
-        raise UserError(f"{name}: use letters, digits, '.', '_' and '-', at most 100")
+        raise UserError(f"--model-name {name}: use letters, digits, '.', '_' and '-', at most 100")
 
 
 @dataclass(frozen=True, kw_only=True)
