@@ -122,3 +122,28 @@ def test_a_wrong_value_is_its_own_requests_error(film_run):
     assert bits(np.concatenate(values[::2])[:, 0]) == bits(hostdev.Predictor(film_run)(repeated(FILMS, 8)))
     assert [str(each) for each in model.predict([wrong, wrong], 1 << 20)] == [str(error)] * 2
     assert lines == []
+
+
+def test_a_result_that_is_not_finite_is_its_own_requests_error(film_run, monkeypatch):
+    model = ServedModel(hostdev.Predictor(film_run), print)
+    compute = model.predictor.logits
+
+    def spoil(batch):
+        logits = compute(batch).copy()
+        logits[5] = np.inf
+        return logits
+
+    expected = model.predict([FILMS] * 3, 1 << 20)
+    monkeypatch.setattr(model.predictor, "logits", spoil)
+    first, error, last = model.predict([FILMS] * 3, 1 << 20)
+    assert isinstance(error, UserError) and str(error).startswith("row 2: the model's result is not a finite number")
+    assert (bits(first), bits(last)) == (bits(expected[0]), bits(expected[2]))
+
+
+def test_nothing_is_computed_for_nobody(film_run):
+    """Errors are still told; a single client that waits is enough."""
+    model = ServedModel(hostdev.Predictor(film_run), print)
+    wrong = {**FILMS, "age": [1.0, 2.0, 1e39, 3.0]}
+    gone, error = model.predict([FILMS, wrong], 1 << 20, lambda number: number == 1)
+    assert gone is None and isinstance(error, UserError)
+    assert all(len(each) == 4 for each in model.predict([FILMS, FILMS], 1 << 20, lambda number: number == 1))

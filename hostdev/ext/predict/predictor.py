@@ -36,7 +36,6 @@ from hostdev.ext.predict.rows import (
     get_column_names,
     join_lists,
 )
-from hostdev.kernels.arrays import Values
 from hostdev.models import registry
 from hostdev.models.model import Model, Rows
 from hostdev.runtime.features import FeatureIds, read_ids
@@ -342,7 +341,7 @@ class Predictor:
         for line in self._unknown.lines():
             warnings.warn(line, stacklevel=2)
         logits = self.logits_by_batch(batch)
-        self.require_finite(batch.dense, logits)
+        self.require_finite(batch, logits)
         return self.to_predictions(logits)
 
     def encode(self, rows: Any) -> Batch:  # Any, as pandas may not be installed
@@ -389,15 +388,12 @@ class Predictor:
         each = zip(schema.labels, columns_of(outputs), strict=True)
         return np.stack([one if name in schema.targets.numeric else probabilities(one) for name, one in each], 1)
 
-    def require_finite(self, dense: Values, logits: Probabilities) -> None:
-        """Raise UserError with the likely cause unless all outputs, [n] or [n, labels], of n rows are finite.
-
-        `dense` has the rows' scaled numbers, float32 [n, dense columns].
-        """
+    def require_finite(self, batch: Batch, logits: Probabilities) -> None:
+        """Raise UserError with the likely cause unless all outputs, [n] or [n, labels], are finite."""
         if not len(wrong := np.flatnonzero(~np.logical_and.reduce(list(map(np.isfinite, columns_of(logits)))))):
             return
         row, names = int(wrong[0]), self.data.schema.dense
-        most = f"; the row's largest number is in column {names[np.abs(dense[row]).argmax()]!r}"
+        most = f"; the row's largest number is in column {names[np.abs(batch.dense[row]).argmax()]!r}"
         raise UserError(f"row {row + 1}: the model's result is not a finite number{most if names else ''}")
 
     def predict(self, batch: Batch) -> Probabilities:

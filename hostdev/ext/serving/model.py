@@ -127,7 +127,7 @@ class ServedModel:
             stop = start + size
             try:
                 if not are_finite:
-                    self.predictor.require_finite(batch.dense[start:stop], logits[start:stop])
+                    self.predictor.require_finite(next(batch.split([start, stop])), logits[start:stop])
                 outcomes[number] = values[start:stop]
             except UserError as error:
                 outcomes[number] = error
