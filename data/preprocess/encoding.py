@@ -21,7 +21,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.forms import Written
-from hostdev.data.preprocess.known import PlainColumn, PlainRows, ValueIds, written_by_space
+from hostdev.data.preprocess.known import PlainRows, ValueIds, written_by_space
 from hostdev.data.preprocess.lists import (
     WeightedValues,
     WrongNumberError,
@@ -177,7 +177,10 @@ class Encoding:
             column = self._sources[name]
             if len(large := np.flatnonzero(np.abs(numbers[:, i]) > self._most[i])):
                 raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large")
-        return self._encoded(rows, self._no_labels(len(rows)), numbers, self._weighted(rows, checked=True))
+        labels = np.full(
+            (len(rows), len(self.schema.labels)) if self.schema.targets.more else len(rows), np.nan, np.float32
+        )
+        return self._encoded(rows, labels, numbers, self._weighted(rows, checked=True))
 
     def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, LongIds]:
         """Encode the rows whose numbers are all valid; return them as a batch, and their indices in `rows`, int64 [m].
@@ -284,49 +287,17 @@ class Encoding:
         dense = self._scaling.transform(numbers)
         return Batch(label, dense, ids.astype(self._type), bags, bag_weights=bag_weights)
 
-    def encode_few(self, rows: Mapping[str, Sequence[Any]]) -> Batch | None:
-        """Encode rows of plain Python values faster than `encode`; return None for rows that only `encode` supports.
-
-        `rows` has columns of equal length: text or integers for ids, text or lists for bags, and numbers for numeric
-        columns, with None for a missing value.
-        """
-        plain = self._plain_rows
-        if plain is None or any(name not in rows for name in plain.names):
-            return None
-        lengths = {len(rows[name]) for name in plain.names}
-        n = lengths.pop()
-        if not n or lengths:
-            return None
-        found = plain.read(rows, n)
-        if found is None or (np.abs(found.numbers) > self._most).any():
-            return None
-        ids = np.ascontiguousarray(found.ids, dtype=self._type)
-        bags = {name: (values.astype(self._type), lengths) for name, (values, lengths) in found.bags.items()}
-        dense = np.ascontiguousarray(self._scaling.transform(found.numbers))  # the order of memory may change last bits
-        return Batch(self._no_labels(n), dense, ids, bags)
-
-    def _no_labels(self, n: int) -> Values:
-        return np.full((n, len(self.schema.labels)) if self.schema.targets.more else n, np.nan, np.float32)
-
     @cached_property
-    def _plain_rows(self) -> PlainRows | None:
-        """What `encode_few` uses; None with weights, buckets, marks of missing values, vectors or decimal commas."""
-        readings = {column.name: self._readings[column.name] for column in self.schema.columns}
+    def plain(self) -> PlainRows | None:
+        """Encodes plain values; None with weights, buckets, marks of missing values, vectors or decimal commas."""
+        readings = [self._readings[column.name] for column in self.schema.columns]
         if (
             self.schema.weighted_bags
             or not all(self._readings[name].is_usual for name in self.schema.dense)
-            or any(reading.missing or reading.buckets is not None for reading in readings.values())
+            or any(reading.missing or reading.buckets is not None for reading in readings)
         ):
             return None
-        columns: dict[str, list[PlainColumn]] = {"id": [], "bag": []}
-        for number, column in enumerate(self.schema.columns):
-            name, space = column.name, column.space
-            of_space = self._spaces[space].oov, self._written[space]
-            columns[column.kind].append(
-                PlainColumn(name, self._sources[name], number, space, *of_space, readings[name])
-            )
-        numbers = [self._sources[name] for name in self.schema.dense]
-        return PlainRows(numbers, columns["id"], columns["bag"], self._known, is_criteo=self.is_criteo)
+        return PlainRows(self._data, self._readings, self._written, self._known, self._scaling, self._most)
 
     def encode_criteo(self, rows: Any) -> Batch:
         """Encode the `raw.RawRows` of Criteo's parser as a batch."""
@@ -426,15 +397,6 @@ def _criteo_keys(texts: pa.Array) -> LongIds:
         shown = texts[int(np.flatnonzero(wrong)[0])].as_py()
         raise UserError(f"{shown[:40]!r} is neither 8 hexadecimal digits nor empty")
     return keys
-
-
-def rows_of(batch: Batch, start: int, stop: int) -> Batch:
-    """Return the rows [start, stop) of a batch."""
-    stop = min(stop, len(batch))
-    if (start, stop) == (0, len(batch)):
-        return batch
-    [part] = batch.split([start, stop])
-    return replace(part, whole=None)
 
 
 def _take_rows(batch: Batch, rows: LongIds) -> Batch:

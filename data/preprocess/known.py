@@ -5,9 +5,9 @@ same ids and numbers as `Encoding.encode`, and leaves to it what it does not kno
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,19 +18,21 @@ import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.data import ragged
+from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.forms import Written, find_forms, from_json
 from hostdev.data.preprocess.reading import ReadSettings
-from hostdev.data.preprocess.scaling import LARGEST
+from hostdev.data.preprocess.scaling import LARGEST, Scaling
 from hostdev.data.preprocess.stored import DamagedError, StoredVocabulary
 from hostdev.data.preprocess.vocabulary import HashBuckets
-from hostdev.kernels.arrays import Lengths, LongIds
+from hostdev.kernels.arrays import Lengths, LongIds, Numbers
 from hostdev.kernels.strings import TextMap, hash_texts
 
 _PLAIN_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}", re.ASCII)
 _NONE = type(None)
+_MOST_PLAIN = 1 << 16  # rows; for more, Arrow's way takes less memory
 
 
 class ValueIds:
@@ -96,9 +98,8 @@ class ValueIds:
     def find_few(self, spaces: Sequence[str], texts: Sequence[Sequence[str]]) -> LongIds:
         """Return the id of each text, or -1 for an unknown one, one id space after the other."""
         prefixes = [self._prefixes.get(space, "?").encode() for space in spaces]
-        found = [prefix + text.encode() for prefix, some in zip(prefixes, texts, strict=True) for text in some]
-        offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
-        return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))
+        named = [prefix + text.encode() for prefix, some in zip(prefixes, texts, strict=True) for text in some]
+        return self._ids(*_buffers(named))
 
     def _ids(self, offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> LongIds:
         """Return the ids of prefixed texts, -1 for unknown ones; the map numbers texts in the order of their ids."""
@@ -144,106 +145,143 @@ class PlainColumn(NamedTuple):
     reading: ReadSettings
 
 
-class EncodedValues(NamedTuple):
-    """What was read.
-
-    Attributes:
-        numbers: float64 [n, numbers], NaN for a missing one.
-        ids: [n, columns].
-        bags: By name, values [N] and int32 lengths [n].
-    """
-
-    numbers: npt.NDArray[np.float64]
-    ids: LongIds
-    bags: dict[str, tuple[LongIds, Lengths]]
-
-
 class PlainRows:
-    """Encodes rows whose ids are text or integers.
+    """Encodes rows of plain Python values faster than `Encoding.encode`, to the same batch.
+
+    Values are text or integers for ids, text or lists for bags, and numbers for numeric columns; None is missing.
 
     Attributes:
         names: The columns that are read.
 
     Args:
-        numbers: The names of the files' columns with the numbers, in order.
-        columns: The columns with one id per row, in order.
-        bags: The columns with any number of ids per row.
+        data: The data set's manifest; its bags have no weights.
+        readings: How columns are read, by name; none has marks of missing values, buckets, vectors or decimal commas.
+        written: How the values of each id space were written in training.
         known: The mapping from values to ids.
-        is_criteo: Whether ids are Criteo's hexadecimal digits.
+        scaling: The scaling of numbers.
+        largest: The largest number of each numeric column, float64 [dense columns].
     """
 
     def __init__(
         self,
-        numbers: Sequence[str],
-        columns: Sequence[PlainColumn],
-        bags: Sequence[PlainColumn],
+        data: Manifest,
+        readings: Mapping[str, ReadSettings],
+        written: Mapping[str, Written],
         known: ValueIds | HashBuckets,
-        *,
-        is_criteo: bool,
+        scaling: Scaling,
+        largest: Numbers,
     ) -> None:
-        self._numbers, self._single, self._bags, self._columns = numbers, columns, bags, [*columns, *bags]
-        self._known, self._is_criteo = known, is_criteo
-        self.names = list(dict.fromkeys([*numbers, *(column.source for column in self._columns)]))
+        schema, oov = data.schema, {space.name: space.oov for space in data.schema.spaces}
+        columns: dict[str, list[PlainColumn]] = {"id": [], "bag": []}
+        for number, column in enumerate(schema.columns):
+            name, space, reading = column.name, column.space, readings[column.name]
+            about = PlainColumn(name, reading.column or name, number, space, oov[space], written[space], reading)
+            columns[column.kind].append(about)
+        self._single, self._bags = columns["id"], columns["bag"]
+        self._columns = [*self._single, *self._bags]
+        self._numbers = [readings[name].column or name for name in schema.dense]
+        self.names = list(dict.fromkeys([*self._numbers, *(column.source for column in self._columns)]))
+        self._needed = frozenset(self.names)
+        self._spaces = [column.space for column in self._columns]
+        self._is_trimmed = any(column.reading.trimmed for column in self._columns)
+        self._known, self._scaling, self._largest = known, scaling, largest
+        self._is_criteo = data.options.get("preset") != "table"
+        self._type, self._labels = np.dtype(data.id_type), (len(schema.labels),) if schema.targets.more else ()
 
-    def read(self, rows: Mapping[str, Sequence[Any]], n: int) -> EncodedValues | None:
-        """Return what n rows have, or None if only `Encoding.encode` can read them."""
+    def encode(self, rows: Mapping[Any, Any]) -> Batch | None:
+        """Return rows as a batch whose labels are all NaN, or None if only `Encoding.encode` can read them.
+
+        `rows` has columns by name; they are read if each is a list of the same length.
+        """
+        if not self._needed <= rows.keys():
+            return None
+        columns = [rows[name] for name in self.names]
+        if set(map(type, columns)) != {list} or len(lengths := set(map(len, columns))) > 1:
+            return None
+        n = lengths.pop()
+        if not 0 < n <= _MOST_PLAIN:
+            return None
         numbers = self._read_numbers(list(chain.from_iterable([rows[name] for name in self._numbers])), n)
         if numbers is None:
             return None
-        values: list[Sequence[Any]] = [rows[column.source] for column in self._single]
-        lengths = []
-        for column in self._bags:
-            found = _split(column.reading, rows[column.source])
-            if found is None:
-                return None
-            values.append(found[0])
-            lengths.append(found[1])
-        texts = []
-        for column, some in zip(self._columns, values, strict=True):
-            as_text = _texts(column, some)
-            if as_text is None:
-                return None
-            texts.append(as_text)
-        ids = self._find(texts, n)
+        texts, bag_lengths = self._read_texts(rows)
+        if texts is None:
+            return None
+        edges = [0, *accumulate(map(len, texts))]
+        ids = self._find(texts, edges, n)
         if ids is None:
             return None
-        single = n * len(self._single)
-        parts = _parts(ids[single:], texts[len(self._single) :])
-        bags = {
-            column.name: column.reading.known(part, of_each, np.ones(len(part), np.bool_))
-            for column, part, of_each in zip(self._bags, parts, lengths, strict=True)
-        }
-        return EncodedValues(numbers, ids[:single].reshape(len(self._single), n).T, bags)
+        first = len(self._single)
+        bags = {}
+        for column, of_rows, start, stop in zip(
+            self._bags, bag_lengths, edges[first:-1], edges[first + 1 :], strict=True
+        ):
+            values = ids[start:stop]
+            if column.reading.length is not None:
+                values, of_rows = column.reading.known(values, of_rows, np.ones(len(values), np.bool_))
+            bags[column.name] = values.astype(self._type), of_rows
+        single = np.ascontiguousarray(ids[: edges[first]].reshape(first, n).T, dtype=self._type)
+        dense = np.ascontiguousarray(self._scaling.transform(numbers))  # the order of memory may change last bits
+        return Batch(np.full((n, *self._labels), np.nan, np.float32), dense, single, bags)
 
-    def _read_numbers(self, values: list[Any], n: int) -> npt.NDArray[np.float64] | None:
+    def _read_numbers(self, values: list[Any], n: int) -> Numbers | None:
+        """Return numbers, float64 [n, numbers], NaN if missing, or None if only `Encoding.encode` can read them."""
         kinds = set(map(type, values))
         if not kinds <= {int, float, _NONE}:
             return None
         try:
-            found = np.array(values, np.float64).reshape(len(self._numbers), n).T  # None becomes NaN
+            numbers = np.array(values, np.float64).reshape(len(self._numbers), n).T  # None becomes NaN
         except OverflowError:
             return None
-        return None if int in kinds and (np.abs(found) >= LARGEST).any() else found
+        sizes = np.abs(numbers)
+        return None if (sizes > self._largest).any() or (int in kinds and (sizes >= LARGEST).any()) else numbers
 
-    def _find(self, texts: Sequence[Sequence[str]], n: int) -> LongIds | None:
-        """Return the ids of each column's texts, one column after the other, or None if only `encode` can find them."""
+    def _read_texts(self, rows: Mapping[str, Sequence[Any]]) -> tuple[list[Sequence[str]] | None, list[Lengths]]:
+        """Return the texts that each column's values had in training, and each bag's number of values in each row.
+
+        The texts are None if only `Encoding.encode` can read the values.
+        """
+        values: list[Sequence[Any]] = [rows[column.source] for column in self._single]
+        lengths = []
+        for column in self._bags:
+            parts = _split(column.reading, rows[column.source])
+            if parts is None:
+                return None, []
+            values.append(parts[0])
+            lengths.append(parts[1])
+        if self._is_trimmed and not _have_plain_ends(values):
+            return None, []
+        texts = []
+        for column, some in zip(self._columns, values, strict=True):
+            as_text = _texts(column.written, some)
+            if as_text is None:
+                return None, []
+            texts.append(as_text)
+        return texts, lengths
+
+    def _find(self, texts: Sequence[Sequence[str]], edges: Sequence[int], n: int) -> LongIds | None:
+        """Return the ids of texts, one column after the other, or None if only `Encoding.encode` can find them.
+
+        The ids of column i are at edges[i] to edges[i + 1].
+        """
         try:
             if isinstance(self._known, HashBuckets):
-                return self._hash(self._known, texts, n)
+                return self._hash(self._known, texts, edges, n)
             if self._is_criteo:
                 texts = [[text.lower() for text in some] for some in texts]
-            ids = self._known.find_few([column.space for column in self._columns], texts)
+            ids = self._known.find_few(self._spaces, texts)
         except UnicodeEncodeError:
             return None
-        for column, part in zip(self._columns, _parts(ids, texts), strict=True):
-            is_unknown = part < 0
-            if is_unknown.any():
-                if column.written.kind not in ("text", "unknown"):
-                    return None  # it may have been written differently in training
-                part[is_unknown] = column.oov
+        if (ids < 0).any():
+            for column, start, stop in zip(self._columns, edges[:-1], edges[1:], strict=True):
+                is_unknown = ids[start:stop] < 0
+                if is_unknown.any():
+                    if column.written.kind not in ("text", "unknown"):
+                        return None  # it may have been written differently in training
+                    ids[start:stop][is_unknown] = column.oov
         return ids
 
-    def _hash(self, known: HashBuckets, texts: Sequence[Sequence[str]], n: int) -> LongIds | None:
+    def _hash(self, known: HashBuckets, texts: Sequence[Sequence[str]], edges: Sequence[int], n: int) -> LongIds | None:
         """Do the work of `_find` for a data set whose ids are hash buckets."""
         if self._is_criteo:
             keys = criteo.hex_keys(list(chain.from_iterable(texts)))
@@ -252,47 +290,44 @@ class PlainRows:
         else:
             if any(_may_be_reformatted(of.written, some) for of, some in zip(self._columns, texts, strict=True)):
                 return None
-            encoded = [text.encode() for some in texts for text in some]
-            offsets = ragged.offsets_of(np.fromiter(map(len, encoded), np.int64, len(encoded)))
-            keys = hash_texts(offsets, np.frombuffer(b"".join(encoded), np.uint8)).view(np.int64)
+            keys = hash_texts(*_buffers([text.encode() for some in texts for text in some])).view(np.int64)
         if not self._bags:
             missing = [0] * len(self._columns)  # which values are missing does not matter here
             return known.encode(keys.reshape(-1, n).T, np.arange(n), missing)[0].T.reshape(-1)
-        parts = zip(self._columns, _parts(keys, texts), strict=True)
-        return np.concatenate([known.ids_of(part, column.number) for column, part in parts])
+        parts = zip(self._columns, edges[:-1], edges[1:], strict=True)
+        return np.concatenate([known.ids_of(keys[start:stop], column.number) for column, start, stop in parts])
 
 
-def _parts(values: LongIds, texts: Sequence[Sequence[str]]) -> Iterator[LongIds]:
-    """Yield the part of `values` [N] that belongs to each column's texts, of which there are N."""
-    start = 0
-    for some in texts:
-        yield values[start : start + len(some)]
-        start += len(some)
+def _buffers(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """Return texts as `columns.get_buffers` does: offsets, int64 [n + 1], and bytes."""
+    return ragged.offsets_of(np.fromiter(map(len, texts), np.int64, len(texts))), np.frombuffer(
+        b"".join(texts), np.uint8
+    )
 
 
 def _split(reading: ReadSettings, rows: Sequence[Any]) -> tuple[list[Any], Lengths] | None:
     """Return the values of bags that are not missing, one row after the other, and their number in each row."""
     kinds = set(map(type, rows)) - {_NONE}
     if kinds == {str} and reading.separator is not None:
-        if reading.trimmed and any("[" in text for text in rows if text):  # it may be a list in text
+        if reading.trimmed and "[" in "".join(filter(None, rows)):  # it may be a list in text
             return None
         lists = [text.split(reading.separator) if text else [] for text in rows]
     elif kinds <= {list}:
         lists = [values or [] for values in rows]
     else:
         return None
-    kinds = {type(value) for values in lists for value in values} - {_NONE}
-    if kinds not in ({str}, {int}, set()):
+    flat = list(chain.from_iterable(lists))
+    if set(map(type, flat)) - {_NONE} not in ({str}, {int}, set()):
         return None
-    lists = [[value for value in values if value is not None and value != ""] for values in lists]
-    return [value for values in lists for value in values], np.fromiter(map(len, lists), np.int32, len(lists))
+    if None in flat or "" in flat:
+        lists = [[value for value in values if value is not None and value != ""] for values in lists]
+        flat = list(chain.from_iterable(lists))
+    return flat, np.fromiter(map(len, lists), np.int32, len(lists))
 
 
-def _texts(column: PlainColumn, values: Sequence[Any]) -> Sequence[str] | None:
-    """Return the texts that values had in training, or None if only `encode` can read them."""
-    kinds, written = set(map(type, values)), column.written
-    if column.reading.trimmed and not _have_plain_ends(values):
-        return None
+def _texts(written: Written, values: Sequence[Any]) -> Sequence[str] | None:
+    """Return the texts that values had in training, or None if only `Encoding.encode` can read them."""
+    kinds = set(map(type, values))
     if kinds <= {str}:
         return values
     if (
@@ -319,8 +354,9 @@ def _may_be_reformatted(written: Written, texts: Sequence[str]) -> bool:
     return written.kind not in ("text", "unknown")
 
 
-def _have_plain_ends(values: Sequence[Any]) -> bool:
-    """Return whether texts certainly neither begin nor end with whitespace."""
-    texts = [value for value in values if type(value) is str and value]
-    letters = {text[0] for text in texts} | {text[-1] for text in texts}
-    return all(" " < letter <= "~" or letter.isalnum() for letter in letters)
+def _have_plain_ends(columns: Sequence[Sequence[Any]]) -> bool:
+    """Return whether the texts among some columns' values certainly neither begin nor end with whitespace."""
+    ends = "".join([text[0] + text[-1] for values in columns for text in values if type(text) is str and text])
+    if ends.isascii() and ends.isprintable() and " " not in ends:
+        return True
+    return all(" " < letter <= "~" or letter.isalnum() for letter in set(ends))

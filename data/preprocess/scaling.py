@@ -13,7 +13,7 @@ from hostdev.data.manifest import CLIP, STATISTICS_OF
 from hostdev.data.preprocess.options import MODES
 from hostdev.kernels.arrays import Numbers
 
-LARGEST = 3e38  # about the largest_of_mode float32
+LARGEST = 3e38  # about the largest float32
 BLOCK = 4096  # rows summed at once
 _DIGIT = 16  # bits of a key that each selection pass resolves
 
@@ -196,19 +196,6 @@ def moments(rows: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]
     return low, high, count, mean, squares
 
 
-def largest_of_mode(mode: str, statistics: Mapping[str, Any], columns: int) -> Numbers:
-    """Return the largest_of_mode valid number of each column, float64 [columns].
-
-    A larger number could exceed the range of float32, unscaled or scaled. With scaling `max`, numbers up to the
-    training maximum are always valid; with `log`, all numbers are.
-    """
-    if mode == "log":
-        return np.full(columns, np.finfo(np.float64).max)
-    known = np.array(statistics["dense_max" if mode == "max" else "dense_deviation"], np.float64)
-    most: Numbers = LARGEST * np.minimum(np.where(known > 0, known, 1.0), 1.0)
-    return np.maximum(most, known) if mode == "max" else most
-
-
 def _rounded(scaled: Numbers, names: tuple[str, ...]) -> npt.NDArray[np.float32]:
     with np.errstate(over="ignore"):
         rounded = np.where(np.isnan(scaled), 0.0, scaled).astype(np.float32)
@@ -332,22 +319,34 @@ def fixed(
         return fixed_scaling(mode, names, statistics, signed=signed)
     parts = []
     for of, columns, some in _by_mode(mode, names, own):
-        mine = {name: np.array(statistics[name], np.float64)[columns] for name in STATISTICS_OF[of]}
-        parts.append((columns, fixed_scaling(of, some, mine, signed=signed)))
+        of_columns = _statistics_of(of, columns, statistics)
+        parts.append((columns, fixed_scaling(of, some, of_columns, signed=signed)))
     return ByColumn(names, parts, {}, statistics[CLIP])
 
 
 def largest(
     mode: str, names: tuple[str, ...], own: Mapping[str, ColumnScaling], statistics: Mapping[str, Any]
 ) -> npt.NDArray[np.float64]:
-    """Return, for each column, the largest number that is accepted, float64 [columns]; see `largest_of_mode`."""
-    found = np.empty(len(names))
+    """Return, for each column, the largest number that is accepted, float64 [columns].
+
+    A larger number could exceed the range of float32, unscaled or scaled. With scaling `max`, numbers up to the
+    training maximum are always valid; with `log`, and if larger numbers are clipped, all numbers are.
+    """
+    found = np.full(len(names), np.finfo(np.float64).max)
     for of, columns, _ in _by_mode(mode, names, own):
-        mine = {name: np.array(statistics[name], np.float64)[columns] for name in STATISTICS_OF[of]}
-        found[columns] = largest_of_mode(of, mine, len(columns))
-    for name in statistics.get(CLIP, {}) if own else ():  # larger numbers are clipped
+        if of == "log":
+            continue
+        known = _statistics_of(of, columns, statistics)["dense_max" if of == "max" else "dense_deviation"]
+        most: Numbers = LARGEST * np.minimum(np.where(known > 0, known, 1.0), 1.0)
+        found[columns] = np.maximum(most, known) if of == "max" else most
+    for name in statistics.get(CLIP, {}) if own else ():
         found[names.index(name)] = np.finfo(np.float64).max
     return found
+
+
+def _statistics_of(mode: str, columns: npt.NDArray[np.int64], statistics: Mapping[str, Any]) -> dict[str, Numbers]:
+    """Return the statistics of some columns that a mode has, each float64 [len(columns)]."""
+    return {name: np.array(statistics[name], np.float64)[columns] for name in STATISTICS_OF[mode]}
 
 
 def _by_mode(

@@ -490,7 +490,7 @@ def test_hashed_ids(tmp_path, capsys):
     rows = [next(ShardReader(data, found, split).batches(10_000)) for split in ("train", "test")]
     assert sorted(row.tobytes() for row in batch.ids) == sorted(row.tobytes() for of in rows for row in of.ids)
     numbers = {f"I{i}": [int(text) if text else None for text in columns[f"I{i}"][:7]] for i in range(1, 14)}
-    few = predictor.encoding.encode_few({name: columns[name][:7] for name in predictor.encoding.columns()} | numbers)
+    few = predictor.encoding.plain.encode({name: columns[name][:7] for name in predictor.encoding.columns()} | numbers)
     np.testing.assert_array_equal(few.ids, batch.ids[:7])
     np.testing.assert_array_equal(few.dense, batch.dense[:7])
     wrong = {name: columns[name][:1] for name in predictor.encoding.columns()} | {"C3": ["0x"]}

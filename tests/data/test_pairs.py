@@ -70,7 +70,7 @@ def test_what_pandas_makes_of_whole_numbers_with_a_missing_one(tmp_path):
     assert len(set(expected)) == 4
     for served in ([1, 2, None, 3], [1.0, 2.0, None, 3.0], ["1", "2", "", "3"], pa.array([1, 2, None, 3], pa.uint8())):
         assert ids(encoding, u=served) == expected
-    assert encoding.encode_few({"u": [1, None]}) is None
+    assert encoding.plain.encode({"u": [1, None]}) is None
     assert ids(encoding, u=[4]) == [encoding.schema.spaces[0].oov]
 
 
@@ -86,12 +86,12 @@ def test_what_pandas_makes_of_whole_numbers_with_a_missing_one(tmp_path):
 def test_a_few_values_have_the_ids_of_many(tmp_path, options, trained, served, left):
     """The quick way for a few rows finds the same ids; it leaves values that may have been written otherwise."""
     encoding = encoding_of(tmp_path, {"u": pa.array(trained)}, *options)
-    found = [encoding.encode_few({"u": [value]}) for value in served]
+    found = [encoding.plain.encode({"u": [value]}) for value in served]
     if options:  # without them, an unknown number is left, too
         assert all(found)
     for value, batch in zip(served, found, strict=True):
         assert batch is None or batch.ids[:, 0].tolist() == ids(encoding, u=[value])
-    assert not any(encoding.encode_few({"u": each}) for each in left)
+    assert not any(encoding.plain.encode({"u": each}) for each in left)
 
 
 def test_bags(tmp_path):

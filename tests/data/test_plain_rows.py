@@ -80,8 +80,8 @@ def rows_of(served, n):
 
 
 def check(encoding, rows):
-    """Return whether `encode_few` knew the rows; what it gave must be what Arrow's way gives."""
-    few = encoding.encode_few(rows)
+    """Return whether `PlainRows` knew the rows; what it gave must be what Arrow's way gives."""
+    few = encoding.plain.encode(rows)
     if few is None:
         return False
     expected = encoding.encode(as_batch(rows, encoding))
@@ -118,4 +118,4 @@ def test_usual_rows_are_known(tmp_path):
     assert check(encoding, {"u": [1, 2], "tags": [[], [1, 2]], "x": [None, 3]})
     with pytest.raises(UserError):
         encoding.encode(as_batch({"u": ["1"], "tags": ["1"], "x": [1e39]}, encoding))
-    assert encoding.encode_few({"u": ["1"], "tags": ["1"], "x": [1e39]}) is None
+    assert encoding.plain.encode({"u": ["1"], "tags": ["1"], "x": [1e39]}) is None

@@ -9,9 +9,9 @@ import zlib
 import pytest
 
 import hostdev
-from hostdev.ext.serving import app, json_input, limits
+from hostdev.ext.serving import app, columns, json_input, refused
 from hostdev.ext.serving.body import BodyReader
-from hostdev.ext.serving.limits import Limits
+from hostdev.ext.serving.refused import Limits
 from tests.serving.helpers import FILMS, Served, as_rows, ask, bits, film_tensors, repeated, tensor
 
 ROW = as_rows(FILMS)[0]
@@ -40,8 +40,8 @@ def test_limits(film_run):
 
 
 def test_limits_of_values(film_run, monkeypatch):
-    monkeypatch.setattr(limits, "_LEAST", 1)
-    monkeypatch.setattr(limits, "_MOST_ROW_VALUES", 40)
+    monkeypatch.setattr(refused, "_LEAST", 1)
+    monkeypatch.setattr(columns, "_MOST_ROW_VALUES", 40)
     monkeypatch.setattr("hostdev.ext.serving.app.PIECE_BYTES", 100)  # larger bodies are counted before they are parsed
     with Served(film_run, listens=False, max_rows=2) as served:
         for history, message in (
@@ -61,8 +61,8 @@ def test_limits_of_values(film_run, monkeypatch):
 
 
 def test_vectors_have_as_many_values_as_the_model_demands(typed_run, typed, monkeypatch):
-    monkeypatch.setattr(limits, "_LEAST", 0)
-    monkeypatch.setattr(limits, "_MOST_ROW_VALUES", 2)
+    monkeypatch.setattr(refused, "_LEAST", 0)
+    monkeypatch.setattr(columns, "_MOST_ROW_VALUES", 2)
     rows = typed.select(["shop", "price", "is_new", "emb"]).slice(0, 2).to_pydict() | {"tags": [[], []]}
     with Served(typed_run, listens=False, max_rows=2) as served:
         assert served.predict({"columns": rows}).status == 200
@@ -200,7 +200,7 @@ def test_a_token(film_run, tmp_path):
         assert served.ask("GET", "/v2", headers={"Authorization": "bearer s3cret-token"}).status == 200
         assert served.ask("GET", "/v2/health/live").status == 200
         assert served.ask("GET", "/v2/health/ready").status == 200
-        assert "s3cret" not in repr(vars(served.serving)) + served.settings.as_json()
+        assert "s3cret" not in repr(vars(served.serving)) + repr(served.settings)
     for content in ("", "two words", "\x80"):
         (tmp_path / "token").write_text(content)
         with pytest.raises(hostdev.errors.UserError, match="must have one token"):

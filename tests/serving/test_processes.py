@@ -172,11 +172,11 @@ def test_a_wrong_command(film_run, tmp_path, in_process):
     assert "was written by Runtime.save" in line("--port", 0, checkpoint="own")
     assert "--host nowhere.invalid" in line("--host", "nowhere.invalid")
     for option, value, message in (
-        ("--port", 70_000, "must be in 0..65,535"),
+        ("--port", 70_000, "must be in 0..65535"),
         ("--max-batch", 0, "must be in 1.."),
-        ("--max-wait-ms", "nan", "must be in 0..10,000"),
+        ("--max-wait-ms", "nan", "must be in 0..10000"),
         ("--max-queue", 0, "must be in"),
-        ("--max-request-bytes", "10", "must be in 1,024.."),
+        ("--max-request-bytes", "10", "must be in 1024.."),
         ("--workers", 0, "must be in 1..256"),
         ("--model-name", "a/b", "use letters, digits"),
         ("--token-file", "nowhere", "there is no such file"),

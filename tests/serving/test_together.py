@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import hostdev
 from hostdev.core.errors import UserError
 from hostdev.data.batch import concatenate
-from hostdev.ext.serving.model import ServedModel, encode_together
-from tests.serving.helpers import FILMS, repeated
+from hostdev.ext.serving.model import ServedModel
+from tests.serving.helpers import FILMS, bits, repeated
 
 INTEGERS = st.integers(-3, 45) | st.sampled_from([2**53, 2**53 + 1, 2**63 - 1, 2**63, -(2**63)])
 NUMBERS = st.floats(-5, 50) | st.sampled_from([0.0, 1.0, 7.0, 1e39, 2.0**60])
@@ -50,7 +50,10 @@ def requests_of(draw, columns):
 
 def compare(predictor, requests):
     """Return whether the requests were encoded together; if so, it must be to the same batch."""
-    whole = encode_together(predictor.encoding, requests)
+    try:
+        whole = predictor.encode_columns(*requests)
+    except Exception:
+        whole = None
     try:
         alone = concatenate([predictor.encode(request) for request in requests])
     except (UserError, UnicodeError):
@@ -104,14 +107,43 @@ def test_an_error_of_all_rows_is_left_to_each_request(film_run, monkeypatch):
 
     monkeypatch.setattr(predictor.encoding._scaling, "transform", fail)
     large = {**FILMS, "age": [1.0, 2.0, 1e35, 3.0]}
-    first, error, last = ServedModel(predictor, print).encode([FILMS, large, FILMS])
-    assert (len(first), str(error), len(last)) == (4, "too large", 4)
+    batch, [first, error, last] = ServedModel(predictor, print).encode([FILMS, large, FILMS])
+    assert (first, str(error), last, len(batch)) == (4, "too large", 4, 8)
 
 
 def test_a_wrong_value_is_its_own_requests_error(film_run):
     lines = []
     model = ServedModel(hostdev.Predictor(film_run), lines.append)
     wrong = {**FILMS, "age": [1.0, 2.0, 1e39, 3.0]}
-    first, error, last = model.encode([FILMS, wrong, FILMS])
-    assert (str(error), len(first), len(last)) == ("row 3, column 'age': 1e+39 is too large", 4, 4)
+    batch, [first, error, last] = model.encode([FILMS, wrong, FILMS])
+    assert (str(error), first, last, len(batch)) == ("row 3, column 'age': 1e+39 is too large", 4, 4, 8)
+    values = model.predict([FILMS, wrong, FILMS], 1 << 20)
+    assert str(values[1]) == str(error)
+    assert bits(np.concatenate(values[::2])[:, 0]) == bits(hostdev.Predictor(film_run)(repeated(FILMS, 8)))
+    assert [str(each) for each in model.predict([wrong, wrong], 1 << 20)] == [str(error)] * 2
     assert lines == []
+
+
+def test_a_result_that_is_not_finite_is_its_own_requests_error(film_run, monkeypatch):
+    model = ServedModel(hostdev.Predictor(film_run), print)
+    compute = model.predictor.logits
+
+    def spoil(batch):
+        logits = compute(batch).copy()
+        logits[5] = np.inf
+        return logits
+
+    expected = model.predict([FILMS] * 3, 1 << 20)
+    monkeypatch.setattr(model.predictor, "logits", spoil)
+    first, error, last = model.predict([FILMS] * 3, 1 << 20)
+    assert isinstance(error, UserError) and str(error).startswith("row 2: the model's result is not a finite number")
+    assert (bits(first), bits(last)) == (bits(expected[0]), bits(expected[2]))
+
+
+def test_nothing_is_computed_for_nobody(film_run):
+    """Errors are still told; a single client that waits is enough."""
+    model = ServedModel(hostdev.Predictor(film_run), print)
+    wrong = {**FILMS, "age": [1.0, 2.0, 1e39, 3.0]}
+    gone, error = model.predict([FILMS, wrong], 1 << 20, lambda number: number == 1)
+    assert gone is None and isinstance(error, UserError)
+    assert all(len(each) == 4 for each in model.predict([FILMS, FILMS], 1 << 20, lambda number: number == 1))

@@ -4,7 +4,6 @@ import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,6 @@ from hostdev.data.preprocess.meaning import difference, with_known_ids
 from hostdev.data.preprocess.reading import ReadSettings, all_readings
 from hostdev.data.preprocess.unlabelled import EncodedPart, rows_in
 from hostdev.data.shards import ShardReader
-from hostdev.device import backend
 from hostdev.ext.predict.measures import By, Measures
 from hostdev.ext.predict.output import Output, kept_columns
 from hostdev.ext.predict.predictor import Predictor, UnknownValues
@@ -44,20 +42,15 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
 
 def _predict(arguments: argparse.Namespace, prog: str, out: Path) -> Callable[[], None]:
     """Write the predictions; return a function that prints what was done."""
-    device = backend.select(arguments.device)
-    backend.make_deterministic(device)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        predictor = Predictor(
-            arguments.checkpoint,
-            device=device,
-            model=arguments.model,
-            which=arguments.which,
-            query=arguments.query,
-            _encodes=not arguments.data.is_dir(),
-        )
-    for warning in told:
-        note(f"{prog}: {warning.message}")
+    predictor = Predictor.for_command(
+        lambda line: note(f"{prog}: {line}"),
+        arguments.checkpoint,
+        arguments.device,
+        model=arguments.model,
+        which=arguments.which,
+        query=arguments.query,
+        _encodes=not arguments.data.is_dir(),
+    )
     schema = predictor.data.schema
     kept = kept_columns(arguments.keep, schema)
     work = _open_rows(arguments, predictor, kept, prog)

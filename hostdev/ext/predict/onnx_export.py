@@ -21,7 +21,6 @@ from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.data.batch import Batch
-from hostdev.data.preprocess.encoding import rows_of
 from hostdev.ext.predict.output import names_of
 from hostdev.ext.predict.predictor import Predictor, Probabilities
 from hostdev.models.model import Model, Rows
@@ -61,7 +60,7 @@ def write(model: str | None, chain: Chain, out: Path) -> list[str]:
     content = _convert(predictor, inputs, values, outputs, json.dumps(about))
     (out / FILE).write_bytes(content)
     (out / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
-    for some in (batch, rows_of(batch, 0, 1)):
+    for some in (batch, *batch.split([0, 1])):
         found = _compute(content, get_values(predictor, inputs, some))
         _require_equal(found, predictor.predict(some))
     lines = [

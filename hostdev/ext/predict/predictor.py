@@ -6,10 +6,11 @@
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +21,21 @@ from hostdev.checkpoint.layers import SavedRows
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch
-from hostdev.data.preprocess.encoding import rows_of
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.schema import columns_of
 from hostdev.device import backend
 from hostdev.device.ops import get_ops
 from hostdev.ext.predict.following import SECONDS, FollowingPredictor, list_checkpoints, warn
 from hostdev.ext.predict.opening import Opened, choose_model, open_checkpoint, reading
-from hostdev.ext.predict.rows import as_array, as_batch, as_columns, as_mapping, get_column_names
+from hostdev.ext.predict.rows import (
+    as_array,
+    as_batch,
+    as_columns,
+    as_mapping,
+    concatenate_rows,
+    get_column_names,
+    join_lists,
+)
 from hostdev.models import registry
 from hostdev.models.model import Model, Rows
 from hostdev.runtime.features import FeatureIds, read_ids
@@ -41,7 +49,6 @@ _SOME = 20  # columns with fewer values are not reported
 _MOST = 0.5  # a share of unknown values above this is reported
 _TIMES = 2  # if it is also above this many times the share in training
 Probabilities = npt.NDArray[np.float32]
-_MOST_PLAIN = 1 << 16  # rows; for more, Arrow's way takes less memory
 
 
 class UnknownValues:
@@ -57,6 +64,7 @@ class UnknownValues:
         self._columns = [*ids, *(column for column in schema.columns if column.kind == "bag")]
         self._oov = np.array([spaces[column.space].oov for column in self._columns], np.int64)
         self._rates = np.array([encoding.rates.get(column.space, 1.0) for column in self._columns])
+        self._has_rates = bool(encoding.rates)
         self._most = np.maximum(_MOST, _TIMES * self._rates)  # a larger share causes a warning
         self._ids = len(ids)
         self._uses = np.zeros(len(self._columns), np.int64)
@@ -65,7 +73,7 @@ class UnknownValues:
 
     def count(self, batch: Batch) -> None:
         """Count the values of a batch."""
-        if not self._encoding.rates:
+        if not self._has_rates:
             return
         self._uses[: self._ids] += len(batch)
         self._unknown[: self._ids] += np.count_nonzero(batch.ids == self._oov[: self._ids], axis=0)
@@ -89,6 +97,16 @@ class UnknownValues:
             )
 
 
+class _FeatureLookup(NamedTuple):
+    """How a feature is looked up."""
+
+    name: str
+    feature: Feature
+    is_single: bool  # as in `Feature`
+    tables: list[str]
+    unknown: Sequence[str]  # the feature's out-of-vocabulary rows of tables by key
+
+
 class Predictor:
     """A trained model that predicts the probability of a positive label, or the value of a numeric label.
 
@@ -106,6 +124,8 @@ class Predictor:
         path: The checkpoint's folder.
         step: The checkpoint's step.
         created: When the checkpoint was written, UTC in ISO 8601.
+        batch_size: Rows per computation.
+        has_query: Whether a query can compute columns of raw rows.
 
     Args:
         checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. For a run with
@@ -145,7 +165,7 @@ class Predictor:
         self._use(opened)
         self._given_query, self._is_warned = query, False
         with reading(self.path):
-            self._has_query = query is not None or any("query" in one for one in self.data.sources)
+            self.has_query = query is not None or any("query" in one for one in self.data.sources)
         if _encodes:
             with reading(self.path):
                 self.encoding.prepare()
@@ -184,6 +204,18 @@ class Predictor:
         list_checkpoints(path)
         return FollowingPredictor(cls(path, **options), path, options.get("which"), seconds, on_change, on_problem)
 
+    @classmethod
+    def for_command(cls, note: Callable[[str], object], checkpoint: Path, device: str, **options: Any) -> "Predictor":
+        """Return a predictor whose results are deterministic on a device; `note` gets the text of each warning."""
+        chosen = backend.select(device)
+        backend.make_deterministic(chosen)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            made = cls(checkpoint, device=chosen, **options)
+        for warning in told:
+            note(str(warning.message))
+        return made
+
     def successor(self, opened: Opened) -> "Predictor":
         """Return a predictor of a newer checkpoint of the same run, which shares what has not changed with this one.
 
@@ -215,6 +247,13 @@ class Predictor:
         with reading(self.path):
             self.tables = {name: SavedRows(opened.chain, name) for name in self.model.tables}
             self._require_tables()
+        self._lookups = [self._lookup_of(name, feature) for name, feature in self.model.features.items()]
+        # The training run's batch size, so that results equal its evaluation bit for bit.
+        self.batch_size = int(self.settings["batch_size"])
+
+    def _lookup_of(self, name: str, feature: Feature) -> _FeatureLookup:
+        tables = [feature.tables] if feature.is_single else list(feature.tables)
+        return _FeatureLookup(name, feature, feature.is_single, tables, feature.unknown_names)
 
     @property
     def checksum(self) -> str:
@@ -228,7 +267,7 @@ class Predictor:
     @cached_property
     def raw_query(self) -> "RawQuery | None":
         """Computes the columns of raw rows; None if the data set was not made by a query, and no other is given."""
-        if not self._has_query:
+        if not self.has_query:
             return None
         from hostdev.data.preprocess.query.raw_rows import RawQuery, find_source  # imports DuckDB
 
@@ -240,7 +279,7 @@ class Predictor:
         Raises:
             UserError: A column is not there and cannot be computed.
         """
-        if not self._has_query or (self._given_query is None and set(self.encoding.columns()) <= set(names)):
+        if not self.has_query or (self._given_query is None and set(self.encoding.columns()) <= set(names)):
             return None
         assert self.raw_query is not None
         return self.raw_query.plan(names)
@@ -248,7 +287,7 @@ class Predictor:
     @cached_property
     def ambiguity(self) -> str | None:
         """A line about columns that rows may have as raw values or as the query's results, or None."""
-        if self._given_query is not None or not self._has_query:
+        if self._given_query is not None or not self.has_query:
             return None
         try:
             redefined = [] if self.raw_query is None else self.raw_query.redefined
@@ -271,11 +310,6 @@ class Predictor:
                     f"{self.path} is of a different model: table {name!r} is {table.rows} x {table.dim} in the "
                     f"checkpoint, not {spec.rows} x {spec.dim}"
                 )
-
-    @property
-    def batch_size(self) -> int:
-        """Rows per computation: the training run's batch size, so that results equal its evaluation bit for bit."""
-        return int(self.settings["batch_size"])
 
     def __call__(self, rows: Any) -> Probabilities:  # Any, as pandas may not be installed
         """Return the probability of each row, float32 [n], or [n, labels] if the model has several labels.
@@ -323,16 +357,21 @@ class Predictor:
             rows = plan.complete(rows, as_array)
         return self.encode_columns(rows)
 
-    def encode_columns(self, rows: Any) -> Batch:  # Any, as pandas may not be installed
-        """Return the same as `encode` for rows that have all columns of the data set."""
-        if isinstance(rows, Mapping) and all(type(some) is list and len(some) <= _MOST_PLAIN for some in rows.values()):
-            batch = self.encoding.encode_few(rows)
-            if batch is not None:
+    def encode_columns(self, *parts: Any) -> Batch:  # Any, as pandas may not be installed
+        """Return the same as `encode` for rows that have all columns of the data set.
+
+        Raises:
+            UserError: A value is invalid, or, of several sets of rows, the sets cannot be encoded together.
+        """
+        if (plain := self.encoding.plain) is not None and all(isinstance(rows, Mapping) for rows in parts):
+            joined = parts[0] if len(parts) == 1 else join_lists(parts, plain.names)
+            if joined is not None and (batch := plain.encode(joined)) is not None:
                 return batch
-        return self.encoding.encode(as_batch(rows, self.encoding))
+        batches = [as_batch(rows, self.encoding) for rows in parts]
+        return self.encoding.encode(batches[0] if len(batches) == 1 else concatenate_rows(batches, self.encoding))
 
     def _warn_of_ambiguity(self) -> None:
-        if self._has_query and not self._is_warned:
+        if self.has_query and not self._is_warned:
             self._is_warned = True
             if self.ambiguity is not None:
                 warnings.warn(self.ambiguity, stacklevel=3)
@@ -359,12 +398,27 @@ class Predictor:
         """Return the same predictions as `__call__`, but for a batch that already has the data set's ids."""
         return self.to_predictions(self.logits_by_batch(batch))
 
-    def logits_by_batch(self, batch: Batch) -> Probabilities:
-        """Return the same as `logits` for any number of rows, computed in batches of `batch_size` rows."""
-        size = self.batch_size
-        logits = [self.logits(rows_of(batch, start, start + size)) for start in range(0, len(batch), size)]
-        labels = self.data.schema.labels
-        return np.concatenate(logits) if logits else np.empty((0, len(labels)) if len(labels) > 1 else 0, np.float32)
+    def logits_by_batch(
+        self, batch: Batch, most: int | None = None, proceed: Callable[[], object] = lambda: None
+    ) -> Probabilities:
+        """Return the same as `logits` for any number of rows, computed in batches.
+
+        Args:
+            batch: The rows.
+            most: The largest number of rows of a batch, if that is less than `batch_size`.
+            proceed: Called before each batch; an error that it raises ends the computation.
+        """
+        n, size = len(batch), min(most or self.batch_size, self.batch_size)
+        if not n:
+            labels = len(self.data.schema.labels)
+            return np.empty((0, labels) if labels > 1 else 0, np.float32)
+        edges = [*range(0, n, size), n]
+        parts: Iterable[Batch] = [batch] if n <= size else (replace(part, whole=None) for part in batch.split(edges))
+        logits = []
+        for part in parts:
+            proceed()
+            logits.append(self.logits(part))
+        return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
     def logits(self, batch: Batch) -> Probabilities:
         """Return the model's outputs for one batch, float32 [n], or [n, labels] for several labels.
@@ -380,37 +434,33 @@ class Predictor:
         return found
 
     def rows(self, batch: Batch) -> Rows:
-        """Return the looked-up rows of each feature for a batch, as the model's `forward` gets them."""
-        return dict(self._rows(batch))
-
-    def _rows(self, batch: Batch) -> Iterator[tuple[str, Any]]:
-        """Yield each feature's name and its rows, equal to those that `Runtime.predict` passes to the model."""
+        """Return the looked-up rows of each feature for a batch, equal to those that `Runtime.predict` looks up."""
         given = self.model.ids(batch)
         looked_up: dict[tuple[str, int], Tensor] = {}  # features may share ids
-        for name, feature in self.model.features.items():
+        rows: Rows = {}
+        for name, feature, is_single, tables, unknown in self._lookups:
             ids = read_ids(name, feature, given[name])
-            unknown = feature.unknown_names
-            names = [feature.tables] if feature.is_single else list(feature.tables)
+            is_plain = ids.offsets is None and ids.weights is None
+            positions = None if is_plain else torch.arange(len(ids.values), dtype=torch.int32)
             outputs = []
-            for table in names:
+            for table in tables:
                 key = table, id(given[name])
                 if key not in looked_up:
                     looked_up[key] = torch.from_numpy(self.tables[table].lookup(ids.values, unknown))
-                outputs.append(self._values(looked_up[key], feature, ids, self.tables[table].dim).to(self._device))
-            yield name, outputs[0] if feature.is_single else tuple(outputs)
+                outputs.append(self._values(looked_up[key], feature, ids, positions, self.tables[table].dim))
+            rows[name] = outputs[0] if is_single else tuple(outputs)
+        return rows
 
-    def _values(self, rows: Tensor, feature: Feature, ids: FeatureIds, dim: int) -> Tensor:
+    def _values(self, rows: Tensor, feature: Feature, ids: FeatureIds, positions: Tensor | None, dim: int) -> Tensor:
         """Return a feature's rows as the model needs them: weighted or pooled if required, in the model's precision."""
         dtype = torch.bfloat16 if self._bf16 and dim > 1 else torch.float32
-        if ids.offsets is None and ids.weights is None:
-            found = rows.to(dtype)
+        if positions is None:
+            values = rows.to(dtype)
+        elif ids.offsets is None:
+            values = self._ops.gather(rows, positions, ids.weights, dtype)
         else:
-            each = torch.arange(len(rows), dtype=torch.int32)
-            if ids.offsets is None:
-                found = self._ops.gather(rows, each, ids.weights, dtype)
-            else:
-                found = self._ops.pool(rows, each, ids.offsets, ids.weights, feature.pooling == "mean", dtype)
-        return found if ids.shape is None else found.view(*ids.shape, dim)
+            values = self._ops.pool(rows, positions, ids.offsets, ids.weights, feature.pooling == "mean", dtype)
+        return (values if ids.shape is None else values.view(*ids.shape, dim)).to(self._device)
 
 
 def probabilities(logits: Probabilities) -> Probabilities:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
-from typing import Any, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,28 +11,19 @@ import pyarrow as pa
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import counted
 
+if TYPE_CHECKING:
+    from hostdev.data.preprocess.encoding import Encoding
+    from hostdev.data.preprocess.query.raw_rows import RawPlan
+
+    Columns = Encoding | RawPlan  # say which columns are read, and which of these have lists or only numbers
+
 
 def as_mapping(rows: Any) -> Any:
     """Return a pandas Series (one row) as a dict; return anything else unchanged."""
     return rows.to_dict() if _is_pandas(rows, "Series") else rows
 
 
-class Columns(Protocol):
-    """The columns that are read from rows: those of `Encoding`, or raw ones that a query needs."""
-
-    def columns(self) -> list[str]:
-        """Return the names of the columns."""
-
-    @property
-    def separators(self) -> Mapping[str, str | None]:
-        """By column with lists, the separator of the values in text."""
-
-    @property
-    def numeric_columns(self) -> set[str]:
-        """The columns that are used only as numbers."""
-
-
-def as_columns(rows: Mapping[Any, Any], encoding: Columns) -> dict[str, Any]:
+def as_columns(rows: Mapping[Any, Any], encoding: "Columns") -> dict[str, Any]:
     """Return the required columns, each with a value per row; single values mean one row.
 
     In the column of a bag, a list of single values is one row's bag if all columns that are not bags have single
@@ -86,7 +78,7 @@ def _is_one_row(rows: Mapping[Any, Any], separators: Mapping[str, str | None]) -
     return any(len(values) > 1 for values in lists.values())
 
 
-def as_batch(rows: Any, encoding: Columns) -> pa.RecordBatch:
+def as_batch(rows: Any, encoding: "Columns") -> pa.RecordBatch:
     """Return the required columns of a dict from `as_columns`, a pandas DataFrame, or a pyarrow Table or RecordBatch.
 
     Raises:
@@ -102,6 +94,31 @@ def as_batch(rows: Any, encoding: Columns) -> pa.RecordBatch:
         numbers = encoding.numeric_columns
         arrays = [_array(name, rows[name], "numbers" if name in numbers else "values") for name in names]
     return pa.RecordBatch.from_arrays(arrays, names=names)
+
+
+def join_lists(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]] | None:
+    """Return the columns `names` of several sets of rows as one set, or None if one of them is not a list."""
+    if not all(type(rows[name]) is list for rows in parts for name in names):
+        return None
+    return {name: list(chain.from_iterable([rows[name] for rows in parts])) for name in names}
+
+
+def concatenate_rows(parts: Sequence[pa.RecordBatch], encoding: "Columns") -> pa.RecordBatch:
+    """Return several sets of rows, from `as_batch`, as one set.
+
+    Raises:
+        UserError: A column's types differ between the sets, so that a value would change if they were joined.
+    """
+    numbers, columns = encoding.numeric_columns, []
+    plain = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
+    for name in parts[0].schema.names:
+        arrays = [part[name] for part in parts]
+        if name in numbers and all(any(test(array.type) for test in plain) for array in arrays):
+            arrays = [array.cast(pa.float64()) for array in arrays]  # as they are converted in any case
+        if any(array.type != arrays[0].type for array in arrays):
+            raise UserError(f"column {name!r} has other types in other rows")
+        columns.append(pa.concat_arrays(arrays))
+    return pa.RecordBatch.from_arrays(columns, names=parts[0].schema.names)
 
 
 def get_column_names(rows: Any) -> Sequence[Any]:

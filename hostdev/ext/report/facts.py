@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hostdev.ext.report.page import Cell, Fact, Section, SortableTable
+from hostdev.ext.report.page import Cell, Fact, Section, SortableTable, cell, run_table
 from hostdev.ext.report.quality import METRICS
 from hostdev.ext.report.reading import RUNNING, RunData
 from hostdev.ext.report.values import NONE, clean, count, entry, metric, number, option, share, size, table
@@ -76,9 +76,9 @@ def summary(runs: Sequence[RunData]) -> Section:
                 Cell(run.name),
                 Cell(run.status),
                 *(_metric(final(run, name), best[name], len(runs)) for name in present),
-                Cell(count(speed), speed),
-                Cell(size(memory), memory),
-                Cell(count(steps(run)), steps(run)),
+                cell(speed, count),
+                cell(memory, size),
+                cell(steps(run), count),
                 Cell(clean(str(entry(run.config, "model") or NONE))),
                 Cell(digest[:12] if isinstance(digest, str) else NONE),
             ]
@@ -192,20 +192,20 @@ def checkpoints(runs: Sequence[RunData]) -> Section:
             )
         for each in run.checkpoints:
             kind = each.error or ("full" if each.is_full else "increment")
+            nbytes = cell(None if each.error else each.nbytes, size)
             rows.append(
                 [
-                    *([Cell(run.name)] if len(runs) > 1 else []),
+                    Cell(run.name),
                     Cell(each.name),
-                    Cell(count(each.step), each.step),
+                    cell(each.step, count),
                     Cell(kind),
-                    Cell(NONE) if each.error else Cell(size(each.nbytes), each.nbytes),
+                    nbytes,
                     Cell(each.created or NONE),
                 ]
             )
         if not run.checkpoints:
             missing.append(f"{run.name}: {_why_none(run)}")
-    head = [*(["run"] if len(runs) > 1 else []), "checkpoint", "step", "kind", "size", "created (UTC)"]
-    tables = [SortableTable("", head, rows)] if rows else []
+    tables = run_table("", ["run", "checkpoint", "step", "kind", "size", "created (UTC)"], rows, runs)
     return Section("checkpoints", "Checkpoints", tables=tables, notes=notes, missing=missing)
 
 

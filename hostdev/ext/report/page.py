@@ -4,7 +4,7 @@ import base64
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import hostdev
 from hostdev.ext.report import charts
 from hostdev.ext.report.reading import RunData
+from hostdev.ext.report.values import NONE
 
 GENERATOR = "hostdev report"  # in a page's head, by which a later report knows that it may replace the file
 _SNIPPET = "window.vegaEmbed = vegaEmbed;"
@@ -31,6 +32,11 @@ class Cell:
         return isinstance(self.key, float | int)
 
 
+def cell(value: float | None, form: Callable[[Any], str]) -> Cell:
+    """Return the cell of a number, sorted by it and shown by `form`; of None, that it is not known."""
+    return Cell(NONE) if value is None else Cell(form(value), value)
+
+
 @dataclass(frozen=True)
 class SortableTable:
     """A sortable table. A column is for numbers if its first cell with a key is one."""
@@ -45,6 +51,17 @@ class SortableTable:
         columns = zip(*self.rows, strict=True) if self.rows else ([] for _ in self.head)
         keyed = [[cell for cell in column if cell.key is not None] for column in columns]
         object.__setattr__(self, "numeric", [bool(each) and each[0].is_number for each in keyed])
+
+
+def run_table(
+    title: str, head: list[str], rows: list[list[Cell]], runs: Sequence[RunData], *, is_folded: bool = False
+) -> list[SortableTable]:
+    """Return the table of rows of runs, or [] without rows; a single run needs no column "run"."""
+    if len(runs) == 1:
+        place = head.index("run")
+        head = [*head[:place], *head[place + 1 :]]
+        rows = [[*row[:place], *row[place + 1 :]] for row in rows]
+    return [SortableTable(title, head, rows, is_folded)] if rows else []
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import numpy as np
 
 from hostdev.ext.report import charts
 from hostdev.ext.report.charts import shorten
-from hostdev.ext.report.page import Cell, Chart, Section, SortableTable
+from hostdev.ext.report.page import Cell, Chart, Section, SortableTable, cell, run_table
 from hostdev.ext.report.reading import Counts, RunData
-from hostdev.ext.report.values import NONE, clean, clean_name, count, entry, metric, number, share
+from hostdev.ext.report.values import clean, clean_name, count, entry, metric, number, share
 
 METRICS = {"auc": "AUC", "logloss": "log loss", "rmse": "RMSE", "mae": "MAE"}
 _RISING = "auc"  # the only metric of which more is better
@@ -102,21 +102,20 @@ def _evaluations(runs: Sequence[RunData]) -> list[SortableTable]:
     present = [name for name in METRICS if any(name in line.test for run in runs for line in run.evaluations)]
     rows = [
         [
-            *([Cell(run.name)] if len(runs) > 1 else []),
-            Cell(count(line.epoch), line.epoch),
-            Cell(count(line.step), line.step),
+            Cell(run.name),
+            cell(line.epoch, count),
+            cell(line.step, count),
             *(_metric(found.get(name)) for name in present for found in (line.test, line.training)),
         ]
         for run in runs
         for line in run.evaluations
     ]
-    head = [text for name in present for text in (METRICS[name], f"{METRICS[name]}, training")]
-    head = [*(["run"] if len(runs) > 1 else []), "epoch", "step", *head]
-    return [SortableTable("All evaluations", head, rows, is_folded=True)] if rows else []
+    shown = [text for name in present for text in (METRICS[name], f"{METRICS[name]}, training")]
+    return run_table("All evaluations", ["run", "epoch", "step", *shown], rows, runs, is_folded=True)
 
 
 def _metric(value: float | None) -> Cell:
-    return Cell(NONE) if value is None or not math.isfinite(value) else Cell(metric(value), value)
+    return cell(value if value is not None and math.isfinite(value) else None, metric)
 
 
 def arrivals(runs: Sequence[RunData]) -> Section | None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hostdev.ext.report import charts
-from hostdev.ext.report.page import Cell, Chart, Section, SortableTable
+from hostdev.ext.report.page import Cell, Chart, Section, SortableTable, cell, run_table
 from hostdev.ext.report.reading import RunData
 from hostdev.ext.report.values import (
     NONE,
@@ -142,30 +142,24 @@ def _op_tables(runs: Sequence[RunData]) -> list[SortableTable]:
             mean, p99, moved = (number(part, name) for name in ("mean_us", "p99_us", "bytes"))
             total = number(part, "total_us") or 0.0
             speed = moved / total / 1e3 if moved and total else None
-            rows.append(
-                [
-                    Cell(op),
-                    *([Cell(run.name)] if len(runs) > 1 else []),
-                    _cell(number(part, "count"), count),
-                    _cell(mean, _decimal),
-                    _cell(p99, _decimal),
-                    Cell(f"{total / 1e6:,.2f}", total),
-                    Cell(share(shares[op]), shares[op]),
-                    _cell(speed, lambda value: f"{value:.1f}"),
-                ]
-            )
+            cells = [
+                Cell(op),
+                Cell(run.name),
+                cell(number(part, "count"), count),
+                cell(mean, _decimal),
+                cell(p99, _decimal),
+                Cell(f"{total / 1e6:,.2f}", total),
+                Cell(share(shares[op]), shares[op]),
+                cell(speed, lambda value: f"{value:.1f}"),
+            ]
+            rows.append(cells)
     rows.sort(key=lambda row: -float(row[-2].key or 0.0))
-    several = ["run"] if len(runs) > 1 else []
-    head = ["op", *several, "calls", "mean µs", "p99 µs", "total s", "share", "GB/s"]
-    return [SortableTable("All ops", head, rows, is_folded=True)] if rows else []
+    head = ["op", "run", "calls", "mean µs", "p99 µs", "total s", "share", "GB/s"]
+    return run_table("All ops", head, rows, runs, is_folded=True)
 
 
 def _decimal(value: float) -> str:
     return f"{value:,.1f}"
-
-
-def _cell(value: float | None, form: Any) -> Cell:
-    return Cell(NONE) if value is None else Cell(form(value), value)
 
 
 def memory(runs: Sequence[RunData]) -> Section:
@@ -223,17 +217,16 @@ def _caches(runs: Sequence[RunData], names: list[str]) -> Found:
             hits = number(cache, "hit_rate")
             prefix = f"{run.name}: " if len(runs) > 1 else ""
             findings.append(f"{prefix}{label + ': ' if label else ''}{share(hits)} of lookups hit")
-            rows.append(
-                [
-                    *([Cell(run.name)] if len(runs) > 1 else []),
-                    Cell(label or "all tables"),
-                    Cell(clean(str(entry(cache, "policy")))),
-                    _cell(number(cache, "rows"), count),
-                    _cell(hits, share),
-                    *(_cell(_by(number(cache, each), steps), _decimal) for each in _CACHED_ROWS),
-                    *(_cell(_by(number(cache, each), steps), size) for each in _CACHED_BYTES),
-                ]
-            )
+            cells = [
+                Cell(run.name),
+                Cell(label or "all tables"),
+                Cell(clean(str(entry(cache, "policy")))),
+                cell(number(cache, "rows"), count),
+                cell(hits, share),
+                *(cell(_by(number(cache, each), steps), _decimal) for each in _CACHED_ROWS),
+                *(cell(_by(number(cache, each), steps), size) for each in _CACHED_BYTES),
+            ]
+            rows.append(cells)
         if not found:
             known = "no embedding cache was used." if run.summary else "the cache's figures are known at the run's end."
             missing.append(f"{run.name}: {known}")
@@ -242,9 +235,8 @@ def _caches(runs: Sequence[RunData], names: list[str]) -> Found:
     order = list(dict.fromkeys(row["part"] for row in bars))
     spec = charts.bars(names, bars, "MiB per step", order=order, form=",~r")
     chart = Chart("Bytes that the cache moves", "; ".join(findings), spec)
-    several = ["run"] if len(runs) > 1 else []
-    head = [*several, "cache of", "policy", "rows", "hit rate", "admitted/step", "evicted/step", "bypassed/step"]
-    return [chart], [SortableTable("Caches", [*head, "to device/step", "to host/step"], rows)], missing
+    head = ["run", "cache of", "policy", "rows", "hit rate", "admitted/step", "evicted/step", "bypassed/step"]
+    return [chart], run_table("Caches", [*head, "to device/step", "to host/step"], rows, runs), missing
 
 
 def _by(value: float | None, steps: float) -> float | None:
@@ -273,19 +265,18 @@ def _exchange(runs: Sequence[RunData], names: list[str]) -> Found:
         hosts = number(ranks, "hosts")
         where = f"{count(hosts)} hosts" if hosts != 1 else "one host"
         findings.append(f"{prefix}{count(number(ranks, 'size'))} processes on {where}{more}")
-        rows += _ranks(run, len(runs))
+        rows += _ranks(run)
     made = []
     if bars:
         order = [name for name in _SENT.values() if any(row["part"] == name for row in bars)]
         order += sorted({row["part"] for row in bars} - set(order))
         spec = charts.bars(names, bars, "MiB per step, sent by all processes", order=order, form=",~r")
         made.append(Chart("Exchange between processes", "; ".join(findings), spec))
-    several = ["run"] if len(runs) > 1 else []
-    head = [*several, "rank", "status", "peak memory", "host busy", "device busy", "step waited"]
-    return made, [SortableTable("Processes", head, rows)] if rows else [], missing
+    head = ["run", "rank", "status", "peak memory", "host busy", "device busy", "step waited"]
+    return made, run_table("Processes", head, rows, runs), missing
 
 
-def _ranks(run: RunData, several: int) -> list[list[Cell]]:
+def _ranks(run: RunData) -> list[list[Cell]]:
     """Return a row of a table for each rank whose run directory is here."""
     made = []
     for rank, summary in {0: run.summary, **run.ranks}.items():
@@ -293,11 +284,11 @@ def _ranks(run: RunData, several: int) -> list[list[Cell]]:
         times = [*busy, number(summary, "pipeline", "stall_us", "step")]
         made.append(
             [
-                *([Cell(run.name)] if several > 1 else []),
+                Cell(run.name),
                 Cell(str(rank), rank),
                 Cell(clean(str(entry(summary, "status")))),
-                _cell(number(summary, "peak_rss_bytes"), size),
-                *(_cell(_by(each, 1e6), seconds) for each in times),
+                cell(number(summary, "peak_rss_bytes"), size),
+                *(cell(_by(each, 1e6), seconds) for each in times),
             ]
         )
     return made

@@ -1,8 +1,10 @@
 """The HTTP API: its endpoints, as an ASGI application of Starlette."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -18,14 +20,12 @@ from hostdev import __version__
 from hostdev.core.errors import in_words
 from hostdev.ext.serving import columns, openapi, protocol
 from hostdev.ext.serving.body import BINARY, JSON, BodyReader, RequestBody
-from hostdev.ext.serving.collector import paused
 from hostdev.ext.serving.connection import Token, is_local_name
 from hostdev.ext.serving.gathering import ClientGoneError, Gatherer, Predicted, wrong_version
-from hostdev.ext.serving.json_input import PIECE_BYTES, Structure, parse_json, scan
-from hostdev.ext.serving.limits import Limits
+from hostdev.ext.serving.json_input import PIECE_BYTES, Structure, dump, dump_list, parse_json, scan
 from hostdev.ext.serving.metrics import Metrics
 from hostdev.ext.serving.model import ServedModel
-from hostdev.ext.serving.refused import RefusedError, bad
+from hostdev.ext.serving.refused import Limits, RefusedError, bad
 
 _FEW_ROWS = 4096  # whose answer is written at once; a larger one is written beside the event loop
 _BINARY_MEMORY = 8  # bytes of the values that one byte of binary tensors may become; short texts need more than that
@@ -138,10 +138,10 @@ class Service:
             content, binary = protocol.split(content, request.headers.get(protocol.HEADER_LENGTH))
             parse = partial(self._parse_infer, content, binary)
             inference, given, values = await self._parsed(request, body, content, len(binary), parse)
-            wanted_version = version or inference.model[1] or None
+            wanted_version, gone = version or inference.model[1] or None, partial(_gone, request.receive)
             try:
                 async with asyncio.timeout(inference.timeout or None):
-                    answer = await self._compute(request, given, inference.rows, values, wanted_version)
+                    answer = await self._gatherer.predict(given, inference.rows, wanted_version, gone, values)
             except TimeoutError:
                 raise RefusedError(
                     HTTPStatus.SERVICE_UNAVAILABLE, f"the request's timeout of {inference.timeout:g} s is over"
@@ -170,31 +170,29 @@ class Service:
         tensors = [one for one in inference.inputs if one.name in model.inputs or one.name not in model.labels]
         inputs = model.inputs_of([tensor.name for tensor in tensors])
         given = columns.from_tensors(tensors, inputs)
-        return inference, given, self._limits.count_values(given, inputs)
+        return inference, given, columns.count_values(given, inputs, self._limits)
 
     async def _predict(self, request: Request) -> Response:
         with self._bodies.holding() as body:
             content = await body.read(request.headers, request.receive, (JSON,))
             parse = partial(self._parse_rows, content)
             given, rows, values = await self._parsed(request, body, content, 0, parse)
-            answer = await self._compute(request, given, rows, values, None)
+            answer = await self._gatherer.predict(given, rows, None, partial(_gone, request.receive), values)
         return await _beside(rows, partial(self._predicted, answer))
 
     def _parse_rows(self, content: bytes, structure: Structure | None) -> tuple[columns.Columns, int, int]:
-        found = parse_json(content, structure=structure)
-        names = columns.names_in(found)
-        inputs = self._model.inputs if names is None else self._model.inputs_of(names)
-        count, has_escapes = self._limits.count_values, b"\\u" in content
-        given, rows = columns.from_rows(found, inputs, self._limits.most_rows, has_escapes=has_escapes, count=count)
-        return given, rows, count(given, inputs)
+        document, model = parse_json(content, structure=structure), self._gatherer.model
+        names = columns.names_in(document)
+        inputs = model.inputs if names is None else model.inputs_of(names)
+        return columns.from_rows(document, inputs, self._limits, has_escapes=b"\\u" in content)
 
     def _predicted(self, answer: Predicted) -> Response:
         labels = answer.model.labels
         found: Any = answer.values[:, 0].tolist()
         if len(labels) > 1:
             found = [dict(zip(labels, row, strict=True)) for row in answer.values.tolist()]
-        about = protocol.dump({"model": self._name, "step": answer.model.step})[:-1]
-        return _as_json(about + b',"predictions":' + protocol.dump_list(found) + b"}")
+        about = dump({"model": self._name, "step": answer.model.step})[:-1]
+        return _as_json(about + b',"predictions":' + dump_list(found) + b"}")
 
     async def _parsed(
         self,
@@ -213,14 +211,7 @@ class Service:
             structure = await asyncio.to_thread(scan, content)
             structure.require(self._limits.most_containers)
             await body.reserve_parsed(structure.memory + _BINARY_MEMORY * binary_bytes)
-            return await asyncio.to_thread(paused()(parse), structure)
-
-    async def _compute(
-        self, request: Request, given: columns.Columns, rows: int, values: int, version: str | None
-    ) -> Predicted:
-        return await self._gatherer.predict(
-            given, rows, version, lambda: asyncio.ensure_future(_gone(request.receive)), values
-        )
+            return await asyncio.to_thread(_paused()(parse), structure)
 
     async def _show_metrics(self, request: Request) -> Response:
         text, kind = self._metrics.text()
@@ -265,8 +256,9 @@ class _Front:
             await send(message)
 
         app: ASGIApp = self._app
-        shown = next(_headers(scope, b"authorization"), None)
-        if self._token is not None and not self._token.allows(scope["path"], shown):
+        if self._token is not None and not self._token.allows(
+            scope["path"], next(_headers(scope, b"authorization"), None)
+        ):
             needed = "give the header Authorization: Bearer TOKEN"
             app = _error(RefusedError(HTTPStatus.UNAUTHORIZED, needed, closes=True))
         elif self._local_name is not None:
@@ -296,10 +288,14 @@ async def _beside(rows: int, write: Callable[[], Response]) -> Response:
     return write() if rows <= _FEW_ROWS else await asyncio.to_thread(write)
 
 
-async def _gone(receive: Receive) -> None:
-    """Return when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _gone(receive: Receive) -> "asyncio.Future[None]":
+    """Return a future that is done when the client has closed the connection."""
+
+    async def wait() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    return asyncio.ensure_future(wait())
 
 
 def _as_json(body: bytes, status: int = HTTPStatus.OK) -> Response:
@@ -307,7 +303,7 @@ def _as_json(body: bytes, status: int = HTTPStatus.OK) -> Response:
 
 
 def _json(content: Any, status: int = HTTPStatus.OK) -> Response:
-    return _as_json(protocol.dump(content), status)
+    return _as_json(dump(content), status)
 
 
 def _error(refusal: RefusedError) -> Response:
@@ -322,3 +318,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
     found = _json({"error": f"{request.method} {request.url.path}: {error.detail}"}, error.status_code)
     found.headers.update(error.headers or {})
     return found
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
+    """Within the block, do not look for garbage: a parser makes none, and each look at its values takes long."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -8,8 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from hostdev.ext.serving.gathering import ClientGoneError
-from hostdev.ext.serving.limits import Limits
-from hostdev.ext.serving.refused import RefusedError, bad
+from hostdev.ext.serving.refused import Limits, RefusedError, bad, too_large
 
 Receive = Callable[[], Awaitable[Any]]
 
@@ -25,58 +24,60 @@ class BodyReader:
     """Reads bodies. Those of all requests in progress together stay below a limit, and so do their parsed values.
 
     Attributes:
+        limits: Of requests.
+        most_held: The largest number of bytes of all bodies, and of all parsed values.
+        held: Bytes of bodies.
+        parsed: Bytes of parsed values.
+        released: Set when a request has ended.
         turn: Held while a large body is decompressed or parsed, which is done for one at a time, in order.
     """
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._most_held = _MOST_BODIES * limits.most_bytes
-        self._held = self._parsed = 0
-        self._released = asyncio.Event()
+        self.limits, self.most_held = limits, _MOST_BODIES * limits.most_bytes
+        self.held = self.parsed = 0
+        self.released = asyncio.Event()
         self.turn = asyncio.Lock()
 
     @contextmanager
     def holding(self) -> Iterator["RequestBody"]:
         """Yield the body of one request, whose memory counts until the block ends."""
-        body = RequestBody(self, self._limits)
+        body = RequestBody(self)
         try:
             yield body
         finally:
-            self._held -= body.held
-            self._parsed -= body.parsed
-            self._released.set()
-
-    def reserve(self, count: int) -> None:
-        """Count `count` more bytes; raise RefusedError if they are too many."""
-        if self._held + count > self._most_held and self._held:
-            raise RefusedError(
-                HTTPStatus.SERVICE_UNAVAILABLE, "the requests in progress are too large together", closes=True
-            )
-        self._held += count
-
-    async def reserve_parsed(self, memory: int) -> None:
-        """Count the memory of parsed values; wait until it fits. Any is accepted if there is none."""
-        while self._parsed and self._parsed + memory > self._most_held:
-            self._released.clear()
-            await self._released.wait()
-        self._parsed += memory
+            self.held -= body.held
+            self.parsed -= body.parsed
+            self.released.set()
 
 
 class RequestBody:
     """The body of one request."""
 
-    def __init__(self, reader: BodyReader, limits: Limits) -> None:
-        self._reader, self._limits = reader, limits
+    def __init__(self, reader: BodyReader) -> None:
+        self._reader, self._limits = reader, reader.limits
         self.held = self.parsed = 0
         self._is_complete = False
 
     def _reserve(self, count: int) -> None:
-        self._reader.reserve(count)
+        """Count `count` more bytes; raise RefusedError if they are too many."""
+        reader = self._reader
+        if reader.held + count > reader.most_held and reader.held:
+            raise RefusedError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "the requests in progress are too large together", closes=True
+            )
+        reader.held += count
         self.held += count
 
     async def reserve_parsed(self, memory: int) -> None:
-        """Count the memory of the parsed values until the block of `holding` ends; wait until it fits."""
-        await self._reader.reserve_parsed(memory)
+        """Count the memory of the parsed values until the block of `holding` ends.
+
+        Waits until it fits; any is accepted if no other request has parsed values.
+        """
+        reader = self._reader
+        while reader.parsed and reader.parsed + memory > reader.most_held:
+            reader.released.clear()
+            await reader.released.wait()
+        reader.parsed += memory
         self.parsed += memory
 
     async def read(self, headers: Mapping[str, str], receive: Receive, types: tuple[str, ...]) -> bytes:
@@ -176,7 +177,7 @@ def _require_type(headers: Mapping[str, str], types: tuple[str, ...]) -> str | N
 
 
 def _too_large(most: int) -> RefusedError:
-    return RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is larger than {most:,} bytes", closes=True)
+    return too_large(f"the body is larger than {most:,} bytes", closes=True)
 
 
 async def _drain(receive: Receive) -> None:

@@ -3,25 +3,27 @@
 Values reach the encoder with the types that they have in a request, so that it finds the ids that `Predictor` finds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from http import HTTPStatus
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.naming import listed
 from hostdev.ext.predict.predictor import Predictor
-from hostdev.ext.serving.json_input import PIECE_BYTES, parse_json, scan
-from hostdev.ext.serving.refused import RefusedError, bad
-from hostdev.ext.serving.tensors import BYTES, Tensor, is_unicode, shown
+from hostdev.ext.serving.json_input import PIECE_BYTES, is_unicode, parse_json, scan
+from hostdev.ext.serving.refused import Limits, bad, too_large
+from hostdev.ext.serving.tensors import BYTES, Tensor, shown
 
 if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawPlan
 
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+_MOST_ROW_VALUES = 1 << 18
 _TEXT, _NUMBER = {str, type(None)}, {int, float, type(None)}
 
 Columns = dict[str, Any]  # by name, a list or an array with one value per row; an array [n, k] has lists
@@ -44,7 +46,7 @@ class RawColumn:
     shape: tuple[int, ...]
     separator: str | None = None
 
-    @property
+    @cached_property
     def has_lists(self) -> bool:
         """Whether a row has any number of values."""
         return self.kind in ("bag", "vector", "weights")
@@ -152,26 +154,21 @@ def _parse_list(text: str | None, row: int, name: str) -> list[Any] | None:
 
 
 def from_rows(
-    content: Any,
-    inputs: Mapping[str, RawColumn],
-    most_rows: int,
-    *,
-    has_escapes: bool = True,
-    count: Callable[[Columns, Mapping[str, RawColumn]], object] = lambda columns, inputs: None,
-) -> tuple[Columns, int]:
-    """Return the columns of a JSON document, and its number of rows.
+    content: Any, inputs: Mapping[str, RawColumn], limits: Limits, *, has_escapes: bool = True
+) -> tuple[Columns, int, int]:
+    """Return the columns of a JSON document, its number of rows, and the number of values in its lists.
 
     Args:
         content: {"rows": [{NAME: VALUE, ...}, ...]} or {"columns": {NAME: [VALUE, ...], ...}}. Other columns, such as
             the label, are ignored.
         inputs: The columns that the model reads.
-        most_rows: The largest number of rows that is accepted.
+        limits: Of requests.
         has_escapes: Whether the document may have characters that were written as \\u and digits; only these can be
             halves of surrogate pairs.
-        count: Called before the values are looked at; raises RefusedError if they are too many.
 
     Raises:
-        RefusedError: The document has another form, or a value is missing or of a wrong type.
+        RefusedError: The document has another form or too many rows or values, or a value is missing or of a wrong
+            type.
     """
     if not isinstance(content, dict) or len(content) != 1 or not content.keys() <= {"rows", "columns"}:
         raise bad('the body must be {"rows": [{NAME: VALUE, ...}, ...]} or {"columns": {NAME: [VALUE, ...], ...}}')
@@ -179,9 +176,9 @@ def from_rows(
     if "rows" in content:
         if not isinstance(given, list):
             raise bad("`rows` must be a list of objects")
-        _require_few(len(given), most_rows)
-        columns = _transpose(given, inputs)
         rows = len(given)
+        _require_few(rows, limits)
+        columns = _transpose(given, inputs)
     else:
         given = content["columns"]
         if not isinstance(given, dict):
@@ -192,14 +189,49 @@ def from_rows(
             if not isinstance(values, list):
                 raise bad(f"column {name!r} must be a list with one value per row")
         rows = len(next(iter(columns.values()), []))
-        _require_few(rows, most_rows)
+        _require_few(rows, limits)
         for name, values in columns.items():
             if len(values) != rows:
                 first = next(iter(columns))
                 raise bad(f"column {name!r} has {len(values):,} values, but column {first!r} has {rows:,}")
-    count(columns, inputs)
+    in_lists = count_values(columns, inputs, limits)
     _require_right(columns, inputs, has_escapes=has_escapes)
-    return columns, rows
+    return columns, rows, in_lists
+
+
+def count_values(columns: Columns, inputs: Mapping[str, RawColumn], limits: Limits) -> int:
+    """Return the number of values in the lists and separated texts of a request's columns.
+
+    Raises:
+        RefusedError: They are too many, in a row or in all. A vector may have as many as the model demands.
+    """
+    total = most = 0
+    for name, about in inputs.items():
+        if not about.has_lists:
+            continue
+        values, separator = columns[name], about.separator
+        if isinstance(values, np.ndarray):
+            counts = [values.size // max(1, len(values))] * len(values)
+        else:
+            counts = [
+                len(value)
+                if type(value) is list
+                else value.count(separator) + 1
+                if separator and type(value) is str
+                else 1
+                for value in values
+            ]
+        longest = max(counts, default=0)
+        if longest > max(_MOST_ROW_VALUES, about.shape[-1]):
+            raise too_large(
+                f"row {counts.index(longest) + 1}, column {name!r} has {longest:,} values, more than "
+                f"{_MOST_ROW_VALUES:,}"
+            )
+        total += sum(counts)
+        most += max(0, about.shape[-1]) * len(counts)
+    if total > limits.most_values:
+        limits.require_few("the request", total, most)
+    return total
 
 
 def _require_right(columns: Columns, inputs: Mapping[str, RawColumn], *, has_escapes: bool) -> None:
@@ -279,9 +311,6 @@ def _require_all(given: Mapping[str, Any], inputs: Mapping[str, RawColumn]) -> N
             raise bad(f"the request has no column {name!r}; the model reads {listed(list(inputs))}")
 
 
-def _require_few(rows: int, most_rows: int) -> None:
-    if rows > most_rows:
-        raise RefusedError(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the request has {rows:,} rows, more than {most_rows:,}; send them in several requests",
-        )
+def _require_few(rows: int, limits: Limits) -> None:
+    if rows > limits.most_rows:
+        raise too_large(f"the request has {rows:,} rows, more than {limits.most_rows:,}; send them in several requests")

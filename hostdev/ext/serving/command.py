@@ -15,8 +15,7 @@ import numba
 
 from hostdev.core.addresses import shown_place
 from hostdev.core.progress import note
-from hostdev.ext.serving.collector import settled
-from hostdev.ext.serving.server import ServerEnd, Serving, address_of, listen, show_change
+from hostdev.ext.serving.server import ServerEnd, Serving, address_of, listen, settled, show_change
 from hostdev.ext.serving.settings import Settings
 
 _libc = ctypes.CDLL(None)
@@ -44,11 +43,11 @@ def announce_lost_files(prog: str) -> None:
     _signal(signal.SIGBUS, handler.address)
 
 
-def run(settings: Settings, host: str, port: int) -> None:
+def run(settings: Settings) -> None:
     """Serve until a signal; raise KeyboardInterrupt after Ctrl-C."""
-    listener = listen(host, port)
+    listener = listen(settings.host, settings.port)
     if _is_loopback(listener) and settings.token_file is None:
-        settings = replace(settings, local_name=host)
+        settings = replace(settings, local_name=settings.host)
     with listener:
         number = _run_workers(settings, listener) if settings.workers > 1 else _run_alone(settings, listener)
     if number == signal.SIGINT:

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.workers import Worker
 from hostdev.ext.serving.columns import Columns
-from hostdev.ext.serving.limits import values_of
+from hostdev.ext.serving.metrics import Metrics
 from hostdev.ext.serving.model import ServedModel
-from hostdev.ext.serving.refused import RefusedError, bad
+from hostdev.ext.serving.refused import RefusedError, bad, values_of
 from hostdev.kernels.arrays import Values
 
 _MOST_BATCH_VALUES = 1 << 20  # in the lists of several requests that are encoded together
@@ -24,16 +24,6 @@ class Predicted(NamedTuple):
 
     values: Values
     model: ServedModel
-
-
-class Observer(Protocol):
-    """What a gatherer reports, from its own thread."""
-
-    def batch(self, requests: int, rows: int, seconds: float) -> None:
-        """Report a computed batch."""
-
-    def waiting(self, rows: int) -> None:
-        """Report the number of rows that wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +54,7 @@ class Gatherer:
         wait: Seconds.
         most_waiting: The largest number of rows that wait, whose lists may have `values_of` it values. A request is
             refused if it does not fit, except that an empty queue takes any request.
-        observer: Receives reports.
+        metrics: Counts batches and the rows that wait.
         note: Called with a line for an error that no request explains.
 
     Attributes:
@@ -78,12 +68,12 @@ class Gatherer:
         most_rows: int,
         wait: float,
         most_waiting: int,
-        observer: Observer,
+        metrics: Metrics,
         note: Callable[[str], None],
     ) -> None:
         self.model = model
         self._most_rows, self._wait, self._most_waiting = most_rows, wait, most_waiting
-        self._observer, self._note = observer, note
+        self._metrics, self._note = metrics, note
         self._queue: deque[_Ticket] = deque()
         self._rows = self._values = 0  # that wait
         self._is_busy = False
@@ -143,7 +133,7 @@ class Gatherer:
             self._queue.append(ticket)
             self._rows += ticket.rows
             self._values += ticket.values
-            self._observer.waiting(self._rows)
+            self._metrics.waiting(self._rows)
             self._worker.ask()
         return is_next
 
@@ -159,7 +149,7 @@ class Gatherer:
                 results = self._compute(tickets)
             except Exception as error:  # an error in one batch must not end the thread
                 results = self._failures(tickets, error)
-            self._observer.batch(len(tickets), rows, time.perf_counter() - start)
+            self._metrics.batch(len(tickets), rows, time.perf_counter() - start)
             with self._changed:  # before the answer: its client may send the next request at once
                 self._is_busy = False
             _deliver(results)
@@ -183,7 +173,7 @@ class Gatherer:
                         found.append(ticket)
                         rows += ticket.rows
                         values += ticket.values
-                self._observer.waiting(self._rows)
+                self._metrics.waiting(self._rows)
                 if found or not self._queue:
                     self._is_busy = bool(found)
                     return found
@@ -195,28 +185,23 @@ class Gatherer:
     def _compute(self, tickets: list[_Ticket]) -> "_Results":
         model = self.model
         results: _Results = []
-        right, encoded = [], []
+        right = []
         for ticket in tickets:
             if ticket.version is None or ticket.version == model.version:
                 right.append(ticket)
             else:
                 results.append((ticket, wrong_version(ticket.version, model)))
-        for ticket, batch in zip(right, model.encode([ticket.columns for ticket in right]), strict=True):
-            if isinstance(batch, UserError):
-                results.append((ticket, bad(str(batch))))
-            elif isinstance(batch, Exception):  # the other requests of the batch do not fail with it
-                results += self._failures([ticket], batch)
-            else:
-                encoded.append((ticket, batch))
-        if encoded:
-            waiting = [ticket for ticket, _ in encoded]
-            found = model.predict(
-                [batch for _, batch in encoded],
-                self._most_rows,
-                lambda: not all(ticket.future.cancelled() for ticket in waiting),
-            )
-            for ticket, each in zip(waiting, found or [], strict=found is not None):
-                results.append((ticket, bad(str(each)) if isinstance(each, UserError) else Predicted(each, model)))
+        if not right:
+            return results
+        requests = [ticket.columns for ticket in right]
+        outcomes = model.predict(requests, self._most_rows, lambda number: not right[number].future.cancelled())
+        for ticket, outcome in zip(right, outcomes, strict=True):
+            if isinstance(outcome, UserError):
+                results.append((ticket, bad(str(outcome))))
+            elif isinstance(outcome, Exception):  # the other requests of the batch do not fail with it
+                results += self._failures([ticket], outcome)
+            elif outcome is not None:
+                results.append((ticket, Predicted(outcome, model)))
         return results
 
     def _failures(self, tickets: list[_Ticket], error: Exception) -> "_Results":

@@ -1,4 +1,4 @@
-"""JSON of requests: strict, in bounded steps, and every error is a `RefusedError`.
+"""JSON of requests, which is parsed strictly, in bounded steps, with a `RefusedError` for each error; and of answers.
 
 Python's parser releases the GIL for nothing. A large text is therefore scanned first, by a kernel that does, and then
 parsed in pieces, between which other threads run.
@@ -8,16 +8,16 @@ import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from http import HTTPStatus
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from hostdev.ext.serving.refused import RefusedError, bad
+from hostdev.ext.serving.refused import RefusedError, bad, too_large
 from hostdev.kernels import json_structure
 
 PIECE_BYTES = 1 << 16  # which are parsed at once, in a few milliseconds
+_PIECE_VALUES = 4096  # of an answer, which are written at once
 _SPACES = b" \t\n\r"
 _MOST_DEPTH = 256  # of texts with more than one piece
 # Bytes that Python needs, at most, for an object of one entry, for an array, for a text beside its characters, with a
@@ -44,10 +44,9 @@ class Structure(NamedTuple):
     def require(self, most_containers: int) -> None:
         """Raise RefusedError if there are too many containers."""
         if self.containers > most_containers:
-            raise RefusedError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            raise too_large(
                 f"the body has {self.containers:,} JSON objects and lists, more than {most_containers:,}; send its "
-                "rows in several requests",
+                "rows in several requests"
             )
 
 
@@ -185,3 +184,23 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def _twice(name: str) -> RefusedError:
     return bad(f"the name {name!r} occurs twice in one JSON object")
+
+
+def is_unicode(texts: Sequence[str]) -> bool:
+    """Return whether texts can be encoded as UTF-8; JSON can also express halves of surrogate pairs."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def dump_list(values: list[Any]) -> bytes:
+    """Return a list as JSON; it is written in pieces, between which other threads run."""
+    parts = (dump(values[start : start + _PIECE_VALUES])[1:-1] for start in range(0, len(values), _PIECE_VALUES))
+    return b"[" + b",".join(parts) + b"]"
+
+
+def dump(content: Any) -> bytes:
+    """Return a value as JSON without spaces."""
+    return json.dumps(content, separators=(",", ":")).encode()

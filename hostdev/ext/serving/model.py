@@ -5,7 +5,7 @@ The rows of several requests are encoded together, which takes much less time th
 
 import copy
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -13,21 +13,11 @@ import numpy as np
 
 from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch, concatenate
-from hostdev.data.preprocess.encoding import rows_of
-from hostdev.data.schema import columns_of
 from hostdev.ext.predict.predictor import Predictor, UnknownValues
+from hostdev.ext.predict.rows import as_array, join_lists
 from hostdev.ext.serving.columns import Columns, RawColumn, describe_inputs, describe_raw_inputs
 from hostdev.ext.serving.refused import bad
 from hostdev.kernels.arrays import Values
-
-if TYPE_CHECKING:
-    from hostdev.data.preprocess.query.raw_rows import RawPlan
-from itertools import accumulate, chain
-
-import pyarrow as pa
-
-from hostdev.data.preprocess.encoding import Encoding
-from hostdev.ext.predict.rows import as_array, as_batch
 
 if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawPlan
@@ -36,81 +26,8 @@ _MOST_INPUTS = 64  # sets of columns of raw rows whose inputs are kept
 _WARM_UP_ROWS = (1, 600)  # few and many rows take different ways through the kernels
 
 
-def complete_together(predictor: Predictor, requests: Sequence[Columns]) -> "list[Columns | Exception]":
-    """Return each request's columns with those that a query computes in place of raw ones, or the error of a request.
-
-    Requests with the same columns are computed together, in one call of the query's engine.
-    """
-    found: list[Columns | Exception] = list(requests)
-    groups: dict[RawPlan, list[int]] = {}
-    for number, columns in enumerate(requests):
-        try:
-            is_empty = all(len(values) == 0 for values in columns.values())
-            if not is_empty and (plan := predictor.plan(list(columns))) is not None:
-                groups.setdefault(plan, []).append(number)
-        except UserError as error:
-            found[number] = error
-    for plan, numbers in groups.items():
-        for number, completed in zip(numbers, _complete(plan, [requests[number] for number in numbers]), strict=True):
-            found[number] = completed
-    return found
-
-
-def _complete(plan: "RawPlan", requests: Sequence[Columns]) -> "list[Columns | Exception]":
-    names = plan.columns()
-    if len(requests) > 1 and all(type(columns[name]) is list for columns in requests for name in names):
-        joined = {name: list(chain.from_iterable([columns[name] for columns in requests])) for name in names}
-        try:
-            whole = plan.complete(joined, as_array)
-        except Exception:  # whatever it is, it is raised again for the request that has it
-            whole = None
-        if whole is not None:
-            stops = list(accumulate(len(columns[names[0]]) for columns in requests))
-            return [
-                {name: values[start:stop] for name, values in whole.items()}
-                for start, stop in zip([0, *stops[:-1]], stops, strict=True)
-            ]
-    found: list[Columns | Exception] = []
-    for columns in requests:
-        try:
-            found.append(plan.complete(columns, as_array))
-        except Exception as error:
-            found.append(error)
-    return found
-
-
-def encode_together(encoding: Encoding, requests: Sequence[Columns]) -> Batch | None:
-    """Return all requests' rows, in order, as one batch of what each is encoded to alone.
-
-    The result is None if values of different types must not be put into one column, or if a value is invalid, so that
-    each request has to be encoded alone.
-    """
-    names = encoding.columns()
-    try:
-        if all(type(columns[name]) is list for columns in requests for name in names):
-            joined = {name: list(chain.from_iterable([each[name] for each in requests])) for name in names}
-            batch = encoding.encode_few(joined)
-            if batch is not None:
-                return batch
-        parts = [as_batch(columns, encoding) for columns in requests]
-        numbers = encoding.numeric_columns
-        columns = [_join(name, [part[name] for part in parts], is_number=name in numbers) for name in names]
-        if any(column is None for column in columns):
-            return None
-        return encoding.encode(pa.RecordBatch.from_arrays(columns, names=names))
-    except Exception:  # whatever it is, it is raised again for the request that has it
-        return None
-
-
-def _join(name: str, parts: Sequence[pa.Array], *, is_number: bool) -> pa.Array | None:
-    """Return the values of several requests as one array, or None if that changed what a value is."""
-    if is_number:  # these are converted to float64 in any case
-        plain = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
-        if all(any(test(part.type) for test in plain) for part in parts):
-            parts = [part.cast(pa.float64()) for part in parts]
-    if any(part.type != parts[0].type for part in parts):
-        return None
-    return pa.concat_arrays(parts)
+class _NobodyWaitsError(Exception):
+    """All clients of a batch have gone."""
 
 
 class ServedModel:
@@ -154,14 +71,14 @@ class ServedModel:
         name = str(self.predictor.settings["model"]).rpartition(":")[2]
         return re.sub(r"[^A-Za-z0-9._-]", "-", name) or "model"
 
-    def inputs_of(self, names: Collection[str]) -> dict[str, RawColumn]:
+    def inputs_of(self, names: Sequence[str]) -> dict[str, RawColumn]:
         """Return the columns that are read from a request with the columns `names`: the model's, or raw ones.
 
         Raises:
             RefusedError: A column is not there, and the query cannot compute it.
         """
         try:
-            plan = self.predictor.plan(list(names))
+            plan = self.predictor.plan(names)
         except UserError as error:
             raise bad(str(error)) from None
         if plan is None:
@@ -172,66 +89,99 @@ class ServedModel:
             self._inputs_of[plan] = describe_raw_inputs(plan, self.inputs)
         return self._inputs_of[plan]
 
-    def encode(self, requests: Sequence[Columns]) -> "list[Batch | Exception]":
-        """Return each request's columns as a batch, as `Predictor` encodes them, or the error that it raises."""
-        found: list[Batch | Exception] = []
-        completed = complete_together(self.predictor, requests)
-        right = [columns for columns in completed if not isinstance(columns, Exception)]
-        is_right = len(right) == len(completed) > 1
-        if is_right and (whole := encode_together(self.predictor.encoding, right)) is not None:
-            start = 0
-            for columns in right:
-                stop = start + len(next(iter(columns.values())))
-                found.append(rows_of(whole, start, stop))
-                start = stop
-        else:
-            for each in completed:
-                try:
-                    found.append(each if isinstance(each, Exception) else self.predictor.encode_columns(each))
-                except Exception as error:
-                    found.append(error)
-        for batch in found:
-            if not isinstance(batch, Exception):
-                self._unknown.count(batch)
-        for line in self._unknown.lines():
-            self._note(f"warning: {line}")
-        return found
-
     def predict(
-        self, batches: Sequence[Batch], most: int, go_on: Callable[[], bool] = lambda: True
-    ) -> "list[Values | UserError] | None":
-        """Return each batch's predictions, float32 [n, labels], or the error that says which row has none.
+        self, requests: Sequence[Columns], most: int, is_waiting: Callable[[int], bool] = lambda number: True
+    ) -> "list[Values | Exception | None]":
+        """Return each request's predictions, float32 [n, labels], or its error; None if its client has gone.
 
-        All rows are computed together, in pieces of `most` rows, or of `Predictor.batch_size` where that is less.
+        All rows are encoded and computed together, in pieces of `most` rows, or of `Predictor.batch_size` where that is
+        less.
 
         Args:
-            batches: The requests' rows.
+            requests: The requests' columns.
             most: The largest number of rows in a piece.
-            go_on: Called before each piece; if it returns false, nothing more is computed and the result is None.
+            is_waiting: Called before each piece with the number of a request, until it returns true; if nobody waits
+                any more, nothing more is computed.
         """
-        whole = concatenate(batches)
-        size = min(most, self.predictor.batch_size)
-        pieces = []
-        for start in range(0, len(whole), size):
-            if not go_on():
-                return None
-            pieces.append(self.predictor.logits(rows_of(whole, start, start + size)))
-        labels = len(self.labels)
-        logits = np.concatenate(pieces) if pieces else np.empty((0, labels) if labels > 1 else 0, np.float32)
-        values = np.stack(list(columns_of(self.predictor.to_predictions(logits))), 1)
-        found: list[Values | UserError] = []
+        batch, sizes = self.encode(requests)
+        outcomes: list[Values | Exception | None] = [size if isinstance(size, Exception) else None for size in sizes]
+        if batch is None:
+            return outcomes
+        numbers = [number for number, size in enumerate(sizes) if not isinstance(size, Exception)]
+
+        def require_clients() -> None:
+            if not any(map(is_waiting, numbers)):
+                raise _NobodyWaitsError
+
+        try:
+            logits = self.predictor.logits_by_batch(batch, most, require_clients)
+        except _NobodyWaitsError:
+            return outcomes
+        values = self.predictor.to_predictions(logits)
+        values = values if values.ndim == 2 else values[:, None]
         are_finite = np.isfinite(logits).all()  # the usual case
         start = 0
-        for batch in batches:
-            stop = start + len(batch)
+        for number, size in enumerate(sizes):
+            if isinstance(size, Exception):
+                continue
+            stop = start + size
             try:
                 if not are_finite:
-                    self.predictor.require_finite(batch, logits[start:stop])
-                found.append(values[start:stop])
+                    self.predictor.require_finite(next(batch.split([start, stop])), logits[start:stop])
+                outcomes[number] = values[start:stop]
             except UserError as error:
-                found.append(error)
+                outcomes[number] = error
             start = stop
-        return found
+        return outcomes
+
+    def encode(self, requests: Sequence[Columns]) -> "tuple[Batch | None, list[int | Exception]]":
+        """Return the rows of all requests as one batch, in order, and each request's number of rows in it or its error.
+
+        Rows are encoded as `Predictor` encodes those of each request alone. If all have errors, there is no batch.
+        """
+        sizes: list[int | Exception] = []
+        batch: Batch | None = None
+        try:
+            batch = self.predictor.encode_columns(*self._complete(requests))
+            sizes += [len(next(iter(columns.values()))) for columns in requests]
+        except Exception as error:  # of a value, or as values of different types must not be put into one column
+            if len(requests) == 1:
+                return None, [error]
+            encoded = [self.encode([columns]) for columns in requests]
+            sizes += [size for _, [size] in encoded]
+            batches = [batch for batch, _ in encoded if batch is not None]
+            return (concatenate(batches) if batches else None), sizes
+        self._unknown.count(batch)
+        for line in self._unknown.lines():
+            self._note(f"warning: {line}")
+        return batch, sizes
+
+    def _complete(self, requests: Sequence[Columns]) -> Sequence[Columns]:
+        """Return requests' columns with those that a query computes in place of raw ones.
+
+        Requests with the same columns are computed together, in one call of the query's engine.
+        """
+        if not self.predictor.has_query:
+            return requests
+        groups: dict[RawPlan, list[int]] = {}
+        completed = list(requests)
+        for number, columns in enumerate(requests):
+            is_empty = not len(next(iter(columns.values()), ()))
+            if not is_empty and (plan := self.predictor.plan(list(columns))) is not None:
+                groups.setdefault(plan, []).append(number)
+        for plan, numbers in groups.items():
+            group = [requests[number] for number in numbers]
+            joined = join_lists(group, plan.columns()) if len(group) > 1 else None
+            if joined is None:
+                for number in numbers:
+                    completed[number] = plan.complete(requests[number], as_array)
+                continue
+            whole, start = plan.complete(joined, as_array), 0
+            for number, columns in zip(numbers, group, strict=True):
+                stop = start + len(next(iter(columns.values())))
+                completed[number] = {name: values[start:stop] for name, values in whole.items()}
+                start = stop
+        return completed
 
     def warm_up(self) -> None:
         """Run the kernels once, on unknown values, so that the first request does not wait for their compilation."""

@@ -1,9 +1,7 @@
 """Several worker processes behind one port; the parent replaces those that die."""
 
 import contextlib
-import json
 import os
-import selectors
 import shutil
 import signal
 import socket
@@ -12,6 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from hostdev.core.errors import HostdevError
 from hostdev.ext.serving.metrics import FOLDER_VARIABLE
+from hostdev.ext.serving.server import ServerEnd
 from hostdev.ext.serving.settings import Settings
 
 _POLL_SECONDS = 0.2
@@ -39,53 +40,39 @@ class WorkerError(HostdevError):
 
 
 class _Worker:
-    """A worker process. It serves `settings`, and ends when `close` closes a pipe, or when this process is gone."""
+    """A worker process. It serves `settings`, and ends when `end` closes a connection, or when this process is gone."""
 
     def __init__(self, settings: Settings, listener: socket.socket, metrics: Path) -> None:
-        read_end, self._write_end = os.pipe()
-        self._messages, messages_write = os.pipe()
-        inherited = listener.fileno(), read_end, messages_write
-        command = [sys.executable, "-m", "hostdev.ext.serving.worker", settings.as_json(), *map(str, inherited)]
+        self.connection, inner = Pipe()
+        inherited = listener.fileno(), inner.fileno()
+        command = [sys.executable, "-m", "hostdev.ext.serving.worker", settings.prog, *map(str, inherited)]
         environment = {**os.environ, FOLDER_VARIABLE: str(metrics)}
         metrics.mkdir(0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
-        try:
+        with inner:
             self.process = subprocess.Popen(
                 command, pass_fds=inherited, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
             )
-        finally:
-            os.close(read_end)
-            os.close(messages_write)
-        self._received = b""
-        self.is_at_end = False  # whether the pipe has nothing more
+        with contextlib.suppress(OSError):  # it is gone already
+            self.connection.send(settings)
+        self.is_at_end = False  # whether the connection has nothing more
         self.ready: dict[str, Any] | None = None
         self.serves: Served | None = None
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Read what the worker has sent; yield its messages, and keep what they say of it."""
-        part = os.read(self._messages, 1 << 16)
-        self.is_at_end = not part
-        *lines, self._received = (self._received + part).split(b"\n")
-        for message in map(json.loads, lines):
-            if "ready" in message:
-                self.ready = message["ready"]
-            if "serves" in message:
-                self.serves = Served(*message["serves"])
-            yield message
-
-    def fileno(self) -> int:
-        """Return the pipe's descriptor, for a selector."""
-        return self._messages
+        """Yield the messages that the worker has sent, and keep what they say of it."""
+        try:
+            while self.connection.poll():
+                message = self.connection.recv()
+                self.ready = message.get("ready", self.ready)
+                if "serves" in message:
+                    self.serves = Served(*message["serves"])
+                yield message
+        except (EOFError, OSError):
+            self.is_at_end = True
 
     def end(self) -> None:
-        """Ask the worker to end."""
-        if self._write_end >= 0:
-            os.close(self._write_end)
-            self._write_end = -1
-
-    def close(self) -> None:
-        """Release what belongs to a process that has ended."""
-        self.end()
-        os.close(self._messages)
+        """Ask the worker to end; release what belongs to it."""
+        self.connection.close()
 
 
 class Workers:
@@ -112,8 +99,7 @@ class Workers:
         self._serves: Served | None = None  # what all workers serve
         self._problem = ""  # that was reported last
         self._pinned: Settings | None = None
-        self._signal: int | None = None
-        self._signals = 0
+        self._ending = ServerEnd()
         self._workers: list[_Worker] = []
 
     def run(self) -> int:
@@ -122,22 +108,16 @@ class Workers:
         Raises:
             WorkerError: A worker failed before all had started.
         """
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        folder = Path(tempfile.mkdtemp(prefix="hostdev-metrics-"))
-        try:
-            self._start_all(folder)
-            self._supervise(folder)
-        finally:
-            self._end_all()
-            shutil.rmtree(folder, ignore_errors=True)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        assert self._signal is not None
-        return self._signal
-
-    def _handle(self, number: int, frame: object) -> None:
-        self._signal = self._signal or number
-        self._signals += 1
+        with self._ending.on_signals():
+            folder = Path(tempfile.mkdtemp(prefix="hostdev-metrics-"))
+            try:
+                self._start_all(folder)
+                self._supervise(folder)
+            finally:
+                self._end_all()
+                shutil.rmtree(folder, ignore_errors=True)
+        assert self._ending.number is not None
+        return self._ending.number
 
     def _start_all(self, folder: Path) -> None:
         """Start the first worker; when it listens, the others, with the same checkpoint."""
@@ -151,13 +131,13 @@ class Workers:
         for _ in range(self._settings.workers - 1):
             self._workers.append(_Worker(self._pinned, self._listener, folder))
         self._wait_until_ready()
-        if self._signal is None:
+        if self._ending.number is None:
             self._started(first)
             self._serves = serves
 
     def _wait_until_ready(self) -> None:
-        while self._signal is None and any(worker.ready is None for worker in self._workers):
-            self._read_lines()
+        while self._ending.number is None and any(worker.ready is None for worker in self._workers):
+            self._read_messages()
             for worker in self._workers:
                 if worker.process.poll() is not None:
                     raise WorkerError(f"a worker process ended at its start ({_how(worker.process.returncode)})")
@@ -165,14 +145,14 @@ class Workers:
     def _supervise(self, folder: Path) -> None:
         """Replace workers that end, until a signal."""
         pause, earliest, missing = 1.0, 0.0, 0
-        while self._signal is None:
-            self._read_lines()
+        while self._ending.number is None:
+            self._read_messages()
             self._report_change()
             for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
                 how = _how(worker.process.returncode)
                 self._workers.remove(worker)
                 mark_process_dead(worker.process.pid, str(folder))  # type: ignore[no-untyped-call]
-                worker.close()
+                worker.end()
                 missing += 1
                 if worker.ready is None:  # it was a replacement, and has failed: do not try too often
                     earliest, pause = time.monotonic() + pause, min(2 * pause, _MOST_PAUSE)
@@ -196,21 +176,14 @@ class Workers:
         assert self._pinned is not None
         return self._pinned if self._pinned.checkpoint.exists() else self._settings
 
-    def _read_lines(self) -> None:
+    def _read_messages(self) -> None:
         """Wait a moment for messages of workers."""
-        sources = [worker for worker in self._workers if not worker.is_at_end]
-        if not sources:
-            time.sleep(_POLL_SECONDS)
-            return
-        with selectors.DefaultSelector() as selector:
-            for worker in sources:
-                selector.register(worker, selectors.EVENT_READ, worker)
-            for key, _ in selector.select(_POLL_SECONDS):
-                worker = key.data
-                for message in worker.read():
-                    if (problem := message.get("problem")) not in (None, self._problem):
-                        self._problem = problem  # each worker reports it
-                        self._note(f"warning: {problem}")
+        sources: dict[Any, _Worker] = {worker.connection: worker for worker in self._workers if not worker.is_at_end}
+        for source in wait(list(sources), _POLL_SECONDS):
+            for message in sources[source].read():
+                if (problem := message.get("problem")) not in (None, self._problem):
+                    self._problem = problem  # each worker reports it
+                    self._note(f"warning: {problem}")
 
     def _end_all(self) -> None:
         """End all workers: let them answer what they have accepted, unless a second signal arrives."""
@@ -218,13 +191,12 @@ class Workers:
             worker.end()
         deadline = time.monotonic() + _END_SECONDS
         for worker in self._workers:
-            while worker.process.poll() is None and time.monotonic() < deadline and self._signals < 2:
+            while worker.process.poll() is None and time.monotonic() < deadline and not self._ending.is_forced:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     worker.process.wait(_POLL_SECONDS)
             if worker.process.poll() is None:
                 worker.process.kill()
                 worker.process.wait()
-            worker.close()
 
 
 def _how(code: int) -> str:

@@ -4,26 +4,22 @@ A body with binary tensors is JSON, of the length that the header Inference-Head
 tensors' bytes, in the order of the tensors that have the parameter `binary_data_size`.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.ext.serving.json_input import Structure, parse_json
-from hostdev.ext.serving.limits import Limits
-from hostdev.ext.serving.refused import RefusedError, bad
+from hostdev.ext.serving.json_input import Structure, dump, dump_list, parse_json
+from hostdev.ext.serving.refused import Limits, bad, too_large
 from hostdev.ext.serving.tensors import BYTES, DATATYPES, Tensor, from_binary, from_json
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 BINARY_SIZE = "binary_data_size"
 TIMEOUT = "timeout"  # of a request, in microseconds
 _LONGEST_ID = 1024  # characters
-_PIECE = 4096  # values of an answer that are written at once
 _MOST_VALUES = 1 << 40  # of a tensor; no body has so many
 _TENSOR, _OF_TENSOR = {"name", "shape", "datatype", "parameters", "data"}, {BINARY_SIZE}
 _HINTS = {"content_type"}  # parameters that say how a client's library shows a tensor; they change no value
@@ -152,10 +148,7 @@ def _shape(found: Any, what: str, most_rows: int) -> tuple[int, ...]:
     if not isinstance(found, list) or len(found) not in (1, 2) or not all(type(n) is int and n >= 0 for n in found):
         raise bad(f"{what}: `shape` must be [rows], or [rows, values of a row]")
     if found[0] > most_rows:
-        raise RefusedError(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"{what} has more than {most_rows:,} rows; send them in several requests",
-        )
+        raise too_large(f"{what} has more than {most_rows:,} rows; send them in several requests")
     if max(found) > _MOST_VALUES or math.prod(found) > _MOST_VALUES:
         raise bad(f"{what}: `shape` has more values than a body can hold")
     return tuple(found)
@@ -230,14 +223,3 @@ def write(
     if not binary:
         return head, {"Content-Type": "application/json"}
     return b"".join([head, *binary]), {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
-
-
-def dump_list(values: list[Any]) -> bytes:
-    """Return a list as JSON; it is written in pieces, between which other threads run."""
-    parts = (dump(values[start : start + _PIECE])[1:-1] for start in range(0, len(values), _PIECE))
-    return b"[" + b",".join(parts) + b"]"
-
-
-def dump(content: Any) -> bytes:
-    """Return a value as JSON without spaces."""
-    return json.dumps(content, separators=(",", ":")).encode()

@@ -1,11 +1,16 @@
-"""`RefusedError`: a request that is answered with an error."""
+"""`RefusedError`, a request that is answered with an error, and the limits of requests: bytes, rows, and values."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
 
 from hostdev.core.printable import printable
 
 RETRY_SECONDS = 1  # of the header Retry-After
+_VALUES_PER_ROW = 32  # in lists, on average over the largest number of rows
+_CONTAINERS_PER_ROW = 16
+_LEAST = 1 << 16  # rows for which values are accepted in any case
 
 
 class RefusedError(Exception):
@@ -31,3 +36,46 @@ class RefusedError(Exception):
 def bad(message: str) -> RefusedError:
     """Return the refusal of a request whose content is wrong."""
     return RefusedError(HTTPStatus.BAD_REQUEST, message)
+
+
+def too_large(message: str, *, closes: bool = False) -> RefusedError:
+    """Return the refusal of a request that has too much of something."""
+    return RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, closes=closes)
+
+
+def values_of(rows: int) -> int:
+    """Return the largest number of values in the lists and separated texts of this many rows."""
+    return _VALUES_PER_ROW * max(_LEAST, rows)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of requests.
+
+    Attributes:
+        most_bytes: Of a body.
+        most_rows: Of a request.
+        body_seconds: For a body to arrive.
+    """
+
+    most_bytes: int
+    most_rows: int
+    body_seconds: float
+
+    @cached_property
+    def most_containers(self) -> int:
+        """The largest number of JSON objects and lists in a body."""
+        return _CONTAINERS_PER_ROW * max(_LEAST, self.most_rows)
+
+    @cached_property
+    def most_values(self) -> int:
+        """The largest number of values in the lists and separated texts of a request."""
+        return values_of(self.most_rows)
+
+    def require_few(self, what: str, values: int, most: int = 0) -> None:
+        """Raise RefusedError if there are more values than `most_values`, and than `most`."""
+        if values > max(most, self.most_values):
+            raise too_large(
+                f"{what} has {values:,} values in lists, more than {self.most_values:,}; send its rows in several "
+                "requests"
+            )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.ext.serving.json_input import is_unicode
 from hostdev.ext.serving.refused import RefusedError, bad
 
 BYTES = "BYTES"
@@ -170,15 +171,6 @@ def _require_range(name: str, datatype: str, shape: tuple[int, ...], flat: list[
 
 def _unfit(name: str, datatype: str, shape: tuple[int, ...], index: int, value: Any) -> RefusedError:
     return bad(f"{where(index, shape, name)}: {shown(value)} is not a value of type {datatype}")
-
-
-def is_unicode(texts: Sequence[str]) -> bool:
-    """Return whether texts can be encoded as UTF-8; JSON can also express halves of surrogate pairs."""
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def shown(value: Any) -> str:
