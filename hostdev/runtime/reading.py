@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from hostdev.core import registry
-from hostdev.core.reading_ahead import reading_ahead
 from hostdev.runtime.generators import LOADER_STATES
 from hostdev.runtime.random_streams import Place, RandomStreams
+from hostdev.runtime.reading_ahead import reading_ahead
 
 _DEEPEST = 4  # levels of containers and objects that are searched
 _LONGEST = 256  # items; longer containers are not searched

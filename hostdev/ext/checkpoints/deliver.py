@@ -25,7 +25,7 @@ from hostdev.core.checksums import hash_stream
 from hostdev.core.errors import HostdevError, StoreError, UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.names import inside
-from hostdev.core.outputs import sync_folder
+from hostdev.core.outputs import replacing, sync_folder
 from hostdev.core.progress import bar, note
 from hostdev.core.stores import About, Store
 from hostdev.core.workers import call_all
@@ -109,10 +109,10 @@ def _replace_in_folder(damaged: "list[_Damaged]", path: Path, known: dict[Key, P
     copied = 0
     partial_ = folder.begin(path, "replaced")
     for name, file, source, state in damaged:
-        replacement, target = partial_ / "file", path / name / file.file
-        copied += _link_or_copy(source, replacement, file, state, known)
+        target = path / name / file.file
         target.parent.mkdir(parents=True, exist_ok=True)
-        replacement.replace(target)
+        with replacing(target, partial_) as replacement:
+            copied += _link_or_copy(source, replacement, file, state, known)
         sync_folder(target.parent)
         known[file.bytes, file.sha256] = target
     partial_.rmdir()
