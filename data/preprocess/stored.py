@@ -19,7 +19,7 @@ from hostdev.core.errors import UserError, in_words, raise_if_transient
 from hostdev.core.memory import available_bytes, require_memory
 from hostdev.core.progress import bar, counted
 from hostdev.core.workers import call_all
-from hostdev.data.batch import Piece
+from hostdev.data.batch import ShardPiece
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.schema import Column, Schema, Space, find_wrong, find_wrong_weights
@@ -46,7 +46,7 @@ class DamagedError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredRows(Piece):
+class StoredRows(ShardPiece):
     """Consecutive rows of a shard, as views of the mapped file."""
 
     start: int  # number of rows of the shard before this part

@@ -1,10 +1,10 @@
 """Reads a loop's loader so that the program's code gives the same results at any depth, or raises an error.
 
 The loader, `ids` and `send` are the program's code. They run in the loop's thread, but ahead of the body. Problems that
-this causes are: random numbers (see `random_streams` and `generators`), reused memory (`InFlight`), and prefetched
-batches that a loop did not use (`ReadAhead` keeps them for the next loop over the iterator). A framework whose loaders
-have a state that belongs to the body's batch, such as accelerate, registers a `LoaderStates` under the name of the
-module that has these loaders.
+this causes are: random numbers (see `random_streams` and `generators`), reused memory (`InFlightMemory`), and
+prefetched batches that a loop did not use (`ReadAhead` keeps them for the next loop over the iterator). A framework
+whose loaders have a state that belongs to the body's batch, such as accelerate, registers a `LoaderStates` under the
+name of the module that has these loaders.
 
 A loader may reuse one buffer. That is safe in a plain loop, which has finished a batch when the next one is read, but
 not in a loop that reads ahead. Ids are copied when they are read; the rest of a batch stays in the loader's memory.
@@ -83,7 +83,7 @@ class _Batch:
         self.changed_by: int | None = None  # the number of the batch whose read has changed it
 
 
-class InFlight:
+class InFlightMemory:
     """The memory of batches that were read but not yet yielded."""
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ class Reading:
         source = iter(batches)
         self.kept = kept = keep(source) if source is batches else None
         self._streams: RandomStreams | None = None
-        self._in_flight: InFlight | None = None  # None: a batch is read after the previous one was yielded
+        self._in_flight: InFlightMemory | None = None  # None: a batch is read after the previous one was yielded
         self._drew: deque[Sequence[str]] = deque()  # for each prefetched batch, the global generators that it drew from
         self._source = source if kept is None else kept.batches()
         self._states = [] if kept is None else kept.states
@@ -311,7 +311,7 @@ class Reading:
         """
         self._streams = streams
         if ahead:
-            self._in_flight = InFlight()
+            self._in_flight = InFlightMemory()
         if self.kept is not None:
             self.kept.streams = streams
 

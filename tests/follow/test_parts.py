@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hostdev.core.errors import UserError
-from hostdev.data.batch import Piece
+from hostdev.data.batch import ShardPiece
 from hostdev.data.schema import SINGLE_LABEL, Targets
 from hostdev.ext.streams import progressive
 from hostdev.ext.streams.converting import BatchCutter, Converted, Spool, SpoolError, batches_of
@@ -93,7 +93,7 @@ def make_piece(rng, first, n, *, bags=True):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     values = rng.integers(0, 1 << 60, offsets[-1])
     ids = np.arange(first, first + n)[:, None] + np.arange(2) * 1000
-    return Piece(
+    return ShardPiece(
         (np.arange(first, first + n) % 2).astype(np.float32),
         rng.random((n, 3), np.float32),
         ids,

@@ -20,7 +20,7 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.checksums import NoDigest, hash_stream
 from hostdev.core.errors import HostdevError, StoppedError, StoreError, TransientError, UserError, in_words
 from hostdev.core.progress import counted
-from hostdev.data.batch import Batch, Piece, Range, Rows, gathered
+from hostdev.data.batch import Batch, Range, ShardPiece, ShardRows, gathered
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.first_pass import MAX_REJECTED
 from hostdev.data.preprocess.inputs import is_empty
@@ -29,7 +29,7 @@ from hostdev.ext.streams.example import Example
 from hostdev.ext.streams.folder import Folder, State, has_end
 from hostdev.ext.streams.seen import Taken, digest_bits
 
-_ONE = ("label", "dense", "ids", "weight")  # arrays of a `Piece`; the others are of its bags
+_ONE = ("label", "dense", "ids", "weight")  # arrays of a `ShardPiece`; the others are of its bags
 EMPTY, REFUSED, REPEATED, LATE = "empty", "refused", "repeated", "late"  # why a file is set aside
 
 
@@ -65,7 +65,7 @@ class Spool:
             raise self._failed(error) from None
         self.rows = 0
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: ShardPiece) -> None:
         """Append a piece; an empty one is left out."""
         if not len(piece):
             return
@@ -89,7 +89,7 @@ class Spool:
         self._pieces.append(stored)
         self.rows += len(piece)
 
-    def read(self, first: int = 0) -> Iterator[tuple[int, Piece]]:
+    def read(self, first: int = 0) -> Iterator[tuple[int, ShardPiece]]:
         """Yield the pieces from the one with row `first` on, each with the number of rows before it."""
         before = 0
         for stored in self._pieces:
@@ -98,12 +98,12 @@ class Spool:
                 yield before, self._piece(stored)
             before += rows
 
-    def _piece(self, stored: dict[tuple[str, ...], _Stored]) -> Piece:
+    def _piece(self, stored: dict[tuple[str, ...], _Stored]) -> ShardPiece:
         arrays = {key: self._array(one) for key, one in stored.items()}
         bags = {key[1]: (values, arrays["offsets", key[1]]) for key, values in arrays.items() if key[0] == "bag"}
         weights = {key[1]: values for key, values in arrays.items() if key[0] == "weights"}
         label, dense, ids = (arrays[name,] for name in _ONE[:3])
-        return Piece(label, dense, ids, bags, arrays.get(("weight",)), weights)
+        return ShardPiece(label, dense, ids, bags, arrays.get(("weight",)), weights)
 
     def _array(self, stored: _Stored) -> npt.NDArray[Any]:
         found = np.empty(stored.shape, stored.dtype)
@@ -179,7 +179,7 @@ class Converted:
         stamp = self.state.stamp if self.nbytes == self.state.size else 0
         return Taken(self.nbytes, stamp, digest_bits(self.sha256), self.lines)
 
-    def read(self, first: int = 0) -> Iterator[tuple[int, Piece]]:
+    def read(self, first: int = 0) -> Iterator[tuple[int, ShardPiece]]:
         """Yield pieces from the one with row `first` on, each with the number of rows before it; it may be negative."""
         for before, piece in self.spool.read(self.skipped + first):
             yield before - self.skipped, piece
@@ -360,7 +360,7 @@ class BatchCutter:
     def cut(self, file: Converted, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of the rows that wait and of a file's rows from row `first` on; the rest waits."""
         for before, piece in file.read(first):
-            rows, start = Rows([piece], None), max(0, first - before)
+            rows, start = ShardRows([piece], None), max(0, first - before)
             while start < len(rows):
                 taken = min(self._size - self.waiting, len(rows) - start)
                 self._ranges.append((rows, start, start + taken))
