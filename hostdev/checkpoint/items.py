@@ -34,7 +34,7 @@ Held = Mapping[tuple[int, str], Path]  # segments by their sizes and checksums
 FROM_FIRST = [Numbering(first_row=0, first_segment=0)]
 
 
-class Source(Protocol):
+class TableSnapshot(Protocol):
     """A table's rows at one moment; `host.snapshot.Snapshot` implements it."""
 
     count: int  # number of rows to save
@@ -65,7 +65,7 @@ class Item(NamedTuple):
     """A table to save, or this process's part of a table; `end(saved)` is called when writing has ended."""
 
     table: Table
-    source: Source
+    source: TableSnapshot
     full: bool  # whether all rows are saved
     stop: Callable[[], None]  # called when all rows have been read, and again at the end
     end: Callable[[bool], None]

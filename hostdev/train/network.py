@@ -216,7 +216,7 @@ class Result:
         return losses
 
 
-class Network:
+class DenseNetwork:
     """Base class of a model's dense layers on this rank, with the optimizer and the end of each step.
 
     `WholeNetwork` has all layers on each rank. Networks that are divided over ranks are extensions: kind "network" of
@@ -321,7 +321,7 @@ class Network:
         return outcome
 
 
-class WholeNetwork(Network):
+class WholeNetwork(DenseNetwork):
     """A network whose layers are all on this rank.
 
     Args:

@@ -13,14 +13,14 @@ from hostdev.ext.parallel.auto import LayoutChoice, _order_measured, _pick_final
 from hostdev.ext.parallel.costs import LayerCost, Machine, PieceCost, Profile, measure_profile
 from hostdev.ext.parallel.pieces import best_cut, get_pieces
 from hostdev.ext.parallel.plan import like
-from hostdev.ext.parallel.search import Layers, SearchOptions, candidates, meshes
+from hostdev.ext.parallel.search import SearchOptions, SliceableLayers, candidates, meshes
 
 FAST = Machine(bandwidth=1e12, latency=1e-7, memory=1e12, slicing=1e-7, available=1 << 40)
 SLOW = Machine(bandwidth=1e6, latency=1e-3, memory=1e12, slicing=1e-3, available=1 << 40)
 
 
 def layers(*pairs, able=lambda name, strategy, ranks: True, stages=True):
-    return Layers(able, set(pairs), stages)
+    return SliceableLayers(able, set(pairs), stages)
 
 
 def profile(*seconds, parameters=1000, given=1000, saved=1000):

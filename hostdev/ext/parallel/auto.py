@@ -16,7 +16,7 @@ from hostdev.distributed.world import Layout, Mesh, World
 from hostdev.ext.parallel.costs import Machine, Profile, filled, measure_machine, measure_profile, now, take_slowest
 from hostdev.ext.parallel.pieces import get_pieces
 from hostdev.ext.parallel.plan import Inputs, cuttable, divides, get_shared_layers, get_slice_dim, matched, pairable
-from hostdev.ext.parallel.search import Candidate, Layers, SearchOptions, candidates
+from hostdev.ext.parallel.search import Candidate, SearchOptions, SliceableLayers, candidates
 
 _TRIAL_SECONDS = 6.0  # for all trials together
 Builder = Callable[..., Any]  # has the arguments of `hostdev.parallel.Network`, and returns one
@@ -146,7 +146,7 @@ def choose(
     strategies = matched(network, given.plan)
     modules = dict(network.named_modules())
     shared = get_shared_layers(network)
-    layers = Layers(
+    layers = SliceableLayers(
         lambda name, strategy, count: name not in shared and divides(modules[name], strategy, count),
         pairable(network, lambda: inputs(2)),
         has_stages,

@@ -39,7 +39,7 @@ class SearchOptions(NamedTuple):
     sliced: bool = False  # whether at least one layer must be sliced if the fixed mesh has an axis `model`
 
 
-class Layers(NamedTuple):
+class SliceableLayers(NamedTuple):
     """The layers that can be sliced."""
 
     able: Callable[[str, str, int], bool]  # whether a layer can be sliced by a strategy over a number of ranks
@@ -75,7 +75,7 @@ class _Sliced(NamedTuple):
     parameters: float  # bytes of parameters that other ranks hold instead of this rank
 
 
-def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions) -> list[Candidate]:
+def candidates(profile: Profile, machine: Machine, layers: SliceableLayers, wanted: SearchOptions) -> list[Candidate]:
     """Return the best candidate of each possible mesh; raise UserError if no mesh is possible.
 
     The candidates that fit into memory come first, then the others, each sorted by expected time.
@@ -117,7 +117,7 @@ def meshes(ranks: int) -> list[Mesh]:
 
 
 def _sliced_candidate(
-    profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions, mesh: Mesh, stages: int
+    profile: Profile, machine: Machine, layers: SliceableLayers, wanted: SearchOptions, mesh: Mesh, stages: int
 ) -> Candidate:
     """Return the fastest candidate with at least one sliced layer; raise UserError if no layer can be sliced."""
     free = [layer.name for layer in profile.layers if layer.name not in wanted.strategies]
@@ -145,7 +145,7 @@ def _sliced_candidate(
 
 
 def _candidate(
-    profile: Profile, machine: Machine, layers: Layers, wanted: SearchOptions, mesh: Mesh, stages: int
+    profile: Profile, machine: Machine, layers: SliceableLayers, wanted: SearchOptions, mesh: Mesh, stages: int
 ) -> Candidate:
     pieces, count = profile.pieces, wanted.micro_batches // mesh.data
     names = [piece.name for piece in pieces]
@@ -208,7 +208,7 @@ def _strategies(
     own: Sequence[LayerCost],
     pieces: Sequence[PieceCost],
     machine: Machine,
-    layers: Layers,
+    layers: SliceableLayers,
     wanted: SearchOptions,
     mesh: Mesh,
     count: int,

@@ -88,7 +88,7 @@ class _Worker:
         os.close(self._messages)
 
 
-class Workers:
+class WorkerProcesses:
     """Runs worker processes until a signal.
 
     Args:

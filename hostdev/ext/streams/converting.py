@@ -26,7 +26,7 @@ from hostdev.data.preprocess.first_pass import MAX_REJECTED
 from hostdev.data.preprocess.inputs import is_empty
 from hostdev.data.preprocess.raw import BEGINNING, InvalidRowError, Rejected
 from hostdev.ext.streams.example import Example
-from hostdev.ext.streams.folder import Folder, State, has_end
+from hostdev.ext.streams.folder import FileState, Folder, has_end
 from hostdev.ext.streams.seen import Taken, digest_bits
 
 _ONE = ("label", "dense", "ids", "weight")  # arrays of a `ShardPiece`; the others are of its bags
@@ -129,14 +129,14 @@ class Spool:
         )
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file: its first `nbytes` bytes, None for all, without the first `after` rows."""
 
     nbytes: int | None = None
     after: int = 0
 
 
-WHOLE = Part()
+WHOLE = FilePart()
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ class Converted:
 
     name: str
     sha256: str
-    state: State
+    state: FileState
     rejected: int
     first: str | None
     spool: Spool
     lines: int = 0
-    part: Part = WHOLE
+    part: FilePart = WHOLE
     skipped: int = 0
 
     @property
@@ -196,7 +196,7 @@ class Refused(NamedTuple):
     why: str
     reason: str
     sha256: str | None = None
-    state: State | None = None
+    state: FileState | None = None
 
 
 class Again(NamedTuple):
@@ -213,11 +213,11 @@ class Again(NamedTuple):
 def convert(
     folder: Folder,
     name: str,
-    state: State,
+    state: FileState,
     example: Example,
     spools: Path,
     stop: Event,
-    part: Part = WHOLE,
+    part: FilePart = WHOLE,
     *,
     is_quiet: bool = True,
 ) -> Converted | Refused | Again:
@@ -270,7 +270,7 @@ def convert(
 
 
 @contextmanager
-def _first_bytes(path: Path, nbytes: int | None, state: State, spools: Path) -> Iterator[Path]:
+def _first_bytes(path: Path, nbytes: int | None, state: FileState, spools: Path) -> Iterator[Path]:
     """Provide a file with the first `nbytes` bytes of a file: a copy, if it has more."""
     if nbytes is None or nbytes >= state.size:
         yield path
@@ -286,7 +286,7 @@ def _first_bytes(path: Path, nbytes: int | None, state: State, spools: Path) -> 
 
 
 def _convert(
-    path: Path, name: str, state: State, example: Example, spools: Path, stop: Event, part: Part
+    path: Path, name: str, state: FileState, example: Example, spools: Path, stop: Event, part: FilePart
 ) -> Converted | Refused:
     digest = _digest(path, None, stop)
     source, spool = example.open(path), Spool(spools)

@@ -35,7 +35,7 @@ def _bits(text: str) -> int:
     return int.from_bytes(blake2b(os.fsencode(text), digest_size=8).digest(), "little")
 
 
-class State(NamedTuple):
+class FileState(NamedTuple):
     """What changes when a file is written to: its size in bytes, and its time of modification in nanoseconds.
 
     `identity` also changes when another file takes its place.
@@ -107,13 +107,13 @@ class Folder:
             else:
                 yield from self._marked(sub, f"{before}{name}/")
 
-    def state(self, name: str) -> State | None:
+    def state(self, name: str) -> FileState | None:
         """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
         try:
             found = self.open(name).stat()
         except FileNotFoundError:
             return None
-        return State(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns} {found.st_ino}")
+        return FileState(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns} {found.st_ino}")
 
     def open(self, name: str) -> Path:
         """Return the path of a file that can be read. The file may no longer exist."""
@@ -154,11 +154,11 @@ class StoreFolder(Folder):
             names = [name for name in inside if name.rpartition("/")[2] != self.mark]
         return sorted((name for name in names if name and not _is_hidden(name.rpartition("/")[2])), key=key_of)
 
-    def state(self, name: str) -> State | None:
+    def state(self, name: str) -> FileState | None:
         """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
         with _as_os_error():
             found = self._store.about(name)
-        return None if found is None else State(found.size, found.changed, found.version)
+        return None if found is None else FileState(found.size, found.changed, found.version)
 
     def has_folders(self) -> bool:
         """Return whether the folder has sub-folders whose files are not listed."""
