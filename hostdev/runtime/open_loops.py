@@ -22,8 +22,7 @@ from hostdev.runtime.loaders import PredictLoader, RowsLoader, close_loaders
 from hostdev.runtime.logged import RuntimeLog
 from hostdev.runtime.loop import AnyPredictLoop, AnyTrainLoop, trained, trained_by
 from hostdev.runtime.random_streams import Place
-from hostdev.runtime.reading import Iterators
-from hostdev.runtime.reading_ahead import is_reading_ahead
+from hostdev.runtime.reading import Iterators, is_reading_ahead
 from hostdev.runtime.table_optimizer import TableOptimizer, TableSettings
 
 

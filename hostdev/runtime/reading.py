@@ -27,7 +27,6 @@ from torch import Tensor
 from hostdev.core import registry
 from hostdev.runtime.generators import LOADER_STATES
 from hostdev.runtime.random_streams import Place, RandomStreams
-from hostdev.runtime.reading_ahead import reading_ahead
 
 _DEEPEST = 4  # levels of containers and objects that are searched
 _LONGEST = 256  # items; longer containers are not searched
@@ -35,6 +34,33 @@ _MOST_BYTES = 1 << 13  # to compare per array; a part suffices, since a refill c
 
 ArrayOrTensor = Tensor | npt.NDArray[Any]
 _OWN_REFERENCES = 2  # references to the iterator: the field, and the argument of the counting call
+
+
+class _Ahead(threading.local):
+    is_set = False
+
+
+_ahead = _Ahead()
+
+
+@contextmanager
+def reading_ahead() -> Iterator[None]:
+    """Flag, for this thread within the block, that user code runs ahead of a training loop's body.
+
+    How far ahead the loader, and the callables `ids` and `send`, run depends on the pipeline's depth and the cache; the
+    values that they read from a table would then depend on them, too. Tables therefore refuse reads and writes while
+    the flag is set.
+    """
+    before, _ahead.is_set = _ahead.is_set, True
+    try:
+        yield
+    finally:
+        _ahead.is_set = before
+
+
+def is_reading_ahead() -> bool:
+    """Return whether the flag of `reading_ahead` is set for the calling thread."""
+    return _ahead.is_set
 
 
 def arrays_in(thing: Any, depth: int = _DEEPEST) -> Iterator[ArrayOrTensor]:

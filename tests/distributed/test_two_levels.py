@@ -14,10 +14,10 @@ from hostdev.core.errors import TransientError, UserError
 from hostdev.distributed import host_memory
 from hostdev.distributed.host_memory import (
     HOST_VARIABLE,
-    ExchangePart,
     HostExchange,
     HostMemory,
     Layouts,
+    Slices,
     get_identity,
     group_by_host,
     have_levels,
@@ -117,7 +117,7 @@ def test_layouts(data):
 
 def part(sizes):
     sizes = np.array(sizes, np.int64)
-    return ExchangePart(np.zeros(sizes.sum(), np.uint8), np.cumsum(sizes) - sizes, sizes)
+    return Slices(np.zeros(sizes.sum(), np.uint8), np.cumsum(sizes) - sizes, sizes)
 
 
 def both(first, second, seconds=5.0):
