@@ -53,7 +53,7 @@ CHECKS = {
     },
     "kernels.catch_up": dict.fromkeys(("_look_up", "_look_up_flat", "_pack"), (IDS, POSITIONS, REQUESTED, LAST)),
     "kernels.cardinality": {"_note": (OWN,)},
-    "kernels.claims": {**dict.fromkeys(("_claim", "_forget", "_intersect", "_others"), (REQUESTED,)), "_join": (OWN,)},
+    "kernels.claims": {**dict.fromkeys(("_claim", "_intersect", "_others"), (REQUESTED,)), "_join": (OWN,)},
     "kernels.norm": {"clip_rows": (POSITIONS, REQUESTED)},
     "kernels.disk_records": dict.fromkeys(("read", "find_live", "move"), (OWN,)),
     "kernels.columns": {"_place": (JOURNAL,), "_hash_rows": (OWN,), "_take_lists": (SHARDS,)},
@@ -97,7 +97,7 @@ CHECKS = {
     },
     "kernels.tree": {"_sum_rows": (OWN,)},
     "kernels.unique": {
-        **dict.fromkeys(("_add", "_find", "_forget", "_renumber"), (OWN,)),
+        **dict.fromkeys(("_add", "_find", "_forget", "renumber"), (OWN,)),
         "add_direct": (REQUESTED,),
         "tally": (OWN,),
     },

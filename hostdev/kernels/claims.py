@@ -20,6 +20,7 @@ from hostdev.kernels.arrays import Positions
 from hostdev.kernels.hash_table import find_free, find_key, find_slot
 from hostdev.kernels.jit import kernel, prefetch_to_read
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
+from hostdev.kernels.unique import renumber
 
 MOST_UNFINISHED = 100  # batches; also the interval at which older tags are cleared
 _TAGS = 255
@@ -73,7 +74,7 @@ class Claims:
             recent = [_tag(earlier) for earlier in self._made]
             keep[recent] = recent
             for start, stop in self._get_used():
-                parallel_for(_forget, stop - start, self.tags[start:stop], keep, grain=1 << 16)
+                parallel_for(renumber, stop - start, self.tags[start:stop], keep, grain=1 << 16)
             self._forgotten = number
         self._made.append(number)
 
@@ -99,12 +100,6 @@ def _claim(start, stop, ids, claims, tag, owner_of, late, owner, counts, piece):
         late[count], owner[count] = u, before
         count += np.uint64(before != 0)
     counts[piece] = count - np.uint64(start)
-
-
-@kernel
-def _forget(start, stop, claims, keep):
-    for row in range(np.uint64(start), np.uint64(stop)):
-        claims[row] = keep[np.uint64(claims[row])]
 
 
 def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newest: int) -> Late:

@@ -148,11 +148,9 @@ class IdMap:
     def _grow(self) -> None:
         if self._count > _MAX_DISTINCT // 4:
             raise OverflowError(f"cannot number more than {self._count} distinct ids")
-        ids = self.ids
-        self._shift -= 2
-        self._entries = _entries(len(self._entries) * 4, ids.dtype)
-        self._keys = np.empty(len(self._entries) >> _SPARE_BITS, ids.dtype)
-        self._count = 0
+        ids, size = self.ids, 4 * len(self._entries)
+        self._entries, self._count = _entries(size, ids.dtype), 0
+        self._keys, self._shift = np.empty(size >> _SPARE_BITS, ids.dtype), self._shift - 2
         self.add(ids)
 
 
@@ -296,7 +294,7 @@ class Dedupe:
         """Return the tasks that renumber the positions; call `merge` before, and run these tasks last."""
         tasks: list[Task] = []
         for (start, stop), number in zip(pairwise(self._edges[1:]), self._numbers, strict=True):
-            tasks += tasks_over(_renumber, stop - start, self._inverse[start:stop], number, grain=_SMALLEST_PART)
+            tasks += tasks_over(renumber, stop - start, self._inverse[start:stop], number, grain=_SMALLEST_PART)
         return tasks
 
     @property
@@ -336,9 +334,10 @@ def _get_maps(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
 
 
 @kernel
-def _renumber(start, stop, inverse, number):
+def renumber(start, stop, values, numbers):
+    """Replace each of values[start:stop] by numbers[value]."""
     for i in range(np.uint64(start), np.uint64(stop)):
-        inverse[i] = number[np.uint64(inverse[i])]
+        values[i] = numbers[np.uint64(values[i])]
 
 
 @kernel
