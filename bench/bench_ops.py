@@ -22,7 +22,7 @@ from hostdev.core.memory import available_bytes, table_bytes
 from hostdev.core.table_primitives import UPDATES as PRIMITIVES
 from hostdev.core.table_primitives import EmbeddingLookup
 from hostdev.kernels.arrays import aligned_empty
-from hostdev.kernels.bags import Feature, sum_uses
+from hostdev.kernels.bags import FeatureOccurrences, sum_uses
 from hostdev.kernels.pool import host_threads, parallel_for
 
 mpl.use("Agg")
@@ -55,7 +55,7 @@ def make_ops(rows: int, dim: int) -> dict[str, Op]:
     grads = aligned_empty((n, dim))
     grads[:] = draw_gradients(n, dim)
     sums, out = aligned_empty((u, dim)), aligned_empty((n, dim))
-    sum_uses([Feature(inverse)], [grads], sums)
+    sum_uses([FeatureOccurrences(inverse)], [grads], sums)
     deep = hostdev.HostTable(rows, dim, hostdev.LazyAdam(), name="deep")
     wide = hostdev.HostTable(rows, 1, hostdev.FTRL(), name="wide")
     grads1, sums1, block = grads[:, :1].copy(), sums[:, :1].copy(), deep.storage.block
@@ -72,7 +72,7 @@ def make_ops(rows: int, dim: int) -> dict[str, Op]:
         "unique": (lambda: hostdev.ops.unique(ids), n, 0),
         "lookup, unique rows": (lambda: deep.lookup(found, out=out[:u]), u, 2 * u * row),
         "lookup, all": (lambda: deep.lookup(ids, out=out), n, n * row + u * row),
-        "gradient sum": (lambda: sum_uses([Feature(inverse)], [grads], sums), n, n * row + u * row),
+        "gradient sum": (lambda: sum_uses([FeatureOccurrences(inverse)], [grads], sums), n, n * row + u * row),
         "LazyAdam, unique rows": (lambda: deep.update(found, sums), u, 7 * u * row),
         "LazyAdam, all": (lambda: deep.apply(ids, grads), n, n * row + 6 * u * row),
         "FTRL D = 1, unique rows": (lambda: wide.update(found, sums1), u, 7 * u * 4),

@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.bench_checkpoint import drop_page_cache
 from bench.record import make_parser, record
-from hostdev.data.batch import Piece
+from hostdev.data.batch import ShardPiece
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.second_pass import write_shard
 from hostdev.data.schema import Column, Schema, Space
@@ -50,7 +50,7 @@ def write(root: Path, rows: int) -> Manifest:
         n = min(SHARD, rows - start)
         label = (rng.random(n, np.float32) < 0.25).astype(np.float32)
         ids = (begins + rng.integers(0, VALUES, (n, IDS))).astype(np.int32)
-        made = Piece(label, rng.random((n, DENSE), np.float32), ids, {})
+        made = ShardPiece(label, rng.random((n, DENSE), np.float32), ids, {})
         file = f"train/part-{len(shards):05d}.arrow"
         shards.append(Shard(file=file, rows=n, sha256=write_shard(root / file, made, schema)))
     return Manifest(

@@ -82,7 +82,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """The n rows of one record batch; each bag has concatenated values [N] and offsets [n + 1]."""
 
     label: npt.NDArray[np.float32]  # [n], or [n, labels] if there are several labels
@@ -96,7 +96,7 @@ class Piece:
         return len(self.label)
 
 
-class Rows:
+class ShardRows:
     """The concatenated rows of one or more pieces, which are not copied.
 
     Args:
@@ -104,7 +104,7 @@ class Rows:
         order: Permutation of the rows, int64 [n], or None for stored order.
     """
 
-    def __init__(self, pieces: Sequence[Piece], order: npt.NDArray[np.int64] | None) -> None:
+    def __init__(self, pieces: Sequence[ShardPiece], order: npt.NDArray[np.int64] | None) -> None:
         self.pieces, self._order = pieces, order  # keeps the memory behind the addresses alive
         starts = ragged.offsets_of(np.array([len(piece) for piece in pieces]))
         self._first, self._size = starts[:-1], int(starts[-1])
@@ -127,7 +127,7 @@ class Rows:
         return self._size
 
 
-Range = tuple[Rows, int, int]  # positions [start, stop) in the order of a `Rows`
+Range = tuple[ShardRows, int, int]  # positions [start, stop) in the order of `ShardRows`
 
 
 def gathered(ranges: Sequence[Range], whole: int | None) -> Batch:

@@ -20,7 +20,7 @@ from hostdev.core.arrow_files import as_numpy
 from hostdev.core.checksums import NoDigest, hash_stream
 from hostdev.core.errors import ChangedError, UserError, in_words, raise_if_transient
 from hostdev.data import ragged
-from hostdev.data.batch import Piece
+from hostdev.data.batch import ShardPiece
 from hostdev.data.folder import RemoteFiles
 from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.schema import find_wrong, find_wrong_weights
@@ -36,7 +36,7 @@ class ShardFiles:
         self._intact: dict[str, tuple[int, ...]] = {}  # by file: its state when it was verified
         self._remote = RemoteFiles.find(root)
 
-    def open(self, shard: Shard, stop: Event) -> list[Piece]:
+    def open(self, shard: Shard, stop: Event) -> list[ShardPiece]:
         """Return a shard's record batches, memory-mapped.
 
         Raises:
@@ -47,7 +47,7 @@ class ShardFiles:
             return self._open(self._root / shard.file, shard, stop)
         return self._remote.use(shard.file, shard.sha256, lambda path: self._open(path, shard, stop), stop)
 
-    def _open(self, path: Path, shard: Shard, stop: Event) -> list[Piece]:
+    def _open(self, path: Path, shard: Shard, stop: Event) -> list[ShardPiece]:
         state = self._read(path, shard, stop)
         try:
             with pa.memory_map(os.fsencode(path)) as file:
@@ -86,7 +86,7 @@ class ShardFiles:
             raise _changed(path)
         return state
 
-    def _check_values(self, path: Path, pieces: list[Piece]) -> None:
+    def _check_values(self, path: Path, pieces: list[ShardPiece]) -> None:
         schema = self._manifest.schema
         size = schema.rows
 
@@ -127,7 +127,7 @@ class ShardFiles:
                 )
 
 
-def _numbered(pieces: list[Piece]) -> Iterator[tuple[int, Piece]]:
+def _numbered(pieces: list[ShardPiece]) -> Iterator[tuple[int, ShardPiece]]:
     """Yield each piece, preceded by the index of the piece's first row in the shard."""
     first = 0
     for piece in pieces:
@@ -144,7 +144,7 @@ def _changed(path: Path) -> ChangedError:
     return ChangedError(f"shard {path} has a wrong checksum: it is damaged or was changed; preprocess the data again")
 
 
-def piece_of(batch: pa.RecordBatch, found: Manifest) -> Piece:
+def piece_of(batch: pa.RecordBatch, found: Manifest) -> ShardPiece:
     """Return a record batch's columns as arrays; only the bags' offsets are copied."""
     n, schema = len(batch), found.schema
     dense, ids = np.zeros((n, 0), np.float32), np.zeros((n, 0), found.id_type)
@@ -159,7 +159,7 @@ def piece_of(batch: pa.RecordBatch, found: Manifest) -> Piece:
     weights = {name: as_numpy(inside(batch[f"weights:{name}"])) for name in schema.weighted_bags}
     label = as_numpy(inside(batch["label"])).reshape((n, len(schema.labels)) if schema.targets.more else n)
     weight = None if schema.targets.weight is None else as_numpy(batch["weight"])
-    return Piece(label, dense, ids, bags, weight, weights)
+    return ShardPiece(label, dense, ids, bags, weight, weights)
 
 
 def find_damage(

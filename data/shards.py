@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.core.workers import Workers
-from hostdev.data.batch import Batch, Piece, Range, Rows, gathered
+from hostdev.data.batch import Batch, Range, ShardPiece, ShardRows, gathered
 from hostdev.data.manifest import Manifest
 from hostdev.data.shard_files import ShardFiles
 from hostdev.kernels.counter import key64, permutation
@@ -143,8 +143,8 @@ class ShardReader:
 
 
 def _open_ahead(
-    windows: Sequence[Window], open_shard: Callable[[int, threading.Event], list[Piece]]
-) -> Generator[Rows, None, None]:
+    windows: Sequence[Window], open_shard: Callable[[int, threading.Event], list[ShardPiece]]
+) -> Generator[ShardRows, None, None]:
     """Yield the rows of each window. Meanwhile, threads open the next windows, until two or more shards are open.
 
     Each open shard maps one file and, if shuffled, needs 8 bytes per row for the order of its rows (16 while this order
@@ -156,10 +156,10 @@ def _open_ahead(
     """
     if len(windows) == 1 and len(windows[0].shards) == 1:
         [window] = windows
-        yield Rows(open_shard(window.shards[0], threading.Event()), window.order())
+        yield ShardRows(open_shard(window.shards[0], threading.Event()), window.order())
         return
     stop = threading.Event()
-    coming: deque[tuple[list[Future[list[Piece]]], Future[Any]]] = deque()
+    coming: deque[tuple[list[Future[list[ShardPiece]]], Future[Any]]] = deque()
     left = deque(windows)
     with Workers(_THREADS, "hostdev-shards") as workers:
         try:
@@ -169,6 +169,6 @@ def _open_ahead(
                     order = workers.submit(window.order)
                     coming.append(([workers.submit(partial(open_shard, each, stop)) for each in window.shards], order))
                 shards, order = coming.popleft()
-                yield Rows([piece for shard in shards for piece in shard.result()], order.result())
+                yield ShardRows([piece for shard in shards for piece in shard.result()], order.result())
         finally:
             stop.set()

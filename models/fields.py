@@ -14,7 +14,7 @@ from torch import Tensor
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.model import Batch, Ids, Model, Rows
+from hostdev.models.model import Ids, Model, ModelBatch, Rows
 from hostdev.runtime.spec import Bag, Feature, TableSpec
 
 FIELDS = "fields"
@@ -47,7 +47,7 @@ def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: Sequen
     return features | {bag_feature(name): Feature(tables, pooling="mean", unknown=name) for name in schema.bags}
 
 
-def collect_bags(schema: Schema, batch: Batch) -> dict[str, Ids]:
+def collect_bags(schema: Schema, batch: ModelBatch) -> dict[str, Ids]:
     """Return the ids of a batch for each bag's feature.
 
     A weighted bag gets factors with which the feature's mean becomes a weighted mean: weights / mean weight of the bag.
@@ -96,7 +96,7 @@ class FieldsModel(Model):
         """Return the network's segments in order."""
         raise NotImplementedError
 
-    def ids(self, batch: Batch) -> dict[str, Ids]:
+    def ids(self, batch: ModelBatch) -> dict[str, Ids]:
         """Return the ids of the feature "fields", and of each bag."""
         fields: dict[str, Ids] = {FIELDS: batch.ids} if self.schema.ids else {}
         return fields | collect_bags(self.schema, batch)

@@ -15,7 +15,7 @@ Ids = npt.NDArray[Any] | Bag
 Rows = dict[str, Any]  # by feature: a Tensor, or a tuple of Tensors if the feature has several tables
 
 
-class Batch(Protocol):
+class ModelBatch(Protocol):
     """A batch of B samples as a model sees it, on the host; its columns are those of the schema."""
 
     @property
@@ -58,7 +58,7 @@ class Model(nn.Module):
     tables: dict[str, TableSpec]
     features: dict[str, Feature]
 
-    def ids(self, batch: Batch) -> dict[str, Ids]:
+    def ids(self, batch: ModelBatch) -> dict[str, Ids]:
         """Return each feature's ids: [B], [B, k] or a Bag. This runs on the host, possibly in another thread."""
         raise NotImplementedError
 

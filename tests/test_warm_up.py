@@ -100,7 +100,7 @@ for threads, mean, in_order in itertools.product((2, 4), (False, True), (False, 
         rows, out = np.zeros((50, dim), np.float32), np.zeros((300, dim), np.uint16 if bfloat16 else np.float32)
         weights = np.ones(300, np.float32) if weighted else None
         offsets = np.arange(301, dtype=np.int32) if pooled else None
-        feature = bags.Feature(np.sort(np.arange(300) % 50).astype(np.int32), offsets, weights, mean)
+        feature = bags.FeatureOccurrences(np.sort(np.arange(300) % 50).astype(np.int32), offsets, weights, mean)
         if pooled:
             bags.pool(rows, feature, out)
         elif weighted:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from hostdev.core.errors import TransientError
 from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.data import ragged
-from hostdev.data.batch import Piece
+from hostdev.data.batch import ShardPiece
 from hostdev.data.manifest import APART, SPLITS, SQUEEZED, UNKNOWN, Shard, shard_schema
 from hostdev.data.preprocess.pieces import Facts, PieceFile, write_arrow
 from hostdev.data.preprocess.raw import SourceLayout
@@ -68,7 +68,7 @@ class ShardOptions:
     dense: str
 
 
-def build_shard(rows_of: Sequence[tuple[Path, slice]], how: ShardOptions) -> Piece:
+def build_shard(rows_of: Sequence[tuple[Path, slice]], how: ShardOptions) -> ShardPiece:
     """Build the rows of a shard, with ids and scaled numbers, from consecutive rows of pieces' files."""
     schema, layout = how.schema, how.layout
     n, columns = sum(rows.stop - rows.start for _, rows in rows_of), len(layout.ids)
@@ -108,10 +108,10 @@ def build_shard(rows_of: Sequence[tuple[Path, slice]], how: ShardOptions) -> Pie
     named = zip(layout.bags, joined, strict=True)
     found = {bag.name: (values, ragged.offsets_of(lengths)) for bag, (values, lengths) in named}
     weights = {name: np.concatenate(parts) for name, parts in bag_weights.items()}
-    return Piece(label if several else label[:, 0], dense, ids, found, weight, weights)
+    return ShardPiece(label if several else label[:, 0], dense, ids, found, weight, weights)
 
 
-def out_of_vocabulary(rows: Piece, schema: Schema) -> tuple[list[int], list[int]]:
+def out_of_vocabulary(rows: ShardPiece, schema: Schema) -> tuple[list[int], list[int]]:
     """Return the number of out-of-vocabulary ids in each column of the schema, and the number of all ids in each."""
     n, columns = rows.ids.shape
     unknown = np.flatnonzero(rows.ids.ravel() < schema.first_value)  # in one pass over the rows
@@ -121,7 +121,7 @@ def out_of_vocabulary(rows: Piece, schema: Schema) -> tuple[list[int], list[int]
     return out, [n] * columns + [len(values) for values in bags]
 
 
-def find_apart(rows: Piece, schema: Schema) -> list[str]:
+def find_apart(rows: ShardPiece, schema: Schema) -> list[str]:
     """Return the columns that share another column's ids but have no value in common with that column."""
     ids = dict(
         zip([*schema.ids, *rows.bags], [*rows.ids.T, *(values for values, _ in rows.bags.values())], strict=True)
@@ -136,7 +136,7 @@ def find_apart(rows: Piece, schema: Schema) -> list[str]:
     ]
 
 
-def find_squeezed(rows: Piece, names: Sequence[str], mode: str) -> list[str]:
+def find_squeezed(rows: ShardPiece, names: Sequence[str], mode: str) -> list[str]:
     """Return the numeric columns where outliers push nearly all other scaled numbers close to 0."""
     least = {"max": 0.01, "standard": 0.1}.get(mode, 0.0)  # logarithms limit outliers
     found = []
@@ -147,13 +147,13 @@ def find_squeezed(rows: Piece, names: Sequence[str], mode: str) -> list[str]:
     return found
 
 
-def write_shard(path: Path, rows: Piece, schema: Schema) -> str:
+def write_shard(path: Path, rows: ShardPiece, schema: Schema) -> str:
     """Write a shard atomically; return its SHA-256."""
     kinds = shard_schema(schema, schema.id_type)
     return write_arrow(path, kinds, _batches(rows, kinds), sha256)
 
 
-def _batches(rows: Piece, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _batches(rows: ShardPiece, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Iterate over batches of rows; there is one batch unless a bag has more than MOST_VALUES values."""
     offsets = [begin for _, begin in rows.bags.values()]
     start, n = 0, len(rows)

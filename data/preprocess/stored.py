@@ -16,10 +16,10 @@ import pyarrow as pa
 from hostdev.core import arrow_files
 from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError, in_words, raise_if_transient
-from hostdev.core.memory import available_bytes, format_bytes
+from hostdev.core.memory import available_bytes, require_memory
 from hostdev.core.progress import bar, counted
 from hostdev.core.workers import call_all
-from hostdev.data.batch import Piece
+from hostdev.data.batch import ShardPiece
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.schema import Column, Schema, Space, find_wrong, find_wrong_weights
@@ -46,7 +46,7 @@ class DamagedError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredRows(Piece):
+class StoredRows(ShardPiece):
     """Consecutive rows of a shard, as views of the mapped file."""
 
     start: int  # number of rows of the shard before this part
@@ -317,11 +317,7 @@ def count_bytes(uses: int) -> int:
 
 def require_room(folder: Path, ids: int, needed: int) -> None:
     """Raise UserError unless `needed` bytes of memory are free for counting the ids of a data set."""
-    if needed > (free := available_bytes()):
-        raise UserError(
-            f"{folder}: counting its {ids:,} ids needs {needed} bytes ({format_bytes(needed)}) of memory, but {free} "
-            f"({format_bytes(free)}) are free; use a machine with more memory"
-        )
+    require_memory(needed, f"{folder}: counting its {ids:,} ids", "use a machine with more memory")
 
 
 def add_counts(*parts: Counted) -> Counted:

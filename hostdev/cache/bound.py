@@ -52,11 +52,6 @@ def fits(unique: int, batches: int) -> bool:
     return 40 * unique + (10 * pieces + 64) * (batches + 2) <= available_bytes()
 
 
-def most_steps(unique: int) -> int:
-    """Return the maximum number of steps of `least_cost`; `unique`: number of unique ids, summed over batches."""
-    return _SEARCHED + _steepest(unique, VISITS)
-
-
 def _steepest(unique: int, visits: float) -> int:
     return int(np.clip(visits / max(1, unique), _LEAST_STEPS, _MOST_STEPS))
 

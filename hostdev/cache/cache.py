@@ -259,11 +259,6 @@ class EmbeddingCache:
                 yield table, slots, resident[part], part
 
     @property
-    def optimum_steps(self) -> int:
-        """Maximum number of times that `summary` calls its argument `progress`."""
-        return len(self._recorded) + 2 * bound.most_steps(self._unique)
-
-    @property
     def _unique(self) -> int:
         return sum(len(ids) for ids, _ in self._recorded)
 

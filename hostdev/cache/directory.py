@@ -13,9 +13,9 @@ import numpy.typing as npt
 from hostdev.cache.likeliest import Likeliest, chance_at, chances, likeliest, told
 from hostdev.cache.planning import CHANCE, COUNT, ID, LAST, MEMBER, SLOT, WORDS
 from hostdev.kernels.arrays import AnyIds, Positions, aligned_empty, interleave, scratch
+from hostdev.kernels.hash_table import find_free, find_slot
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
-from hostdev.kernels.unique import find_slot
 
 ROW = 4 * WORDS  # bytes of a row's data: half a cache line
 _EMPTY, _GONE = -1, -2  # hash table entries; a search continues past _GONE (a tombstone)
@@ -322,7 +322,7 @@ def _insert(
         chances: float32 [U], probabilities of the ids.
         chosen: bool [U], written to word number `flag` of the inserted rows.
     """
-    mask, one, stop = np.uint64(len(index) - 1), np.uint64(1), np.uint64(len(ids))
+    stop = np.uint64(len(ids))
     for i in range(stop):
         if i + np.uint64(_AHEAD) < stop and positions[i + np.uint64(_AHEAD)] < 0:
             prefetch_to_write(index, find_slot(ids[i + np.uint64(_AHEAD)], shift), 1)
@@ -333,9 +333,7 @@ def _insert(
         position = np.uint64(state[_HAND])
         state[_HAND] += 1
         state[_USED] = max(state[_USED], state[_HAND])
-        slot = find_slot(ids[i], shift)
-        while index[slot] >= 0:
-            slot = (slot + one) & mask
+        slot = find_free(ids[i], index, shift)
         state[_DEAD] -= index[slot] == _GONE
         state[_LIVE] += 1
         index[slot] = position
@@ -386,15 +384,12 @@ def _forget(start: Any, stop: Any, rows: Any, before: Any, index: Any, shift: An
 @kernel
 def _rebuild(index: Any, shift: Any, rows: Any, state: Any) -> None:
     """Fill an empty hash table with the live rows."""
-    mask, one, end = np.uint64(len(index) - 1), np.uint64(1), np.uint64(state[_USED])
+    end = np.uint64(state[_USED])
     state[_LIVE] = state[_DEAD] = state[_HAND] = 0
     for p in range(end):
         ahead = p + np.uint64(_AHEAD)
         if ahead < end and rows[ahead, ID] >= 0:
             prefetch_to_write(index, find_slot(rows[ahead, ID], shift), 1)
         if rows[p, ID] >= 0:
-            slot = find_slot(rows[p, ID], shift)
-            while index[slot] >= 0:
-                slot = (slot + one) & mask
-            index[slot] = p
+            index[find_free(rows[p, ID], index, shift)] = p
             state[_LIVE] += 1

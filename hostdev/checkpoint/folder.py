@@ -23,7 +23,14 @@ import numpy as np
 import pyarrow as pa
 
 from hostdev.checkpoint import manifest
-from hostdev.checkpoint.manifest import BrokenCheckpointError, File, Manifest, Parent, SegmentEntry, SegmentState
+from hostdev.checkpoint.manifest import (
+    BrokenCheckpointError,
+    CheckpointManifest,
+    File,
+    Parent,
+    SegmentEntry,
+    SegmentState,
+)
 from hostdev.core import locks
 from hostdev.core.checksums import hash_stream
 from hostdev.core.errors import HostdevError, UserError, raise_if_transient
@@ -48,7 +55,7 @@ class Checkpoint(NamedTuple):
     """A checkpoint on disk."""
 
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
 
     @property
     def name(self) -> str:
@@ -109,7 +116,7 @@ def is_checkpoint(path: Path) -> bool:
     return (path / manifest.FILE_NAME).exists() or is_name(path.name)
 
 
-def read_chain(path: Path, read: Callable[[Path], Manifest] = manifest.read) -> Chain:
+def read_chain(path: Path, read: Callable[[Path], CheckpointManifest] = manifest.read) -> Chain:
     """Return a checkpoint with its parents, reading only manifests.
 
     Args:
@@ -152,7 +159,7 @@ def chain_of_table(chain: Chain, name: str) -> Chain:
     return chain[first:]
 
 
-def _find_difference(parent: Manifest, child: Manifest) -> str | None:
+def _find_difference(parent: CheckpointManifest, child: CheckpointManifest) -> str | None:
     """Return None if a checkpoint's tables agree with its parent's, or else text that the parent's path follows."""
     if {table.name for table in parent.tables} != {table.name for table in child.tables}:
         return "its tables differ from those of"
@@ -228,7 +235,7 @@ def begin(path: Path, name: str) -> Path:
     return partial
 
 
-def commit(partial: Path, name: str, content: Manifest) -> Checkpoint:
+def commit(partial: Path, name: str, content: CheckpointManifest) -> Checkpoint:
     """Write the manifest, sync everything to disk, and rename the folder; raise OSError if that fails."""
     with (partial / manifest.FILE_NAME).open("x") as file:
         file.write(content.to_text())
@@ -384,7 +391,7 @@ def check_entry(root: Path, file: File, states: Mapping[str, SegmentState]) -> N
     Args:
         root: The checkpoint's folder, or a folder with a copy of the file.
         file: The file's entry in the manifest.
-        states: `Manifest.segment_states`.
+        states: `CheckpointManifest.segment_states`.
     """
     if isinstance(file, SegmentEntry):
         check_segment(root / file.file, file, states[file.file])

@@ -34,7 +34,7 @@ Held = Mapping[tuple[int, str], Path]  # segments by their sizes and checksums
 FROM_FIRST = [Numbering(first_row=0, first_segment=0)]
 
 
-class Source(Protocol):
+class TableSnapshot(Protocol):
     """A table's rows at one moment; `host.snapshot.Snapshot` implements it. One thread reads, with ascending ranges."""
 
     count: int  # number of rows to save
@@ -70,7 +70,7 @@ class Source(Protocol):
 
 
 class FullSource:
-    """The methods of a `Source` that has all rows of a table by row, in memory or in files."""
+    """The methods of a `TableSnapshot` that has all rows of a table by row, in memory or in files."""
 
     count: int
 
@@ -79,30 +79,30 @@ class FullSource:
         return np.arange(first, last)
 
     def locate(self, first: int, last: int, out: LongIds) -> None:
-        """Not for these rows: see `Source`."""
+        """Not for these rows: see `TableSnapshot`."""
         raise NotImplementedError
 
     def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
-        """Not for these rows: see `Source`."""
+        """Not for these rows: see `TableSnapshot`."""
         raise NotImplementedError
 
     def key_columns(self, first: int, last: int) -> KeyColumns | None:
-        """See `Source`."""
+        """See `TableSnapshot`."""
         return None
 
     def other_keys(self) -> Sequence[npt.NDArray[Any]] | None:
-        """See `Source`."""
+        """See `TableSnapshot`."""
         return None
 
     def end(self) -> None:
-        """See `Source`."""
+        """See `TableSnapshot`."""
 
 
 class Item(NamedTuple):
     """A table to save, or this process's part of a table; `end(saved)` is called when writing has ended."""
 
     table: Table
-    source: Source
+    source: TableSnapshot
     full: bool  # whether all rows are saved
     end: Callable[[bool], None] = lambda saved: None
     first: int = 0  # position of the part's first row among all rows
@@ -229,7 +229,7 @@ def describe_table(table: Any) -> Table:
 
 
 class DeviceRows(FullSource):
-    """A `Source` of the current rows of a device table.
+    """A `TableSnapshot` of the current rows of a device table.
 
     Args:
         table: A `DeviceTable`.
@@ -247,7 +247,7 @@ class DeviceRows(FullSource):
             self._row_slots = self._row_slots.to("cpu", copy=True)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """See `Source`."""
+        """See `TableSnapshot`."""
         assert ids is None
         np.copyto(columns, self._block[first:last].cpu().numpy().transpose(1, 0, 2))
         np.copyto(row_columns, self._row_slots[first:last].cpu().numpy().T)

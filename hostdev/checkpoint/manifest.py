@@ -95,7 +95,7 @@ class SegmentState:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyState:
-    """What a table by key has besides its rows; files are named as in `Manifest.others`."""
+    """What a table by key has besides its rows; files are named as in `CheckpointManifest.others`."""
 
     count: int  # number of keys that have a row
     step: int  # number of the keys' steps
@@ -151,7 +151,7 @@ class Parent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """The content of checkpoint.json."""
 
     step: int
@@ -225,7 +225,7 @@ def checksum_of(path: Path) -> str:
     return str(json_files.read(path / FILE_NAME)["sha256"])
 
 
-def read(path: Path) -> Manifest:
+def read(path: Path) -> CheckpointManifest:
     """Read the manifest of the checkpoint at `path`.
 
     Raises:
@@ -257,14 +257,14 @@ def read(path: Path) -> Manifest:
             f"{file} has format version {found[1]}, but this hostdev release reads versions 1 to {SEGMENT_VERSION}"
         )
     try:
-        made = json_files.parse(Manifest, content)
+        made = json_files.parse(CheckpointManifest, content)
         _check(made)
     except ValueError as error:
         raise BrokenCheckpointError(f"{file} is broken ({error})") from None
     return made
 
 
-def _check(found: Manifest) -> None:
+def _check(found: CheckpointManifest) -> None:
     """Raise ValueError for values that are not valid in a checkpoint."""
     _require(found.step >= 0 and found.serial >= 0, "step or serial is negative")
     if found.parent is not None:

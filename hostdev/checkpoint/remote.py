@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.folder import FOLDER, Found, check_entry, is_checkpoint, names_in, read_chain
-from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest
+from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, CheckpointManifest, File
 from hostdev.core import locks
 from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.checksums import is_whole_json
@@ -109,7 +109,7 @@ def pull(
         shutil.rmtree(abandoned, ignore_errors=True)
     contents = {name: content for name in names if (content := store.read_manifest(f"{name}/{FILE_NAME}")) is not None}
     _drop_others(store, root, contents)
-    manifests: dict[str, Manifest] = {}
+    manifests: dict[str, CheckpointManifest] = {}
     broken: dict[str, BrokenCheckpointError] = {}
     for name, content in contents.items():
         try:
@@ -190,7 +190,7 @@ def _set_aside(root: Path, name: str) -> Path:
     return aside
 
 
-def _parse(root: Path, name: str, content: bytes) -> Manifest:
+def _parse(root: Path, name: str, content: bytes) -> CheckpointManifest:
     """Return a checkpoint's manifest, from its copy or, without one, from its text."""
     if (root / name).is_dir():
         return manifest.read(root / name)
@@ -204,7 +204,7 @@ def _parse(root: Path, name: str, content: bytes) -> Manifest:
         raise
 
 
-def _chain(name: str, manifests: dict[str, Manifest], store: Store) -> list[str]:
+def _chain(name: str, manifests: dict[str, CheckpointManifest], store: Store) -> list[str]:
     """Return a checkpoint and those it builds on, by name; the full one is first."""
     names = [name]
     while (parent := manifests[names[0]].parent) is not None:
@@ -214,7 +214,7 @@ def _chain(name: str, manifests: dict[str, Manifest], store: Store) -> list[str]
     return names
 
 
-def _fetch(store: Store, root: Path, name: str, content: Manifest) -> None:
+def _fetch(store: Store, root: Path, name: str, content: CheckpointManifest) -> None:
     """Copy a checkpoint, of which only the manifest is there yet."""
     part = root / f"{_FETCHED}{name}"
     (part / IN_STORE).touch()
@@ -247,7 +247,7 @@ def _fetch(store: Store, root: Path, name: str, content: Manifest) -> None:
         raise _no_space(error, store, root, name) from None
 
 
-def fetch_file(store: Store, name: str, root: Path, file: File, content: Manifest) -> bool:
+def fetch_file(store: Store, name: str, root: Path, file: File, content: CheckpointManifest) -> bool:
     """Copy a file of the checkpoint `name` to the folder `root`; return False if it is damaged in the store."""
     path = inside(root, file.file)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,7 +261,7 @@ def fetch_file(store: Store, name: str, root: Path, file: File, content: Manifes
     return store.fetch_intact(f"{name}/{file.file}", path, is_intact)
 
 
-def _mend(store: Store, root: Path, name: str, content: Manifest) -> None:
+def _mend(store: Store, root: Path, name: str, content: CheckpointManifest) -> None:
     """Compare the files of a copy that this process has not compared yet, and fetch those again that are damaged.
 
     If the store has one no better, the copy is set aside.

@@ -186,7 +186,7 @@ def read_values(layers: Layers, tree: Tree) -> Any:
 
 
 def find_file(layers: Layers, name: str) -> Path | None:
-    """Return the path of a file of `Manifest.others` in the newest checkpoint that has it, or None if none has it."""
+    """Return the path of a file of `CheckpointManifest.others` in the newest checkpoint that has it, or else None."""
     for checkpoint in reversed(layers.chain):
         if checkpoint.manifest.other(name) is not None:
             return checkpoint.path / name

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.folder import check_entry
-from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest
+from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, CheckpointManifest, File
 from hostdev.checkpoint.remote import IN_STORE, WRITER, begin_writing, remove_stored
 from hostdev.core.addresses import address_of
 from hostdev.core.errors import HostdevError, StoreError, in_words
@@ -163,7 +163,7 @@ class Uploads:
 
     def _bring(self) -> None:
         names = folder.names_in(self.path)
-        new_checkpoints: list[tuple[str, Manifest]] = []
+        new_checkpoints: list[tuple[str, CheckpointManifest]] = []
         for name in names:
             if name not in self._there:
                 with contextlib.suppress(BrokenCheckpointError):  # it was removed meanwhile
@@ -190,7 +190,7 @@ class Uploads:
             remove_stored(self.store, name)
             self._there.discard(name)
 
-    def _upload(self, name: str, content: Manifest) -> None:
+    def _upload(self, name: str, content: CheckpointManifest) -> None:
         if content.parent is not None and content.parent.name not in self._there:
             raise BrokenCheckpointError(f"{name} builds on {content.parent.name}, which is not in {self.store.shown}")
 
@@ -208,7 +208,7 @@ class Uploads:
             note_sent,
         )
 
-    def _check(self, name: str, file: File, content: Manifest) -> None:
+    def _check(self, name: str, file: File, content: CheckpointManifest) -> None:
         """Raise BrokenCheckpointError for a damaged file here; FileNotFoundError if its checkpoint was removed."""
         try:
             check_entry(self.path / name, file, content.segment_states)
@@ -246,7 +246,7 @@ class Uploads:
                     same = self.store.put(source, target)
                 self._compared[target] = same
 
-        contents: dict[str, Manifest] = {}
+        contents: dict[str, CheckpointManifest] = {}
         for name in names:
             with contextlib.suppress(BrokenCheckpointError):  # it was removed meanwhile
                 contents[name] = manifest.read(self.path / name)

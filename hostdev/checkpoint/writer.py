@@ -28,7 +28,15 @@ from hostdev.checkpoint.items import Held, Item, get_version, hold_segments, joi
 from hostdev.checkpoint.keyed import OtherKeys
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify_some
-from hostdev.checkpoint.manifest import BrokenCheckpointError, File, Manifest, Parent, RangeFile, SegmentState, Table
+from hostdev.checkpoint.manifest import (
+    BrokenCheckpointError,
+    CheckpointManifest,
+    File,
+    Parent,
+    RangeFile,
+    SegmentState,
+    Table,
+)
 from hostdev.checkpoint.manifest import read as read_manifest
 from hostdev.checkpoint.ranges import WEIGHTS, RowChunk, column_digests, has_whole_ranges, write_range
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest, tensors_as_bytes
@@ -247,7 +255,7 @@ class AsyncWriter:
         path = self._path / name
         return Checkpoint(path, read_manifest(path))
 
-    def _write(self, partial: Path, tables: list[Table], files: Sequence[dict[str, bytes]]) -> Manifest:
+    def _write(self, partial: Path, tables: list[Table], files: Sequence[dict[str, bytes]]) -> CheckpointManifest:
         others = []
         for number, each in enumerate(files):
             others += [_write(partial, f"tables/{number}/{name}", [data]) for name, data in each.items()]
@@ -258,7 +266,7 @@ class AsyncWriter:
             with source.open("rb") as file:
                 others.append(_write(partial, name, iter(lambda: file.read(_PIECE), b"")))
         parent: Parent | None = folder.make_parent(self._parent) if self._parent is not None else None
-        content = Manifest(
+        content = CheckpointManifest(
             step=self._step,
             serial=folder.new_serial(self._path),
             parent=parent,

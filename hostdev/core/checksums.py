@@ -81,7 +81,7 @@ def checksum(path: Path, digest: Callable[[], Any] = sha256) -> str:
         return hash_stream(file, digest=digest)
 
 
-def json_checksum(content: dict[str, Any]) -> str:
+def json_checksum(content: Any) -> str:
     """Return the SHA-256 of JSON content, in hexadecimal, independent of the order of keys."""
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

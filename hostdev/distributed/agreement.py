@@ -100,7 +100,7 @@ def parse_calls(text: str) -> tuple[Call, ...]:
     return tuple(call for call in found if call is not None)
 
 
-class Calls:
+class RankCalls:
     """The calls of a rank: its main thread begins them, and its heartbeat thread reads the latest."""
 
     def __init__(self, rank: int, ranks: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.distributed.channel import Channel
-from hostdev.distributed.host_memory import BufferLayout, Bytes, HostExchange, Links, Part
+from hostdev.distributed.host_memory import BufferLayout, Bytes, HostExchange, Links, Slices
 
 _FREE = 2  # sys.getrefcount of unused memory: one reference from the attribute, one from getrefcount's argument
 _LEAST_VALUES = 4096  # minimum length of a vector that is summed within hosts first
@@ -148,10 +148,10 @@ class TwoLevelChannel(Channel):
         self._run_within(flat[:0], flat[: n * (L > 1)], [0, *[n] * (L - 1)], [0] * L, same=True)
 
 
-def _make_part(values: Tensor, counts: Sequence[int]) -> Part:
+def _make_part(values: Tensor, counts: Sequence[int]) -> Slices:
     sizes = np.array(counts, np.int64) * values.element_size()
     flat = values.detach().as_strided(values.shape, (1,))  # a single value may have any stride
-    return Part(flat.view(torch.uint8).numpy(), np.cumsum(sizes) - sizes, sizes)
+    return Slices(flat.view(torch.uint8).numpy(), np.cumsum(sizes) - sizes, sizes)
 
 
 class Tree:

@@ -248,7 +248,7 @@ class Layouts:
         return [int(one) for one in total]
 
 
-class Part(NamedTuple):
+class Slices(NamedTuple):
     """A rank's buffer in an exchange, with the position and the size of each rank's bytes in it."""
 
     buffer: Bytes
@@ -283,7 +283,7 @@ class HostExchange:
         self._end()
 
     def run(
-        self, given: Part, taken: Part, between: Callable[[Bytes, BufferLayout], None] | None, *, same: bool = False
+        self, given: Slices, taken: Slices, between: Callable[[Bytes, BufferLayout], None] | None, *, same: bool = False
     ) -> None:
         """Exchange bytes between the ranks of this host, which must all call this method.
 
@@ -308,7 +308,7 @@ class HostExchange:
             self.close()  # an exchange cannot resume in the middle; the other ranks notice closed sockets at once
             raise
 
-    def _follow(self, given: Part, taken: Part, *, same: bool) -> None:
+    def _follow(self, given: Slices, taken: Slices, *, same: bool) -> None:
         head = np.concatenate([[self._number, 0], given.sizes, taken.sizes])
         if same:
             given = given._replace(sizes=_keep_first(given.sizes))
@@ -326,7 +326,7 @@ class HostExchange:
         _copy(taken.buffer, taken.starts, self._memory.array, reads, taken.sizes)
 
     def _lead(
-        self, given: Part, taken: Part, between: Callable[[Bytes, BufferLayout], None] | None, *, same: bool
+        self, given: Slices, taken: Slices, between: Callable[[Bytes, BufferLayout], None] | None, *, same: bool
     ) -> None:
         W, others = self._ranks, range(1, len(self._links) + 1)
         messages = [self._receive(index - 1)[0] for index in others]
@@ -403,7 +403,7 @@ def _send(link: socket.socket, parts: Sequence[Any], descriptors: Sequence[int] 
         raise RuntimeError(f"a rank of this host has ended ({error.strerror or error})") from None
 
 
-def _join_parts(part: Part) -> Bytes:
+def _join_parts(part: Slices) -> Bytes:
     """Return a copy of the bytes for other ranks, ordered by rank."""
     joined = np.empty(int(part.sizes.sum()), np.uint8)
     _copy(joined, np.cumsum(part.sizes) - part.sizes, part.buffer, part.starts, part.sizes)

@@ -46,7 +46,7 @@ class Monitor:
     """
 
     def __init__(
-        self, env: RankEnvironment, prefix: str, calls: agreement.Calls, on_fault: Callable[[int, str], None]
+        self, env: RankEnvironment, prefix: str, calls: agreement.RankCalls, on_fault: Callable[[int, str], None]
     ) -> None:
         self._env, self._calls, self._on_fault = env, calls, on_fault
         self._store = PrefixStore(prefix, connect(env, HUNG_SECONDS, is_master=False))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from hostdev.core.errors import UserError
-from hostdev.distributed.agreement import ADVICE, Calls, UnlikeError, Values, compare, format_ranks
+from hostdev.distributed.agreement import ADVICE, RankCalls, UnlikeError, Values, compare, format_ranks
 from hostdev.distributed.all_reduce import TwoLevelChannel
 from hostdev.distributed.channel import HOST_BACKEND, Channel, PeerLostError
 from hostdev.distributed.host_memory import connect_host, get_identity, group_by_host, have_levels, require_two_levels
@@ -84,7 +84,7 @@ class Ranks(World):
         self.failed = False  # whether this rank, or one that it waited for, has failed
         self.have_left = False  # whether all ranks have left together
         self._loops: list[weakref.ref[Closable]] = []
-        self.calls = Calls(env.rank, env.ranks)
+        self.calls = RankCalls(env.rank, env.ranks)
         alike = {**versions(), "the mesh": str(self.mesh), **(values or {})}
         self.store = _meet(env, meeting, alike)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface(env))
@@ -128,7 +128,7 @@ class Ranks(World):
         return self.calls.wrong is not None
 
     def leave_loop(self, text: str) -> None:
-        """Count that a loop is left early: see `Calls.leave`."""
+        """Count that a loop is left early: see `RankCalls.leave`."""
         self.calls.leave(text)
 
     def contribute(self, flag: int, value: int) -> int:
@@ -269,7 +269,7 @@ class Ranks(World):
         return self.rank, self.size
 
     def begin(self, kind: str, text: str) -> None:
-        """Count a call that all ranks must make: see `Calls.begin`."""
+        """Count a call that all ranks must make: see `RankCalls.begin`."""
         self.calls.begin(kind, text)
 
     def agree(self, kind: str, text: str, values: Values | None = None) -> None:

@@ -17,7 +17,7 @@ from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.tier import Tier
 from hostdev.host.table import HostTable, KeyTable
 from hostdev.kernels.arrays import Strided
-from hostdev.kernels.bags import Feature, Uses, pool
+from hostdev.kernels.bags import FeatureOccurrences, Uses, pool
 from hostdev.kernels.bfloat16 import round_rows
 from hostdev.kernels.catch_up import unpack_tasks
 from hostdev.kernels.claims import Claims, claim, intersect, join, others
@@ -113,7 +113,7 @@ def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, b
     weights = np.ones(2, np.float32) if weighted else None
     out = np.zeros((2, dim), np.uint16 if bfloat16 else np.float32)
     for mean in (False, True) if pooled else (False,):
-        feature = Feature(inverse, np.array([0, 1, 2], np.int32) if pooled else None, weights, mean)
+        feature = FeatureOccurrences(inverse, np.array([0, 1, 2], np.int32) if pooled else None, weights, mean)
         if pooled:
             pool(rows, feature, out)
         elif weights is not None:

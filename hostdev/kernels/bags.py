@@ -24,7 +24,7 @@ from hostdev.kernels.segment import prepare_sums, row_ranges, sort_uses, streams
 _ROWS_AHEAD, _SUMS_AHEAD = 16, 12  # prefetch distances in occurrences
 
 
-class Feature(NamedTuple):
+class FeatureOccurrences(NamedTuple):
     """The occurrences of one feature.
 
     Attributes:
@@ -88,7 +88,7 @@ def _pool_scalars(start, stop, rows, inverse, offsets, weights, mean, out, first
         to[column] = as_stored(to, total)
 
 
-def pool_tasks(rows: Rows, feature: Feature, out: Strided) -> list[Task]:
+def pool_tasks(rows: Rows, feature: FeatureOccurrences, out: Strided) -> list[Task]:
     """Return the work of `pool` as tasks, so that one `run_tasks` can run it together with other tasks.
 
     `out` has one row per bag.
@@ -101,7 +101,7 @@ def pool_tasks(rows: Rows, feature: Feature, out: Strided) -> list[Task]:
     return tasks_over(pool_bags, B, rows, inverse, offsets, weights, mean, *out, grain=grain)
 
 
-def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
+def pool(rows: Rows, feature: FeatureOccurrences, out: npt.NDArray[Any]) -> None:
     """Write, for each bag, the sum (or mean) of its rows times weights, added in order of occurrence.
 
     An empty bag yields 0.
@@ -205,7 +205,7 @@ class Uses:
             another.
     """
 
-    def __init__(self, features: Sequence[Feature], rows: int, *, in_order: bool = True) -> None:
+    def __init__(self, features: Sequence[FeatureOccurrences], rows: int, *, in_order: bool = True) -> None:
         self.features, self.rows, self.in_order = features, rows, in_order
 
     def sum(self, grads: Sequence[Strided], out: Rows) -> None:
@@ -276,7 +276,7 @@ def sum_many(calls: Sequence[tuple[Uses, Sequence[Strided], Rows]]) -> None:
     run_tasks([(stream, number, number + 1, ()) for number in range(len(calls))])
 
 
-def _stream(feature: Feature, grads: Strided, seen: Any, out: Rows) -> Any:
+def _stream(feature: FeatureOccurrences, grads: Strided, seen: Any, out: Rows) -> Any:
     """Add the gradients of a feature's occurrences to the sums in `out`.
 
     `segment.sum_part` describes `seen` and the returned value.
@@ -290,7 +290,7 @@ def _stream(feature: Feature, grads: Strided, seen: Any, out: Rows) -> Any:
 
 
 def sum_uses(
-    features: Sequence[Feature], grads: Sequence[npt.NDArray[Any]], out: Rows, *, in_order: bool = True
+    features: Sequence[FeatureOccurrences], grads: Sequence[npt.NDArray[Any]], out: Rows, *, in_order: bool = True
 ) -> None:
     """Sum gradients as `Uses.sum` does, for a single table; `grads` has one array of gradients per feature."""
     Uses(features, len(out), in_order=in_order).sum([Strided(grad) for grad in grads], out)

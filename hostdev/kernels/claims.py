@@ -17,14 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.arrays import Positions
-from hostdev.kernels.jit import inline, kernel, prefetch_to_read
+from hostdev.kernels.hash_table import find_free, find_key, find_slot
+from hostdev.kernels.jit import kernel, prefetch_to_read
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
+from hostdev.kernels.unique import renumber
 
 MOST_UNFINISHED = 100  # batches; also the interval at which older tags are cleared
 _TAGS = 255
 _AHEAD = 64  # rows
 _GRAIN = 1 << 14
 _FILTER_BITS = 16
+_FILTER_SHIFT = 64 - _FILTER_BITS
 _LEAST_BITS = 4
 _JOIN_FILTER_BITS = 3  # the filter has 2^3 times as many places as the hash table
 
@@ -71,7 +74,7 @@ class Claims:
             recent = [_tag(earlier) for earlier in self._made]
             keep[recent] = recent
             for start, stop in self._get_used():
-                parallel_for(_forget, stop - start, self.tags[start:stop], keep, grain=1 << 16)
+                parallel_for(renumber, stop - start, self.tags[start:stop], keep, grain=1 << 16)
             self._forgotten = number
         self._made.append(number)
 
@@ -97,12 +100,6 @@ def _claim(start, stop, ids, claims, tag, owner_of, late, owner, counts, piece):
         late[count], owner[count] = u, before
         count += np.uint64(before != 0)
     counts[piece] = count - np.uint64(start)
-
-
-@kernel
-def _forget(start, stop, claims, keep):
-    for row in range(np.uint64(start), np.uint64(stop)):
-        claims[row] = keep[np.uint64(claims[row])]
 
 
 def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newest: int) -> Late:
@@ -135,18 +132,13 @@ def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newes
     return Late(*(np.concatenate([empty, *(of[part] for part in found)]) for of in (late, owner)))
 
 
-@inline
-def _place(row):
-    return (np.uint64(row) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _FILTER_BITS)
-
-
 @kernel
 def _intersect(ids, others, maybe, claims, tag, out):
     for i in range(np.uint64(0), np.uint64(len(others))):
-        maybe[_place(others[i])] = True
+        maybe[find_slot(others[i], _FILTER_SHIFT)] = True
     count = np.uint64(0)
     for u in range(np.uint64(0), np.uint64(len(ids))):
-        if maybe[_place(ids[u])] and claims[np.uint64(ids[u])] == tag:
+        if maybe[find_slot(ids[u], _FILTER_SHIFT)] and claims[np.uint64(ids[u])] == tag:
             out[count] = u
             count += np.uint64(1)
     return np.int64(count)
@@ -183,11 +175,6 @@ def others(n: int, positions: Positions) -> Positions:
     return out[:-1]
 
 
-@inline
-def _place_id(row, shift):
-    return (np.uint64(row) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(shift)
-
-
 @kernel
 def _join(ids, others, table, maybe, shift, first, second):
     """Write the positions of common ids in `ids` to `first` and in `others` to `second`; return how many there are.
@@ -197,29 +184,21 @@ def _join(ids, others, table, maybe, shift, first, second):
         maybe: bool, eight times as long, all False: memory for a filter that rejects, without branches, most ids that
             are not in `others`.
     """
-    last = np.uint64(len(table) - 1)
     fine = np.uint64(shift) - np.uint64(_JOIN_FILTER_BITS)
     for j in range(np.uint64(len(others))):
-        maybe[_place_id(others[j], fine)] = True
-        place = _place_id(others[j], shift)
-        while table[place] >= 0:
-            place = np.uint64((place + np.uint64(1)) & last)
-        table[place] = j
+        maybe[find_slot(others[j], fine)] = True
+        table[find_free(others[j], table, shift)] = j
     candidates = np.uint64(0)
     for i in range(np.uint64(len(ids))):
         first[candidates] = i
-        candidates += np.uint64(maybe[_place_id(ids[i], fine)])
+        candidates += np.uint64(maybe[find_slot(ids[i], fine)])
     count = np.uint64(0)
     for c in range(candidates):
         at = np.uint64(first[c])
-        place = _place_id(ids[at], shift)
-        while table[place] >= 0:
-            found = np.uint64(table[place])
-            if others[found] == ids[at]:
-                first[count], second[count] = at, found
-                count += np.uint64(1)
-                break
-            place = np.uint64((place + np.uint64(1)) & last)
+        _, position = find_key(ids[at], table, shift, others)
+        if position >= 0:
+            first[count], second[count] = at, position
+            count += np.uint64(1)
     return np.int64(count)
 
 

@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from hostdev.core.errors import UserError
 from hostdev.kernels.arrays import AnyIds, Positions, Values, scratch
+from hostdev.kernels.hash_table import find_key
 from hostdev.kernels.jit import address_of, array_at, kernel
 from hostdev.kernels.lookup import first_outside
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
-from hostdev.kernels.unique import Dedupe, add_direct, find_slot, id_range, unique
+from hostdev.kernels.unique import Dedupe, add_direct, id_range, unique
 
 _LARGE = 1 << 16  # ids; larger groups are deduplicated in parts
 _GRAIN = 1 << 14  # ids; fewer are not worth a task
@@ -94,21 +95,13 @@ def check_groups(groups: Sequence[tuple[Sequence[AnyIds], int]]) -> tuple[int, i
 @kernel
 def _add_hashed(ids, slots, shift, keys, count, positions):
     """Add ids as `IdMap.add` does, but store only positions in `slots`, which is faster if `keys` fits the cache."""
-    mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for i in range(np.uint64(0), np.uint64(len(ids))):
-        key = ids[i]
-        slot = find_slot(key, shift)
-        while True:
-            position = slots[slot]
-            if position < 0:
-                slots[slot] = positions[i] = count
-                keys[np.uint64(count)] = key
-                count += 1
-                break
-            if keys[np.uint64(position)] == key:
-                positions[i] = position
-                break
-            slot = (slot + one) & mask
+        slot, position = find_key(ids[i], slots, shift, keys)
+        if position < 0:
+            slots[slot] = position = count
+            keys[np.uint64(count)] = ids[i]
+            count += 1
+        positions[i] = position
     return count
 
 

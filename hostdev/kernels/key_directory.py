@@ -157,12 +157,29 @@ def find_begin(parts, key):
 
 
 @inline
-def look_ahead(keys, i, parts, ring, owners):
+def _look_ahead(keys, i, parts, ring, owners):
     """Prefetch the entry at which the search for keys[i] begins; keep its address, and the key's part, in the rings."""
     at = i & np.uint64(AHEAD - 1)
     owners[at], address = find_begin(parts, keys[i])
     ask_to_read(address)
     ring[at] = address
+
+
+@inline
+def start_searches(keys, begin, end, parts, ring, owners):
+    """Look ahead at the first of the keys [begin, end), whose searches `next_search` makes one after another."""
+    for i in range(begin, min(begin + np.uint64(AHEAD), end)):
+        _look_ahead(keys, i, parts, ring, owners)
+
+
+@inline
+def next_search(keys, i, end, parts, ring, owners):
+    """Return the address at which the search for keys[i] ends, as `find_entry` does, and the key's part; look ahead."""
+    at = i & np.uint64(AHEAD - 1)
+    address, part = ring[at], owners[at]
+    # At the end, this looks at the last key again: after a branch, numba would count references to the arrays.
+    _look_ahead(keys, min(i + np.uint64(AHEAD), end - np.uint64(1)), parts, ring, owners)
+    return find_entry(address, keys[i]), part
 
 
 @inline
@@ -189,29 +206,22 @@ def last_entry(parts, part):
 
 @kernel
 def _find(start, stop, keys, parts, rows):
+    begin, end = np.uint64(start), np.uint64(stop)
     ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
-    begin, end, ahead = np.uint64(start), np.uint64(stop), np.uint64(AHEAD)
-    for i in range(begin, min(begin + ahead, end)):
-        look_ahead(keys, i, parts, ring, owners)
+    start_searches(keys, begin, end, parts, ring, owners)
     for i in range(begin, end):
-        address = ring[i & np.uint64(AHEAD - 1)]
-        if i + ahead < end:
-            look_ahead(keys, i + ahead, parts, ring, owners)
-        rows[i] = array_at(find_entry(address, keys[i]), 2, np.int64)[1]
+        address, _ = next_search(keys, i, end, parts, ring, owners)
+        rows[i] = array_at(address, 2, np.int64)[1]
 
 
 @kernel
 def _insert(keys, rows, start, parts):
     """Insert keys[start:], which are distinct and new; return the index of the first key that does not fit, or N."""
+    begin, end = np.uint64(start), np.uint64(len(keys))
     ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
-    begin, end, ahead = np.uint64(start), np.uint64(len(keys)), np.uint64(AHEAD)
-    for i in range(begin, min(begin + ahead, end)):
-        look_ahead(keys, i, parts, ring, owners)
+    start_searches(keys, begin, end, parts, ring, owners)
     for i in range(begin, end):
-        address, part = ring[i & np.uint64(AHEAD - 1)], owners[i & np.uint64(AHEAD - 1)]
-        if i + ahead < end:
-            look_ahead(keys, i + ahead, parts, ring, owners)
-        address = find_entry(address, keys[i])
+        address, part = next_search(keys, i, end, parts, ring, owners)
         if address >= last_entry(parts, part):
             return np.int64(i)
         entry = array_at(address, 2, np.int64)
@@ -242,15 +252,11 @@ def _move(old, slots, parts, part):
 @kernel
 def _erase(keys, parts, rows):
     """Erase keys, and write their rows, or EMPTY for a key that is not in the directory."""
+    end = np.uint64(len(keys))
     ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
-    end, ahead = np.uint64(len(keys)), np.uint64(AHEAD)
-    for i in range(np.uint64(0), min(ahead, end)):
-        look_ahead(keys, i, parts, ring, owners)
+    start_searches(keys, np.uint64(0), end, parts, ring, owners)
     for i in range(np.uint64(0), end):
-        hole, part = ring[i & np.uint64(AHEAD - 1)], owners[i & np.uint64(AHEAD - 1)]
-        if i + ahead < end:
-            look_ahead(keys, i + ahead, parts, ring, owners)
-        hole = find_entry(hole, keys[i])
+        hole, part = next_search(keys, i, end, parts, ring, owners)
         row = array_at(hole, 2, np.int64)[1]
         rows[i] = row
         if row < 0:

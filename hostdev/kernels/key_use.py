@@ -33,7 +33,8 @@ from hostdev.kernels.key_directory import (
     find_entry,
     first_entry,
     last_entry,
-    look_ahead,
+    next_search,
+    start_searches,
 )
 from hostdev.kernels.pool import parallel_for
 
@@ -56,6 +57,14 @@ def _used(value, uses, step):
     return (min((value >> high) + np.uint64(uses), low) << high) | (np.uint64(step) & low)
 
 
+@inline
+def _use_row(i, rows, uses, step, packed, before):
+    """Use the row rows[i], and write its former state to before[i]."""
+    row = np.uint64(rows[i])
+    before[i] = packed[row]
+    packed[row] = _used(before[i], uses[i], step)
+
+
 @kernel
 def _use(start, stop, rows, uses, step, packed, before):
     begin, end = np.uint64(start), np.uint64(stop)
@@ -64,38 +73,26 @@ def _use(start, stop, rows, uses, step, packed, before):
         if ahead < end and rows[ahead] >= 0:
             prefetch_to_read(packed, rows[ahead], 8)
         if rows[i] >= 0:
-            row = np.uint64(rows[i])
-            before[i] = packed[row]
-            packed[row] = _used(before[i], uses[i], step)
+            _use_row(i, rows, uses, step, packed, before)
 
 
 @kernel
 def _find_and_use(start, stop, keys, parts, uses, step, packed, rows, before):
     """Find each key's row, and use it some keys later, when its state has arrived."""
+    begin, end, behind = np.uint64(start), np.uint64(stop), np.uint64(_AHEAD)
     ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
-    begin, end, ahead, behind = np.uint64(start), np.uint64(stop), np.uint64(AHEAD), np.uint64(_AHEAD)
-    for i in range(begin, min(begin + ahead, end)):
-        look_ahead(keys, i, parts, ring, owners)
+    start_searches(keys, begin, end, parts, ring, owners)
     for i in range(begin, end):
-        address = ring[i & np.uint64(AHEAD - 1)]
-        if i + ahead < end:
-            look_ahead(keys, i + ahead, parts, ring, owners)
-        found = array_at(find_entry(address, keys[i]), 2, np.int64)[1]
-        rows[i] = found
-        if found >= 0:
-            prefetch_to_read(packed, found, 8)
-        if i < begin + behind:
-            continue
-        j = i - behind
-        if rows[j] >= 0:
-            row = np.uint64(rows[j])
-            before[j] = packed[row]
-            packed[row] = _used(before[j], uses[j], step)
+        address, _ = next_search(keys, i, end, parts, ring, owners)
+        row = array_at(address, 2, np.int64)[1]
+        rows[i] = row
+        if row >= 0:
+            prefetch_to_read(packed, row, 8)
+        if i >= begin + behind and rows[i - behind] >= 0:
+            _use_row(i - behind, rows, uses, step, packed, before)
     for i in range(max(begin + behind, end) - behind, end):
         if rows[i] >= 0:
-            row = np.uint64(rows[i])
-            before[i] = packed[row]
-            packed[row] = _used(before[i], uses[i], step)
+            _use_row(i, rows, uses, step, packed, before)
 
 
 @kernel
@@ -147,15 +144,11 @@ def split(packed: Packed) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
 @kernel
 def _add(keys, uses, step, oldest, start, parts, totals, before):
     """Count keys[start:], which are distinct; return the index of the first new key that does not fit, or N."""
+    begin, end = np.uint64(start), np.uint64(len(keys))
     ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
-    begin, end, ahead = np.uint64(start), np.uint64(len(keys)), np.uint64(AHEAD)
-    for i in range(begin, min(begin + ahead, end)):
-        look_ahead(keys, i, parts, ring, owners)
+    start_searches(keys, begin, end, parts, ring, owners)
     for i in range(begin, end):
-        address, part = ring[i & np.uint64(AHEAD - 1)], owners[i & np.uint64(AHEAD - 1)]
-        if i + ahead < end:
-            look_ahead(keys, i + ahead, parts, ring, owners)
-        address = find_entry(address, keys[i])
+        address, part = next_search(keys, i, end, parts, ring, owners)
         if address >= last_entry(parts, part):
             return np.int64(i)
         entry = array_at(address, 2, np.int64)

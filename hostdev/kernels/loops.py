@@ -89,7 +89,7 @@ class Flag:
         return bool(self.value[0])
 
 
-class Loop:
+class KernelLoop:
     """The ranges of a kernel, shared by any number of threads. Ranges begin in order.
 
     Args:

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from hostdev.core.machine import available_cpus
 from hostdev.core.signals import uninterruptible
-from hostdev.kernels.loops import Call, Calls, Flag, Loop, Times, edges, is_kernel
+from hostdev.kernels.loops import Call, Calls, Flag, KernelLoop, Times, edges, is_kernel
 
 Kernel = Callable[..., Any]
 
 
 class KernelTask(NamedTuple):
-    """A kernel to run over n items in `pieces` ranges; `loops.make_loop` and `loops.Loop` describe the fields."""
+    """A kernel to run over n items in `pieces` ranges; `loops.make_loop` and `loops.KernelLoop` describe the fields."""
 
     kernel: Kernel
     n: int
@@ -72,7 +72,7 @@ class _Job:
         helpers: Maximum number of helpers.
     """
 
-    def __init__(self, parts: Sequence[Loop | Calls], helpers: int, *, urgent: bool) -> None:
+    def __init__(self, parts: Sequence[KernelLoop | Calls], helpers: int, *, urgent: bool) -> None:
         self.urgent = urgent
         self.error: BaseException | None = None
         self._parts = parts
@@ -284,12 +284,12 @@ def run_tasks(tasks: Sequence[Task]) -> None:
     different memory. If a task raises an exception or the caller is interrupted, no more tasks begin, and the exception
     is raised when all tasks that have begun have ended.
     """
-    parts: list[Loop | Calls] = []
+    parts: list[KernelLoop | Calls] = []
     pieces = 0
     for task in tasks:
         pieces += task.pieces if isinstance(task, KernelTask) else 1
         if isinstance(task, KernelTask):
-            parts.append(Loop(*task))
+            parts.append(KernelLoop(*task))
         elif parts and isinstance(parts[-1], Calls):
             parts[-1].add(task)
         else:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.arrays import Keys, Positions
+from hostdev.kernels.hash_table import fill, find_key, find_slot
 from hostdev.kernels.jit import ask_to_read, inline, kernel, prefetch_to_read
-from hostdev.kernels.unique import find_slot
 
 _EMPTY = -1
 _AHEAD = 8  # texts between a prefetch and its use
@@ -25,7 +25,6 @@ _MOST_TEXTS = 2**31 - 2
 BYTES_A_TEXT = 46
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 IN_QUOTES = 2  # a state of `scan_quotes`
-_PHI = np.uint64(0x9E3779B97F4A7C15)
 BYTES_A_VALUE = 31  # at most: 20 for a key and its count, if a fifth is unused, and 11 for slots, if 3/8 are used
 _LEAST_BITS = 10
 _FULL, _OF = 3, 4  # at most 3 of 4 slots are used
@@ -54,7 +53,7 @@ def _same(a, start_a, b, start_b, length):
 def _look_for(data, begin, length, h, table, shift, known, ends, texts):
     """Return the slot of a text with hash h, and the text's position; for a new text, an empty slot and -1."""
     mask, one = np.uint64(len(table) - 1), np.uint64(1)
-    slot = (h * _PHI) >> np.uint64(shift)
+    slot = find_slot(h, shift)
     while True:
         position = table[slot]
         if position < 0:
@@ -74,15 +73,15 @@ def _prefetch(i, hashes, table, shift, ends, places):
     n = np.uint64(len(hashes))
     ahead = i + np.uint64(3 * _AHEAD)
     if ahead < n:
-        ask_to_read(places[0] + np.int64((hashes[ahead] * _PHI) >> shift) * 4)
+        ask_to_read(places[0] + np.int64(find_slot(hashes[ahead], shift)) * 4)
     ahead = i + np.uint64(2 * _AHEAD)
     if ahead < n:
-        position = np.maximum(np.int64(table[(hashes[ahead] * _PHI) >> shift]), np.int64(0))
+        position = np.maximum(np.int64(table[find_slot(hashes[ahead], shift)]), np.int64(0))
         ask_to_read(places[1] + position * 8)
         ask_to_read(places[2] + position * 8)
     ahead = i + np.uint64(_AHEAD)
     if ahead < n:
-        ask_to_read(places[3] + ends[np.maximum(np.int64(table[(hashes[ahead] * _PHI) >> shift]), np.int64(0))])
+        ask_to_read(places[3] + ends[np.maximum(np.int64(table[find_slot(hashes[ahead], shift)]), np.int64(0))])
 
 
 @kernel
@@ -123,16 +122,6 @@ def _take(positions, ends, texts, offsets, out):
         begin, to = ends[positions[i]], offsets[i]
         for k in range(offsets[i + 1] - to):
             out[np.uint64(to + k)] = texts[np.uint64(begin + k)]
-
-
-@kernel
-def _rehash(table, shift, known, count):
-    mask, one = np.uint64(len(table) - 1), np.uint64(1)
-    for position in range(count):
-        slot = (known[position] * _PHI) >> np.uint64(shift)
-        while table[slot] >= 0:
-            slot = (slot + one) & mask
-        table[slot] = position
 
 
 def hash_texts(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
@@ -217,7 +206,7 @@ class TextMap:
                 size = 2 * len(self._table)
                 self._table = np.empty(0, np.int32)  # free the old table first
                 self._table = np.full(size, _EMPTY, np.int32)
-                _rehash(self._table, self._shift, self._known, self._count)
+                fill(self._table, self._shift, self._known, self._count)
             room = min(len(self._table) >> _SPARE_BITS, self._count + self._count // 4 + 1024)
             self._known.resize(room, refcheck=False)  # a large array is moved without a copy
             self._ends.resize(room + 1, refcheck=False)
@@ -271,7 +260,7 @@ def _add_keys(keys, uses, start, slots, shift, known, counts, count):
 
     Return the index of the first key that was not counted, and the number of distinct keys.
     """
-    mask, one, stop = np.uint64(len(slots) - 1), np.uint64(1), np.uint64(len(keys))
+    stop = np.uint64(len(keys))
     for i in range(np.uint64(start), stop):
         ahead = i + np.uint64(_KEYS_AHEAD)
         if ahead + np.uint64(_KEYS_AHEAD) < stop:
@@ -280,50 +269,27 @@ def _add_keys(keys, uses, start, slots, shift, known, counts, count):
             position = slots[find_slot(keys[ahead], shift)]
             prefetch_to_read(known, max(position, np.int32(0)), 1)
             prefetch_to_read(counts, max(position, np.int32(0)), 1)
-        key = keys[i]
-        slot = find_slot(key, shift)
-        while True:
-            position = np.int64(slots[slot])
-            if position < 0:
-                if count == len(known):
-                    return np.int64(i), count
-                slots[slot] = position = count
-                known[np.uint64(count)], counts[np.uint64(count)] = key, 0
-                count += 1
-                break
-            if known[np.uint64(position)] == key:
-                break
-            slot = (slot + one) & mask
+        slot, position = find_key(keys[i], slots, shift, known)
+        if position < 0:
+            if count == len(known):
+                return np.int64(i), count
+            slots[slot] = position = count
+            known[np.uint64(count)], counts[np.uint64(count)] = keys[i], 0
+            count += 1
         counts[np.uint64(position)] += np.int64(uses[i])
     return np.int64(stop), count
 
 
 @kernel
 def _find_keys(keys, slots, shift, known, positions):
-    mask, one, stop = np.uint64(len(slots) - 1), np.uint64(1), np.uint64(len(keys))
+    stop = np.uint64(len(keys))
     for i in range(stop):
         ahead = i + np.uint64(_KEYS_AHEAD)
         if ahead + np.uint64(_KEYS_AHEAD) < stop:
             prefetch_to_read(slots, find_slot(keys[ahead + np.uint64(_KEYS_AHEAD)], shift), 1)
         if ahead < stop:
             prefetch_to_read(known, max(slots[find_slot(keys[ahead], shift)], np.int32(0)), 1)
-        slot = find_slot(keys[i], shift)
-        while True:
-            position = np.int64(slots[slot])
-            if position < 0 or known[np.uint64(position)] == keys[i]:
-                positions[i] = position
-                break
-            slot = (slot + one) & mask
-
-
-@kernel
-def _rebuild(slots, shift, known, count):
-    mask, one = np.uint64(len(slots) - 1), np.uint64(1)
-    for position in range(np.uint64(count)):
-        slot = find_slot(known[position], shift)
-        while slots[slot] >= 0:
-            slot = (slot + one) & mask
-        slots[slot] = position
+        _, positions[i] = find_key(keys[i], slots, shift, known)
 
 
 class Dictionary:
@@ -379,7 +345,7 @@ class Dictionary:
             size = 2 * len(self._slots)
             self._slots = np.empty(0, np.int32)  # free the old slots first
             self._slots = np.full(size, _EMPTY, np.int32)
-            _rebuild(self._slots, self._shift, self._keys, self._count)
+            fill(self._slots, self._shift, self._keys, self._count)
             room = min(size * _FULL // _OF, _MOST_VALUES)
         size = min(room, self._count + self._count // 4 + 1024)
         for array in (self._keys, self._uses):

@@ -87,7 +87,7 @@ def _sum_rows(start, stop, ends, order, source, node_ends, nodes, strides, own_r
             total[j] = stack[0, j] + np.float32(0)
 
 
-class Uses(NamedTuple):
+class RankUses(NamedTuple):
     """The occurrences of U rows on several ranks, sorted by row.
 
     Attributes:
@@ -103,7 +103,7 @@ class Uses(NamedTuple):
     counts: Sequence[int]
 
 
-def uses_of(inverse: npt.NDArray[np.int32], counts: Sequence[int], rows: int) -> Uses:
+def uses_of(inverse: npt.NDArray[np.int32], counts: Sequence[int], rows: int) -> RankUses:
     """Sort occurrences by row.
 
     Args:
@@ -113,12 +113,12 @@ def uses_of(inverse: npt.NDArray[np.int32], counts: Sequence[int], rows: int) ->
     """
     ends, order = np.empty(rows + 2, np.int64), np.empty(len(inverse), np.int32)
     sort_uses(inverse, ends, order)
-    return Uses(ends, order, np.repeat(np.arange(len(counts), dtype=np.int32), counts), counts)
+    return RankUses(ends, order, np.repeat(np.arange(len(counts), dtype=np.int32), counts), counts)
 
 
 def tree_sums(
     grads: npt.NDArray[np.float32],
-    uses: Uses,
+    uses: RankUses,
     nodes: Sequence[Sequence[int]],
     begins: Sequence[Sequence[int]],
     out: npt.NDArray[np.float32],

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.arrays import Ids, Positions, aligned_empty, scratch
-from hostdev.kernels.jit import inline, kernel, prefetch_to_write
+from hostdev.kernels.hash_table import find_slot
+from hostdev.kernels.jit import kernel, prefetch_to_write
 from hostdev.kernels.pool import Task, host_threads, run_tasks, tasks_over
 
 _EMPTY = -1
@@ -27,13 +28,6 @@ _SMALLEST_PART = 1 << 15
 _COUNTED_PART = 1 << 17  # the minimum occurrences per part when counting in parallel
 _DIRECT_UP_TO = 2  # if all ids are below this multiple of their number, an array fits the cache
 _maps = threading.local()  # reused, since the next batch has about as many distinct ids
-
-
-@inline
-def find_slot(key, shift):
-    """Return the slot at which the search for an id begins, in a hash table of 2 ** (64 - shift) slots."""
-    # Fibonacci hashing (Knuth, TAOCP vol. 3, section 6.4): the high bits of a product are well spread.
-    return (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(shift)
 
 
 @kernel
@@ -63,16 +57,6 @@ def _add(ids, start, entries, shift, keys, count, positions):
                 break
             slot = (slot + one) & mask
     return len(ids), count
-
-
-@kernel
-def _rehash(entries, shift, keys, count):
-    mask, one = np.uint64(len(entries) - 1), np.uint64(1)
-    for position in range(count):
-        slot = find_slot(keys[position], shift)
-        while entries[slot, 1] >= 0:
-            slot = (slot + one) & mask
-        entries[slot, 0], entries[slot, 1] = keys[position], position
 
 
 @kernel
@@ -164,12 +148,10 @@ class IdMap:
     def _grow(self) -> None:
         if self._count > _MAX_DISTINCT // 4:
             raise OverflowError(f"cannot number more than {self._count} distinct ids")
-        self._shift -= 2
-        self._entries = _entries(len(self._entries) * 4, self._keys.dtype)
-        keys = np.empty(len(self._entries) >> _SPARE_BITS, self._keys.dtype)
-        keys[: self._count] = self.ids
-        self._keys = keys
-        _rehash(self._entries, self._shift, self._keys, self._count)
+        ids, size = self.ids, 4 * len(self._entries)
+        self._entries, self._count = _entries(size, ids.dtype), 0
+        self._keys, self._shift = np.empty(size >> _SPARE_BITS, ids.dtype), self._shift - 2
+        self.add(ids)
 
 
 @kernel
@@ -312,7 +294,7 @@ class Dedupe:
         """Return the tasks that renumber the positions; call `merge` before, and run these tasks last."""
         tasks: list[Task] = []
         for (start, stop), number in zip(pairwise(self._edges[1:]), self._numbers, strict=True):
-            tasks += tasks_over(_renumber, stop - start, self._inverse[start:stop], number, grain=_SMALLEST_PART)
+            tasks += tasks_over(renumber, stop - start, self._inverse[start:stop], number, grain=_SMALLEST_PART)
         return tasks
 
     @property
@@ -352,9 +334,10 @@ def _get_maps(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
 
 
 @kernel
-def _renumber(start, stop, inverse, number):
+def renumber(start, stop, values, numbers):
+    """Replace each of values[start:stop] by numbers[value]."""
     for i in range(np.uint64(start), np.uint64(stop)):
-        inverse[i] = number[np.uint64(inverse[i])]
+        values[i] = numbers[np.uint64(values[i])]
 
 
 @kernel

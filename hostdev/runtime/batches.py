@@ -94,7 +94,7 @@ class Loop(Generic[Item]):
         self._is_replaced = False
         self._ended = False
 
-    def __iter__(self) -> "Statement[Item]":
+    def __iter__(self) -> "LoopStatement[Item]":
         """Return an iterator for one `for` statement; raise ValueError if the loop is over, as in a second epoch."""
         spent = False
         with suppress(TypeError):  # the loader has no length
@@ -104,7 +104,7 @@ class Loop(Generic[Item]):
                 "this loop is over; call runtime.train(...) or predict(...) again for each epoch, or pass "
                 "runtime.train_loader(...), which opens a new loop for each epoch, to a framework's trainer"
             )
-        return Statement(self)
+        return LoopStatement(self)
 
     @property
     def given(self) -> int:
@@ -328,13 +328,13 @@ class Loop(Generic[Item]):
         raise NotImplementedError
 
 
-class Statement(Iterator[AnyItem]):
+class LoopStatement(Iterator[AnyItem]):
     """The iterator of one `for` statement over a loop; it tells the loop when the statement has ended."""
 
     def __init__(self, loop: Loop[AnyItem]) -> None:
         self._loop, self._given = loop, -1
 
-    def __iter__(self) -> "Statement[AnyItem]":
+    def __iter__(self) -> "LoopStatement[AnyItem]":
         """Return a new iterator for each `for` statement; raise ValueError if the loop is over."""
         return iter(self._loop)
 

@@ -14,7 +14,7 @@ from hostdev.distributed.dense import DenseExchange
 from hostdev.host.key_plan import PlannedAheadError
 from hostdev.pipeline.results import Gradients, Outcome, StepBatch
 from hostdev.runtime import torch_tools
-from hostdev.runtime.batches import Loop, PredictLoop, Statement
+from hostdev.runtime.batches import Loop, LoopStatement, PredictLoop
 from hostdev.runtime.body_batch import BodyBatch
 from hostdev.runtime.features import Table
 from hostdev.runtime.loaders import PredictLoader
@@ -196,7 +196,7 @@ class TrainLoop(Loop[Item]):
             self._dense.expect_last()
         return super()._next_batch()
 
-    def __iter__(self) -> Statement[Item]:
+    def __iter__(self) -> LoopStatement[Item]:
         """Return an iterator for one `for` statement; gradients that the last one left without a step are dropped."""
         statement = super().__iter__()
         if self.is_left and self._has_left_gradients():

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hostdev.core.errors import HostdevError
-from hostdev.core.reading_ahead import is_reading_ahead
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.runtime.dense_layers import DenseLayers
 from hostdev.runtime.features import GroupSpec, Table
@@ -23,7 +22,7 @@ from hostdev.runtime.loaders import PredictLoader, RowsLoader, close_loaders
 from hostdev.runtime.logged import RuntimeLog
 from hostdev.runtime.loop import AnyPredictLoop, AnyTrainLoop, trained, trained_by
 from hostdev.runtime.random_streams import Place
-from hostdev.runtime.reading import Iterators
+from hostdev.runtime.reading import Iterators, is_reading_ahead
 from hostdev.runtime.table_optimizer import TableOptimizer, TableSettings
 
 

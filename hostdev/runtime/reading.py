@@ -1,10 +1,10 @@
 """Reads a loop's loader so that the program's code gives the same results at any depth, or raises an error.
 
 The loader, `ids` and `send` are the program's code. They run in the loop's thread, but ahead of the body. Problems that
-this causes are: random numbers (see `random_streams` and `generators`), reused memory (`InFlight`), and prefetched
-batches that a loop did not use (`ReadAhead` keeps them for the next loop over the iterator). A framework whose loaders
-have a state that belongs to the body's batch, such as accelerate, registers a `LoaderStates` under the name of the
-module that has these loaders.
+this causes are: random numbers (see `random_streams` and `generators`), reused memory (`InFlightMemory`), and
+prefetched batches that a loop did not use (`ReadAhead` keeps them for the next loop over the iterator). A framework
+whose loaders have a state that belongs to the body's batch, such as accelerate, registers a `LoaderStates` under the
+name of the module that has these loaders.
 
 A loader may reuse one buffer. That is safe in a plain loop, which has finished a batch when the next one is read, but
 not in a loop that reads ahead. Ids are copied when they are read; the rest of a batch stays in the loader's memory.
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from hostdev.core import registry
-from hostdev.core.reading_ahead import reading_ahead
 from hostdev.runtime.generators import LOADER_STATES
 from hostdev.runtime.random_streams import Place, RandomStreams
 
@@ -35,6 +34,33 @@ _MOST_BYTES = 1 << 13  # to compare per array; a part suffices, since a refill c
 
 ArrayOrTensor = Tensor | npt.NDArray[Any]
 _OWN_REFERENCES = 2  # references to the iterator: the field, and the argument of the counting call
+
+
+class _Ahead(threading.local):
+    is_set = False
+
+
+_ahead = _Ahead()
+
+
+@contextmanager
+def reading_ahead() -> Iterator[None]:
+    """Flag, for this thread within the block, that user code runs ahead of a training loop's body.
+
+    How far ahead the loader, and the callables `ids` and `send`, run depends on the pipeline's depth and the cache; the
+    values that they read from a table would then depend on them, too. Tables therefore refuse reads and writes while
+    the flag is set.
+    """
+    before, _ahead.is_set = _ahead.is_set, True
+    try:
+        yield
+    finally:
+        _ahead.is_set = before
+
+
+def is_reading_ahead() -> bool:
+    """Return whether the flag of `reading_ahead` is set for the calling thread."""
+    return _ahead.is_set
 
 
 def arrays_in(thing: Any, depth: int = _DEEPEST) -> Iterator[ArrayOrTensor]:
@@ -83,7 +109,7 @@ class _Batch:
         self.changed_by: int | None = None  # the number of the batch whose read has changed it
 
 
-class InFlight:
+class InFlightMemory:
     """The memory of batches that were read but not yet yielded."""
 
     def __init__(self) -> None:
@@ -292,7 +318,7 @@ class Reading:
         source = iter(batches)
         self.kept = kept = keep(source) if source is batches else None
         self._streams: RandomStreams | None = None
-        self._in_flight: InFlight | None = None  # None: a batch is read after the previous one was yielded
+        self._in_flight: InFlightMemory | None = None  # None: a batch is read after the previous one was yielded
         self._drew: deque[Sequence[str]] = deque()  # for each prefetched batch, the global generators that it drew from
         self._source = source if kept is None else kept.batches()
         self._states = [] if kept is None else kept.states
@@ -311,7 +337,7 @@ class Reading:
         """
         self._streams = streams
         if ahead:
-            self._in_flight = InFlight()
+            self._in_flight = InFlightMemory()
         if self.kept is not None:
             self.kept.streams = streams
 

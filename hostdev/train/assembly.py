@@ -18,7 +18,7 @@ from hostdev.pipeline.context import PipelineHooks
 from hostdev.train import checkpointing
 from hostdev.train.build import device_of, estimate_uses, make_cache_specs, seed_torch, warm_up_kernels
 from hostdev.train.logs import RunLogs, get_trace_path
-from hostdev.train.network import Network
+from hostdev.train.network import DenseNetwork
 from hostdev.train.options import TrainConfig
 from hostdev.train.processes import ProcessSession, make_run_dir
 from hostdev.train.session import BatchSource, Session, TrainingData
@@ -41,7 +41,7 @@ class RunParts(NamedTuple):
 
     make_source: Callable[[Any, TrainingData], BatchSource]
     make_model: Callable[[Any, Schema], Model]
-    make_network: Callable[..., Network] | None = None
+    make_network: Callable[..., DenseNetwork] | None = None
     load: Callable[[Trainer], list[str]] | None = None
 
 

@@ -2,8 +2,8 @@
 
 torch imports its compiler, which takes about a second, in an optimizer's step and at the first call of some other
 methods, only to exclude these methods from compilation. Training does not use it, and does not call these methods from
-compiled code. `without_compiler` and `Adam` avoid the import. A model may still use `torch.compile`, which then imports
-the compiler.
+compiled code. `without_compiler` and `DenseAdam` avoid the import. A model may still use `torch.compile`, which then
+imports the compiler.
 """
 
 import inspect
@@ -97,7 +97,7 @@ def without_compiler() -> Iterator[None]:
             delattr(function, _MARK)
 
 
-class Adam(torch.optim.Adam):
+class DenseAdam(torch.optim.Adam):
     """torch's Adam, whose step does not import the compiler."""
 
     @torch.no_grad()
@@ -216,7 +216,7 @@ class Result:
         return losses
 
 
-class Network:
+class DenseNetwork:
     """Base class of a model's dense layers on this rank, with the optimizer and the end of each step.
 
     `WholeNetwork` has all layers on each rank. Networks that are divided over ranks are extensions: kind "network" of
@@ -236,7 +236,7 @@ class Network:
         self.setup, self.parameters = setup, list(parameters)
         self.timeline = setup.runtime.pipeline.timeline
         self.device = setup.runtime.device
-        self.adam = Adam(self.parameters, lr=setup.lr, eps=DENSE_EPS, fused=True)
+        self.adam = DenseAdam(self.parameters, lr=setup.lr, eps=DENSE_EPS, fused=True)
         self._start_adam()
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=setup.log)
 
@@ -321,7 +321,7 @@ class Network:
         return outcome
 
 
-class WholeNetwork(Network):
+class WholeNetwork(DenseNetwork):
     """A network whose layers are all on this rank.
 
     Args:

@@ -18,7 +18,7 @@ from hostdev.models.wide_deep.network import wide_loss
 from hostdev.runtime import placement
 from hostdev.runtime.spec import CacheSpec, TableSpec
 from hostdev.train.build import groups_of
-from hostdev.train.network import Adam, inputs_like
+from hostdev.train.network import DenseAdam, inputs_like
 
 
 class HostBudget(NamedTuple):
@@ -131,7 +131,7 @@ def measure_free_after_step(
         inputs_like(model, sample, autocast, samples),
     )
     parameters = list(model.to(device).parameters())
-    adam = Adam(parameters, fused=True)
+    adam = DenseAdam(parameters, fused=True)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast is not None):
         logits = model(dense, rows)
     torch.accelerator.synchronize(device)

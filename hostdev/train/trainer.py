@@ -29,7 +29,7 @@ from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature, TableSpec
 from hostdev.train.build import NOTHING_FROZEN, agree_on_capacity, freeze_columns
-from hostdev.train.network import DEEP, MicroBatches, Network, Result, Setup, Table, WholeNetwork
+from hostdev.train.network import DEEP, DenseNetwork, MicroBatches, Result, Setup, Table, WholeNetwork
 from hostdev.train.options import TrainConfig
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
 from hostdev.train.target_scores import Evaluation, TargetScores, collect_scores, evaluation_of
@@ -94,7 +94,7 @@ class Trainer:
         most_uses: int = 0,
         saves: bool = False,
         schema: Schema | None = None,
-        make_network: Callable[[Setup, Mapping[str, Any]], Network] | None = None,
+        make_network: Callable[[Setup, Mapping[str, Any]], DenseNetwork] | None = None,
         cache: CacheSpec | dict[str, CacheSpec] | None = None,
         depth: int = 0,
         world: World = ALONE_WORLD,
@@ -126,7 +126,7 @@ class Trainer:
         how = steps.l2, steps.precision, rate
         setup = Setup(model, self.runtime, self._micro_batches, world, *how, self.tables, log, self._loss, frozen)
         reading = {"ids": model.ids, "send": _get_tensors, "background": True}  # neither function draws random numbers
-        self._network: Network
+        self._network: DenseNetwork
         self._network = WholeNetwork(setup, reading) if make_network is None else make_network(setup, reading)
         self.adam, self.cut = self._network.adam, self._network.description
 

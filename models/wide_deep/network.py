@@ -28,7 +28,7 @@ from hostdev.models.fields import (
     require_single_label,
 )
 from hostdev.models.layers import hidden_pieces, in_float32, initialize, perceptron
-from hostdev.models.model import Batch, Ids, Rows
+from hostdev.models.model import Ids, ModelBatch, Rows
 from hostdev.runtime.spec import Bag, TableSpec
 
 L2_COEFFICIENT = 8e-5
@@ -89,7 +89,7 @@ class WideDeep(FieldsModel):
         self.bias = nn.Parameter(torch.zeros(1))
         initialize(self, seed, lambda name, parameter: Normal(0.01))
 
-    def ids(self, batch: Batch) -> dict[str, Ids]:
+    def ids(self, batch: ModelBatch) -> dict[str, Ids]:
         """Return the ids of each feature.
 
         The ids of the feature FIELDS are [B, nd + F]: i for dense column i, then the ids of the F columns. Their

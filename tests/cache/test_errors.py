@@ -207,7 +207,7 @@ def test_the_optimum_is_that_of_the_first_batches_where_all_would_take_too_long(
         loop(runtime, batches)
         [cache], calls = runtime.caches, []
         found = cache.summary(progress=lambda: calls.append(1))
-        assert 5 < len(calls) <= cache.optimum_steps
+        assert len(calls) > 5
         return found, cache
 
     batches = given(12)

@@ -10,8 +10,8 @@ import pytest
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.core.option_files import read_options
 from hostdev.core.options import OptionError, OptionGroup, When, describe, option
+from hostdev.ext.training.option_files import read_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from hostdev import UserError
+from hostdev.core import memory
 from hostdev.data import manifest
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess import stored
@@ -74,7 +75,7 @@ def test_whole_data_sets(tmp_path, in_process, small_data, films, bag_data):
 
 
 def stored_size(path):
-    return stored.format_bytes(sum(file.stat().st_size for file in [path, *path.glob("*")] if file.is_file()))
+    return memory.format_bytes(sum(file.stat().st_size for file in [path, *path.glob("*")] if file.is_file()))
 
 
 def test_files_that_are_not_of_it_are_no_error(own_data, in_process):
@@ -99,7 +100,7 @@ def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
     lines = out.splitlines()
     damaged = "it has a wrong checksum: it is damaged or was changed"
     missing = f"{own_data}/train/part-00002.arrow: it is missing{REMEDY}"
-    shards = f"{stored.format_bytes((own_data / 'train/part-00000.arrow').stat().st_size * 2)}"
+    shards = f"{memory.format_bytes((own_data / 'train/part-00000.arrow').stat().st_size * 2)}"
     assert code == 1
     assert lines[:3] == [
         f"{own_data}/vocabulary.arrow: {damaged}{REMEDY}",
@@ -398,6 +399,6 @@ def test_no_data_set(tmp_path, in_process):
 
 
 def test_too_little_memory(own_data, monkeypatch):
-    monkeypatch.setattr(stored, "available_bytes", lambda: 1000)
-    with pytest.raises(UserError, match=r"counting its .* ids needs \d+ bytes .* of memory, but 1000 .* are free; use"):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    with pytest.raises(UserError, match=r"counting its .* ids needs .*, but 1000 bytes of host memory are free; use"):
         check(own_data)

@@ -10,7 +10,7 @@ import torch
 
 from hostdev.device.triton import ops
 from hostdev.kernels.apply import apply_rows
-from hostdev.kernels.bags import Feature, pool, sum_uses
+from hostdev.kernels.bags import FeatureOccurrences, pool, sum_uses
 from hostdev.kernels.lookup import gather_scaled, lookup, store
 
 
@@ -50,7 +50,7 @@ def _pool(rows, inverse, offsets, weights, mean, dtype):
     out = torch.empty((len(offsets) - 1, rows.shape[1]), dtype=dtype)
     stored = out.view(torch.uint16) if dtype == torch.bfloat16 else out
     weights = None if weights is None else weights.numpy()
-    pool(rows.numpy(), Feature(inverse.numpy(), offsets.numpy(), weights, mean), stored.numpy())
+    pool(rows.numpy(), FeatureOccurrences(inverse.numpy(), offsets.numpy(), weights, mean), stored.numpy())
     return out
 
 
@@ -66,10 +66,10 @@ def _sum_uses(grads, order, keys, starts, source, weights):
     place = np.arange(len(keys))
     begins = (place - starts[keys]) % ops.SEGMENT == 0
     parts = np.empty((begins.sum(), grads.shape[1]), np.float32)
-    sum_uses([Feature((np.cumsum(begins) - 1).astype(np.int32))], [terms.contiguous().numpy()], parts)
+    sum_uses([FeatureOccurrences((np.cumsum(begins) - 1).astype(np.int32))], [terms.contiguous().numpy()], parts)
     rows, inverse = np.unique(keys[begins], return_inverse=True)
     sums = np.empty((len(rows), grads.shape[1]), np.float32)
-    sum_uses([Feature(inverse.astype(np.int32))], [parts], sums)
+    sum_uses([FeatureOccurrences(inverse.astype(np.int32))], [parts], sums)
     out[torch.from_numpy(rows).long()] = torch.from_numpy(sums)
     return out
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from hostdev.core.errors import UserError
-from hostdev.distributed.agreement import LEFT, Calls, find_mismatch, format_calls, parse_calls
+from hostdev.distributed.agreement import LEFT, RankCalls, find_mismatch, format_calls, parse_calls
 from tests.distributed.mismatched import AT
 
 SOON = 40.0  # seconds on a busy machine, of which most are the start; the timeout is 60
@@ -15,7 +15,7 @@ NEXT = f"step {AT + 1} of runtime.train()"
 
 
 def calls_of(*kinds):
-    made = Calls(0, 2)
+    made = RankCalls(0, 2)
     for kind in kinds:
         made.begin(kind, f"runtime.{kind}()")
     return made

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hostdev.core.errors import UserError
 from hostdev.distributed import monitor, rendezvous
-from hostdev.distributed.agreement import Calls
+from hostdev.distributed.agreement import RankCalls
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.rank_environment import RankEnvironment
 from tests.distributed.conftest import Trained, flags_of
@@ -56,7 +56,7 @@ def test_a_store_listens_at_the_address_of_its_ranks():
 def test_what_is_not_signed_is_no_failure():
     here = place(free_port(), token="secret")
     store = rendezvous._open(here, 5)
-    ours = monitor.Monitor(here, "hostdev", Calls(0, 2), lambda *_: None)
+    ours = monitor.Monitor(here, "hostdev", RankCalls(0, 2), lambda *_: None)
     theirs = PrefixStore("hostdev", store)
     for message in (
         "",

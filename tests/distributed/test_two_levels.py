@@ -17,7 +17,7 @@ from hostdev.distributed.host_memory import (
     HostExchange,
     HostMemory,
     Layouts,
-    Part,
+    Slices,
     get_identity,
     group_by_host,
     have_levels,
@@ -117,7 +117,7 @@ def test_layouts(data):
 
 def part(sizes):
     sizes = np.array(sizes, np.int64)
-    return Part(np.zeros(sizes.sum(), np.uint8), np.cumsum(sizes) - sizes, sizes)
+    return Slices(np.zeros(sizes.sum(), np.uint8), np.cumsum(sizes) - sizes, sizes)
 
 
 def both(first, second, seconds=5.0):

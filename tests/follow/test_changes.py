@@ -14,7 +14,7 @@ import pyarrow.csv
 import pytest
 
 from hostdev.core.run_files import GROWN, REPLACED
-from hostdev.ext.streams.folder import Folder, State, has_end
+from hostdev.ext.streams.folder import FileState, Folder, has_end
 from hostdev.ext.streams.seen import SAME, UNSETTLED, Seen, Taken, digest_bits, examine
 from hostdev.ext.training import cli as train
 from tests.conftest import digest_of
@@ -235,7 +235,7 @@ def test_changes_by_content(tmp_path):
         path.write_bytes(content)
         change = examine(folder, name, taken, folder.state(name), stop)
         assert change.kind == kind and about in change.about
-    assert examine(folder, name, taken, State(99, 0), stop).kind == UNSETTLED  # not the state of now
+    assert examine(folder, name, taken, FileState(99, 0), stop).kind == UNSETTLED  # not the state of now
     cut = Taken(5, 0, digest_bits(hashlib.sha256(b"ab\ncd").hexdigest()), 2)
     path.write_bytes(b"ab\ncdef\n")
     assert "in the middle of row 2" in examine(folder, name, cut, folder.state(name), stop).about

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from hostdev.core.errors import UserError
-from hostdev.data.batch import Piece
+from hostdev.data.batch import ShardPiece
 from hostdev.data.schema import SINGLE_LABEL, Targets
 from hostdev.ext.streams import progressive
 from hostdev.ext.streams.converting import BatchCutter, Converted, Spool, SpoolError, batches_of
-from hostdev.ext.streams.folder import Folder, State, key_of
+from hostdev.ext.streams.folder import FileState, Folder, key_of
 from hostdev.ext.streams.options import Until, parse_until
 from hostdev.ext.streams.progressive import Histogram, OutputSums, ScoreWindow, merge
 from hostdev.ext.streams.report import MOST_FILES, MOST_STEPS, RecentProgress, RecentQuality
@@ -93,7 +93,7 @@ def make_piece(rng, first, n, *, bags=True):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     values = rng.integers(0, 1 << 60, offsets[-1])
     ids = np.arange(first, first + n)[:, None] + np.arange(2) * 1000
-    return Piece(
+    return ShardPiece(
         (np.arange(first, first + n) % 2).astype(np.float32),
         rng.random((n, 3), np.float32),
         ids,
@@ -107,7 +107,7 @@ def make_file(folder, name, pieces):
     spool = Spool(folder)
     for piece in pieces:
         spool.write(piece)
-    return Converted(name, digest(0), State(1, 1), 0, None, spool)
+    return Converted(name, digest(0), FileState(1, 1), 0, None, spool)
 
 
 def test_a_spool_returns_what_was_written(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from hostdev.host.table import HostTable
 from hostdev.kernels import segment
-from hostdev.kernels.bags import Feature, sum_uses
+from hostdev.kernels.bags import FeatureOccurrences, sum_uses
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from tests import naive
@@ -62,5 +62,5 @@ def test_unique_and_sum():
         if n < 300:
             grads = rng.standard_normal((n, int(rng.integers(1, 40))), dtype=np.float32)
             out = np.empty((len(found), grads.shape[1]), np.float32)
-            sum_uses([Feature(inverse)], [grads], out)
+            sum_uses([FeatureOccurrences(inverse)], [grads], out)
             np.testing.assert_array_equal(out, naive.segment_sum(grads, inverse, len(found)))

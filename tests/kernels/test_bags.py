@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.kernels.arrays import Strided
-from hostdev.kernels.bags import Feature, Uses, pool, sum_uses
+from hostdev.kernels.bags import FeatureOccurrences, Uses, pool, sum_uses
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from tests import naive
@@ -39,7 +39,7 @@ def batch(rng, lengths, span, *, weighted, pooled, mean, seen=()):
     inverse = unique(ids)[1][len(seen) :].copy()
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) if pooled else None
     weights = rng.choice([1.0, 0.37, 0.0, -1.7], N).astype(np.float32) if weighted else None
-    return Feature(inverse, offsets, weights, mean), ids
+    return FeatureOccurrences(inverse, offsets, weights, mean), ids
 
 
 def numbers(rng, *shape):
@@ -158,8 +158,8 @@ def test_what_is_not_finite_stays_in_its_bag(dim):
     rows[1], rows[2] = np.nan, np.inf
     offsets = np.array([0, 2, 4, 5, 5], np.int32)
     out = np.empty((4, dim), np.float32)
-    pool(rows, Feature(np.array([0, 1, 0, 2, 3], np.int32), offsets, mean=True), out)
+    pool(rows, FeatureOccurrences(np.array([0, 1, 0, 2, 3], np.int32), offsets, mean=True), out)
     np.testing.assert_array_equal(out[:, 0], [np.nan, np.inf, 1, 0])
     stored = np.empty((4, dim), np.uint16)
-    pool(rows, Feature(np.array([0, 1, 0, 2, 3], np.int32), offsets, mean=True), stored)
+    pool(rows, FeatureOccurrences(np.array([0, 1, 0, 2, 3], np.int32), offsets, mean=True), stored)
     np.testing.assert_array_equal(stored[:, 0], [0x7FC0, 0x7F80, 0x3F80, 0])

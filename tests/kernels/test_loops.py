@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hostdev.kernels.jit import kernel
-from hostdev.kernels.loops import Flag, Loop
+from hostdev.kernels.loops import Flag, KernelLoop
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks, set_host_threads, timed, urgent
 
 
@@ -137,7 +137,7 @@ def halt_at(start, stop, at, flag, done):
 
 def test_a_loop_comes_back_where_somebody_is_urgent():
     flag, done = Flag(), np.zeros(100, np.int64)
-    loop = Loop(halt_at, 100, 1, 100, (30, flag.value, done), None)
+    loop = KernelLoop(halt_at, 100, 1, 100, (30, flag.value, done), None)
     loop.work(flag)
     assert done.tolist() == [1] * 31 + [0] * 69
     assert loop.is_left()
@@ -151,7 +151,7 @@ def test_a_loop_comes_back_where_somebody_is_urgent():
 
 def test_a_dropped_loop_begins_nothing():
     flag, done = Flag(), np.zeros(100, np.int64)
-    loop = Loop(halt_at, 100, 1, 100, (30, flag.value, done), None)
+    loop = KernelLoop(halt_at, 100, 1, 100, (30, flag.value, done), None)
     loop.work(flag)
     flag.value[0] = 0
     loop.drop()

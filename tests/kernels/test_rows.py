@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hostdev.kernels.adagrad import sgd
 from hostdev.kernels.apply import apply_rows
-from hostdev.kernels.bags import Feature, sum_uses
+from hostdev.kernels.bags import FeatureOccurrences, sum_uses
 from hostdev.kernels.lookup import first_outside, lookup
 from hostdev.kernels.loops import make_loop
 from hostdev.kernels.norm import partial_squares, sum_of_squares, total
@@ -42,7 +42,7 @@ def test_sums_in_order_of_occurrence(dim, n, rows, threads):
     grads = (rng.standard_normal((n, dim)) * 10.0 ** rng.integers(-6, 6, (n, 1))).astype(np.float32)
     found, inverse = unique(rng.integers(0, rows, n))
     out = np.full((len(found), dim), np.nan, np.float32)
-    sum_uses([Feature(inverse)], [grads], out)
+    sum_uses([FeatureOccurrences(inverse)], [grads], out)
     np.testing.assert_array_equal(out, naive.segment_sum(grads, inverse, len(found)))
 
 

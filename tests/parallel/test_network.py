@@ -17,7 +17,7 @@ from hostdev.distributed.averages import Averages
 from hostdev.distributed.world import Layout, Mesh, parse_plan
 from hostdev.ext.parallel.network import Network
 from hostdev.ext.parallel.plan import like, resolve_layout, sliced
-from hostdev.ext.parallel.state import State
+from hostdev.ext.parallel.state import NetworkState
 from hostdev.ext.parallel.tied import LocalParameters
 from tests.conftest import ROOT
 
@@ -168,7 +168,7 @@ def test_slots_of_a_slice_are_as_if_they_had_been_made_here():
     adam, its = (torch.optim.Adam(network.parameters(), lr=0.1) for network in (wide, narrow))
     wide(torch.randn(2, 66)).sum().backward()
     adam.step()
-    State(narrow, [], LocalParameters(narrow, {}), ranks).load(wide.state_dict(), its, adam.state_dict())
+    NetworkState(narrow, [], LocalParameters(narrow, {}), ranks).load(wide.state_dict(), its, adam.state_dict())
     for key in ("exp_avg", "exp_avg_sq"):
         slot = its.state[narrow.weight][key]
         assert torch.equal(slot, adam.state[wide.weight][key][:, 33:])

@@ -10,7 +10,7 @@ import torch
 
 import hostdev
 from hostdev import DeviceTable, HostTable, Runtime
-from hostdev.core.reading_ahead import reading_ahead
+from hostdev.runtime.reading import reading_ahead
 from tests.combinations import pairs_first
 from tests.runtime.cases import MODES, Case, batches_of, bits, differing, loss_of, overlapped, weights_of
 

@@ -173,9 +173,9 @@ def _strided(rows: Tensor) -> Strided:
     return Strided(_bits(rows.as_strided((end, D), (D, 1), 0)), first // D, apart // D)
 
 
-def _feature(inverse: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> bags.Feature:
+def _feature(inverse: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> bags.FeatureOccurrences:
     begins, scales = (None if tensor is None else tensor.numpy() for tensor in (offsets, weights))
-    return bags.Feature(inverse.numpy(), begins, scales, mean)
+    return bags.FeatureOccurrences(inverse.numpy(), begins, scales, mean)
 
 
 def _bits(tensor: Tensor) -> Any:

@@ -63,7 +63,7 @@ def stack(features: Sequence[Expansion]) -> Tensor:
     return torch.stack(expand_many(features), 1)
 
 
-class Uses(NamedTuple):
+class TorchUses(NamedTuple):
     """A batch's occurrences of rows in several features; B and N differ by feature."""
 
     rows: int
@@ -71,17 +71,17 @@ class Uses(NamedTuple):
     features: list[tuple[Tensor | None, Tensor | None, Tensor | None]]  # divisors [B, 1], bags [N], weights [N, 1]
 
 
-def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Uses:
+def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> TorchUses:
     """See `host_kernels`."""
     parts = []
     for inverse, offsets, weights, mean, _ in features:
         sizes = get_bag_sizes(offsets) if mean and offsets is not None else None
         bags = None if offsets is None else get_bags(offsets, len(inverse))
         parts.append((sizes, bags, None if weights is None else weights.unsqueeze(1)))
-    return Uses(rows, concatenate([feature.inverse for feature in features]).long(), parts)
+    return TorchUses(rows, concatenate([feature.inverse for feature in features]).long(), parts)
 
 
-def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
+def sum_uses(grads: Sequence[Tensor], uses: TorchUses) -> Tensor:
     """See `host_kernels`.
 
     On CUDA the order of the additions is fixed, without atomics. It is the order of occurrence, except that torch
@@ -99,7 +99,7 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     return _sum(concatenate(terms), uses.inverse, uses.rows)
 
 
-def sum_many(calls: Sequence[tuple[Sequence[Tensor], Uses]]) -> list[Tensor]:
+def sum_many(calls: Sequence[tuple[Sequence[Tensor], TorchUses]]) -> list[Tensor]:
     """See `host_kernels`."""
     return [sum_uses(*call) for call in calls]
 

@@ -30,16 +30,16 @@ def stack(features: Sequence[Expansion]) -> Tensor:
     return torch.stack(expand_many(features), 1)
 
 
-class Uses(NamedTuple):
+class TritonUses(NamedTuple):
     """A batch's occurrences of rows in several features; the features' gradients are concatenated."""
 
-    by_row: fused.Uses
+    by_row: fused.SortedUses
     source: Tensor | None  # int32 [N], the gradient's row for each occurrence; None if it is row i for occurrence i
     weights: Tensor | None  # float32, one per occurrence
     sizes: list[Tensor | None]  # float32 [B, 1] for each feature, the divisors of its bags' gradients
 
 
-def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Uses:
+def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> TritonUses:
     """See `host_kernels`."""
     pooled = any(feature.offsets is not None for feature in features)
     weighted = any(feature.weights is not None for feature in features)
@@ -52,7 +52,7 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
         if weighted:
             weights.append(torch.ones(N, dtype=torch.float32, device=there) if scales is None else scales)
         begin += N if offsets is None else len(offsets) - 1
-    return Uses(
+    return TritonUses(
         fused.sort_uses(concatenate([feature.inverse for feature in features]), rows),
         concatenate(sources) if pooled else None,
         concatenate(weights) if weighted else None,
@@ -63,7 +63,7 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
     )
 
 
-def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
+def sum_uses(grads: Sequence[Tensor], uses: TritonUses) -> Tensor:
     """See `host_kernels`; rows with more than 64 occurrences are summed in segments (see `triton.ops.sum_uses`)."""
     grads = [grad if n is None else grad.float() / n for grad, n in zip(grads, uses.sizes, strict=True)]
     if len({grad.dtype for grad in grads}) > 1:
@@ -71,7 +71,7 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     return fused.sum_uses(concatenate(grads).contiguous(), uses.by_row, uses.source, uses.weights)
 
 
-def sum_many(calls: Sequence[tuple[Sequence[Tensor], Uses]]) -> list[Tensor]:
+def sum_many(calls: Sequence[tuple[Sequence[Tensor], TritonUses]]) -> list[Tensor]:
     """See `host_kernels`."""
     return [sum_uses(*call) for call in calls]
 

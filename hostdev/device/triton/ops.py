@@ -82,7 +82,7 @@ _library = _define()  # must stay alive, or the operations are unregistered
 _OPS: Any = torch.ops.hostdev
 
 
-class Uses(NamedTuple):
+class SortedUses(NamedTuple):
     """A batch's occurrences, stably sorted by unique row; all tables of a group share them."""
 
     order: Tensor  # int32 [N], the occurrences
@@ -158,7 +158,7 @@ def exchange(
     _OPS.exchange(block, row_slots, admitted_slots, leaving, admitted, admitted_row_slots)
 
 
-def sort_uses(inverse: Tensor, rows: int) -> Uses:
+def sort_uses(inverse: Tensor, rows: int) -> SortedUses:
     """Sort a batch's occurrences stably by unique row, with torch operations.
 
     Args:
@@ -167,10 +167,10 @@ def sort_uses(inverse: Tensor, rows: int) -> Uses:
     """
     keys, order = torch.sort(inverse, stable=True)
     starts = torch.searchsorted(keys, torch.arange(rows + 1, dtype=keys.dtype, device=keys.device), out_int32=True)
-    return Uses(order.int(), keys, starts)
+    return SortedUses(order.int(), keys, starts)
 
 
-def sum_uses(grads: Tensor, uses: Uses, source: Tensor | None, weights: Tensor | None) -> Tensor:
+def sum_uses(grads: Tensor, uses: SortedUses, source: Tensor | None, weights: Tensor | None) -> Tensor:
     """Return each row's sum of gradients times weights over its occurrences, [U, D], in two launches.
 
     The terms are float32(grad) * weight, rounded. A row's terms, in order of occurrence, are cut into segments of 64

@@ -17,7 +17,14 @@ from typing import NamedTuple
 from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.folder import Chain, Checkpoint, check_entry, check_segment
 from hostdev.checkpoint.loading import verify
-from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError, File, Manifest, SegmentEntry, SegmentState
+from hostdev.checkpoint.manifest import (
+    FILE_NAME,
+    BrokenCheckpointError,
+    CheckpointManifest,
+    File,
+    SegmentEntry,
+    SegmentState,
+)
 from hostdev.checkpoint.remote import WRITER, fetch_file, remove_stored
 from hostdev.checkpoint.uploads import Key, send_checkpoint
 from hostdev.core.addresses import address_of, shown_place
@@ -25,7 +32,7 @@ from hostdev.core.checksums import hash_stream
 from hostdev.core.errors import HostdevError, StoreError, UserError
 from hostdev.core.memory import format_bytes
 from hostdev.core.names import inside
-from hostdev.core.outputs import sync_folder
+from hostdev.core.outputs import replacing, sync_folder
 from hostdev.core.progress import bar, note
 from hostdev.core.stores import About, Store
 from hostdev.core.workers import call_all
@@ -68,7 +75,7 @@ def deliver(chain: Chain, path: Path, keep: int) -> Delivered:
 
 
 def _deliver_to_folder(chain: Chain, path: Path, keep: int) -> Delivered:
-    manifests: dict[str, Manifest] = {}
+    manifests: dict[str, CheckpointManifest] = {}
     lost: set[str] = set()  # without a manifest that can be read
     for name in folder.names_in(path):
         try:
@@ -109,10 +116,10 @@ def _replace_in_folder(damaged: "list[_Damaged]", path: Path, known: dict[Key, P
     copied = 0
     partial_ = folder.begin(path, "replaced")
     for name, file, source, state in damaged:
-        replacement, target = partial_ / "file", path / name / file.file
-        copied += _link_or_copy(source, replacement, file, state, known)
+        target = path / name / file.file
         target.parent.mkdir(parents=True, exist_ok=True)
-        replacement.replace(target)
+        with replacing(target, partial_) as replacement:
+            copied += _link_or_copy(source, replacement, file, state, known)
         sync_folder(target.parent)
         known[file.bytes, file.sha256] = target
     partial_.rmdir()
@@ -201,7 +208,7 @@ def _deliver_to_store(chain: Chain, store: Store, keep: int) -> Delivered:
     return _count(chain, new, compared_files, copied)
 
 
-def _is_intact_stored(store: Store, name: str, file: File, content: Manifest) -> bool:
+def _is_intact_stored(store: Store, name: str, file: File, content: CheckpointManifest) -> bool:
     """Read a file of a checkpoint in a store; return whether it is intact."""
     with tempfile.TemporaryDirectory() as folder_path:
         try:
@@ -212,7 +219,7 @@ def _is_intact_stored(store: Store, name: str, file: File, content: Manifest) ->
             return False  # it is missing
 
 
-def _choose_new(chain: Chain, manifests: Mapping[str, Manifest], where: str) -> Chain:
+def _choose_new(chain: Chain, manifests: Mapping[str, CheckpointManifest], where: str) -> Chain:
     """Return the checkpoints of a chain that are not there; raise UserError if those there are of another run."""
     own_manifests = {checkpoint.name: checkpoint.manifest for checkpoint in chain}
     for name, content in manifests.items():
@@ -227,7 +234,7 @@ def _choose_new(chain: Chain, manifests: Mapping[str, Manifest], where: str) -> 
     return [checkpoint for checkpoint in chain if checkpoint.name not in manifests]
 
 
-def _choose_kept(manifests: Mapping[str, Manifest], keep: int) -> set[str]:
+def _choose_kept(manifests: Mapping[str, CheckpointManifest], keep: int) -> set[str]:
     """Return the names of the newest checkpoints and of their parents."""
     kept: set[str] = set()
     count = 0
@@ -266,7 +273,7 @@ class _Compared(NamedTuple):
 
 def _compare(
     chain: Chain,
-    manifests: Mapping[str, Manifest],
+    manifests: Mapping[str, CheckpointManifest],
     where: str,
     is_intact: Callable[[str, File, Callable[[], Path | None]], bool],
 ) -> _Compared:
@@ -323,7 +330,7 @@ def _count(chain: Chain, new: Chain, compared: _Compared, copied: int) -> Delive
     return Delivered(len(changed), copied, max(0, sum(checkpoint.manifest.nbytes for checkpoint in chain) - copied))
 
 
-def _is_right(root: Path, file: File, content: Manifest) -> bool:
+def _is_right(root: Path, file: File, content: CheckpointManifest) -> bool:
     """Return whether a file of the checkpoint at `root` is intact."""
     try:
         check_entry(root, file, content.segment_states)
@@ -332,7 +339,7 @@ def _is_right(root: Path, file: File, content: Manifest) -> bool:
     return True
 
 
-def _read(path: Path) -> Manifest | None:
+def _read(path: Path) -> CheckpointManifest | None:
     """Return a checkpoint's manifest, or None if it is missing or damaged."""
     try:
         return manifest.read(path)
@@ -340,7 +347,7 @@ def _read(path: Path) -> Manifest | None:
         return None
 
 
-def _read_stored(store: Store, name: str) -> Manifest | None:
+def _read_stored(store: Store, name: str) -> CheckpointManifest | None:
     """Return the manifest of a checkpoint in a store, or None if it is missing or damaged."""
     content = store.read_manifest(f"{name}/{FILE_NAME}")
     if content is None:

@@ -14,7 +14,7 @@ from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
 from hostdev.data.preprocess.naming import listed, short
 from hostdev.data.schema import Column
-from hostdev.ext.neighbours.search import NamedRows, Source, find_nearest, open_source
+from hostdev.ext.neighbours.search import NamedRows, OpenedCheckpoint, find_nearest, open_source
 
 _LONGEST = 80  # characters of a printed name
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
         note(f"{prog}: warning: {counted(found.not_finite, 'row')} left out: a value is NaN or infinite")
 
 
-def _choose_table(source: Source, arguments: argparse.Namespace) -> Table:
+def _choose_table(source: OpenedCheckpoint, arguments: argparse.Namespace) -> Table:
     if arguments.table is not None:
         return source.find_table(arguments.table)
     first, *more = source.vector_tables()
@@ -57,7 +57,7 @@ def _choose_table(source: Source, arguments: argparse.Namespace) -> Table:
     return first
 
 
-def _find_row(source: Source, table: Table, arguments: argparse.Namespace) -> tuple[NamedRows, int]:
+def _find_row(source: OpenedCheckpoint, table: Table, arguments: argparse.Namespace) -> tuple[NamedRows, int]:
     """Return the rows to compare, and the id or key of the one that the options name."""
     column = None if arguments.column is None else source.find_column(arguments.column)
     if column is not None:
@@ -88,7 +88,7 @@ def _range(rows: NamedRows, table: Table) -> str:
     return "" if rows.is_by_key or rows.space is not None else f"; give one of 0..{table.rows - 1}"
 
 
-def _find_value(source: Source, table: Table, column: Column, value: str) -> tuple[NamedRows, int]:
+def _find_value(source: OpenedCheckpoint, table: Table, column: Column, value: str) -> tuple[NamedRows, int]:
     """Return the rows of a column's id space, and the id or key of a value."""
     assert source.encoding is not None
     rows = source.make_rows(table, source.spaces[column.space])
@@ -107,7 +107,7 @@ def _find_value(source: Source, table: Table, column: Column, value: str) -> tup
     return rows, number
 
 
-def _only_column(source: Source) -> Column:
+def _only_column(source: OpenedCheckpoint) -> Column:
     """Return the data's only column of ids; raise UserError if there are several."""
     assert source.data is not None
     first, *more = source.data.schema.columns
@@ -116,7 +116,7 @@ def _only_column(source: Source) -> Column:
     return first
 
 
-def _parse_number(source: Source, table: Table, text: str) -> int:
+def _parse_number(source: OpenedCheckpoint, table: Table, text: str) -> int:
     """Return the row number or key that --of gives for a checkpoint without names."""
     what = "a row number" if table.keys is None else "a key (hostdev.hash_ids returns those of texts)"
     try:

@@ -17,7 +17,7 @@ from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.memory import require_memory
 from hostdev.core.printable import printable
 from hostdev.core.progress import bar, counted
-from hostdev.ext.neighbours.search import NamedRows, Source, find_nearest, open_source, score
+from hostdev.ext.neighbours.search import NamedRows, OpenedCheckpoint, find_nearest, open_source, score
 from hostdev.kernels.arrays import Values
 
 LIST = "indexes.json"
@@ -71,7 +71,7 @@ def write(options: FaissOptions, chain: Chain, out: Path) -> list[str]:
     return lines
 
 
-def choose_rows(source: Source, options: FaissOptions) -> list[NamedRows]:
+def choose_rows(source: OpenedCheckpoint, options: FaissOptions) -> list[NamedRows]:
     """Return the rows of each index: one for each id space with names, otherwise one for the whole table.
 
     Raises:

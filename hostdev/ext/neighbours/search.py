@@ -1,6 +1,6 @@
 """The rows of a table that a search compares, read in blocks, and exact search for nearest rows, in float64.
 
-A `Source` is a checkpoint: its tables, and the columns whose values have the tables' rows.
+An `OpenedCheckpoint` is a checkpoint: its tables, and the columns whose values have the tables' rows.
 """
 
 from collections.abc import Iterator
@@ -124,7 +124,7 @@ class NamedRows:
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenedCheckpoint:
     """An opened checkpoint.
 
     Attributes:
@@ -231,7 +231,7 @@ class Source:
         return NamedRows(self.layers, table.name, space, self.vocabulary if space is not None else None)
 
 
-def open_source(path: Path, which: str | None = None) -> Source:
+def open_source(path: Path, which: str | None = None) -> OpenedCheckpoint:
     """Open a checkpoint, or choose one as `predict` does. `Runtime.save` may have written it.
 
     Raises:
@@ -244,10 +244,10 @@ def open_source(path: Path, which: str | None = None) -> Source:
     if isinstance(state, dict) and "more" in state:
         opened = open_checkpoint(path, which)
         about = opened.data, opened.data_folder, opened.encoding, opened.why
-        return Source(opened.chain, *about, list(opened.found.notes()))
+        return OpenedCheckpoint(opened.chain, *about, list(opened.found.notes()))
     if which is not None:
         raise UserError(f"--which {which}: {found.chain[-1].path} was written by Runtime.save; leave out --which")
-    return Source(found.chain, None, None, None, "", list(found.notes()))
+    return OpenedCheckpoint(found.chain, None, None, None, "", list(found.notes()))
 
 
 class Nearest(NamedTuple):

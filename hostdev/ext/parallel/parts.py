@@ -17,7 +17,7 @@ from hostdev.distributed.world import ALONE_WORLD, Layout, World
 from hostdev.ext.parallel.pieces import get_pieces, trace, with_extra_value
 from hostdev.ext.parallel.plan import Inputs, Traffic, cut_layers, describe_layout, get_slice_dim, resolve_layout
 from hostdev.ext.parallel.single_stage import Ops, SingleStage
-from hostdev.ext.parallel.state import State
+from hostdev.ext.parallel.state import NetworkState
 from hostdev.ext.parallel.tied import LocalParameters, Tied
 
 
@@ -87,7 +87,7 @@ class Parts:
             self._traffic = cut_layers(network, found.strategies, device_mesh)
         self.leaves = LocalParameters(network, found.strategies)
         stages = found.stages(own(get_pieces(network))) if found.begins else []
-        self.state = State(network, stages, self.leaves, ranks)
+        self.state = NetworkState(network, stages, self.leaves, ranks)
         self._averages = Averages([])
         self._tied: Tied | None = None
         if stages:

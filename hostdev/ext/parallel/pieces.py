@@ -103,7 +103,7 @@ def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
 _SAMPLES = (2, 3, 5)  # batch sizes of the fake runs
 
 
-class Shape(NamedTuple):
+class SampleShape(NamedTuple):
     """A tensor's shape as a function of the number of samples B; each dimension is slope * B + constant."""
 
     slopes: tuple[int, ...]
@@ -125,7 +125,7 @@ class Traced(NamedTuple):
         draws: Whether the stage draws from torch's generator, as dropout does.
     """
 
-    shapes: list[Shape]
+    shapes: list[SampleShape]
     places: list[int]
     draws: bool
 
@@ -171,7 +171,7 @@ def trace(
             sizes = list(zip(*(value.shape for value in values), strict=True))
             slopes = tuple(second - first for first, second, _ in sizes)
             constants = tuple(first - _SAMPLES[0] * slope for (first, _, _), slope in zip(sizes, slopes, strict=True))
-            shapes.append(Shape(slopes, constants, values[0].dtype, each[0].trained[at]))
+            shapes.append(SampleShape(slopes, constants, values[0].dtype, each[0].trained[at]))
             if not last and shapes[-1].of(_SAMPLES[2]) != list(values[2].shape):
                 raise UserError(
                     f"piece {name!r} returns a value whose size is not linear in the number of samples, so no stage "

@@ -22,7 +22,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
 from hostdev.core.timeline import Timeline
 from hostdev.distributed.channel import Channel
-from hostdev.ext.parallel.pieces import Shape, Stage, Traced
+from hostdev.ext.parallel.pieces import SampleShape, Stage, Traced
 from hostdev.ext.parallel.single_stage import Ops
 
 _EXAMPLE = 2  # samples of the example tensors, which only define dtypes
@@ -235,8 +235,8 @@ class _SizedStage(PipelineStage):
         device: torch.device,
         channel: Channel,
         ops: Ops,
-        takes: Sequence[Shape],
-        gives: Sequence[Shape],
+        takes: Sequence[SampleShape],
+        gives: Sequence[SampleShape],
     ) -> None:
         super().__init__(
             body,
@@ -297,7 +297,7 @@ class _SizedStage(PipelineStage):
             self._channel.sent_bytes += sum(op.tensor.nbytes for op in ops)
         return ops
 
-    def _fit(self, infos: Sequence[Any], shapes: Sequence[Shape], chunk: int, only_trained: bool) -> None:
+    def _fit(self, infos: Sequence[Any], shapes: Sequence[SampleShape], chunk: int, only_trained: bool) -> None:
         """Allocate receive buffers of the micro-batch's size."""
         for info, shape in zip(infos, shapes, strict=True) if infos and not infos[0].is_root_arg else ():
             if shape.trained or not only_trained:
@@ -360,12 +360,12 @@ def _nothing(*_: Any) -> Any:
     return None
 
 
-def _example(shape: Shape) -> Tensor:
+def _example(shape: SampleShape) -> Tensor:
     return torch.empty(shape.of(_EXAMPLE), dtype=shape.dtype, device="meta", requires_grad=shape.trained)
 
 
-def _state_shape(device: torch.device) -> Shape:
-    return Shape((0,), (len(random_state(device)),), torch.uint8, trained=False)
+def _state_shape(device: torch.device) -> SampleShape:
+    return SampleShape((0,), (len(random_state(device)),), torch.uint8, trained=False)
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -36,7 +36,7 @@ _NO_TEXT = "the name is not UTF-8, and safetensors cannot read such a file"
 T = TypeVar("T")
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a tensor: its file, and the dimension along which parts are concatenated; None for a whole tensor."""
 
     file: str
@@ -73,10 +73,10 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
     written = ranks.control.share(said)
     _require_all(ranks, problem, temporary)
     if ranks.rank == 0:
-        tensors: dict[str, list[Part]] = {}
+        tensors: dict[str, list[TensorPart]] = {}
         for each in written:
             for key, dim in each.get("parts", {}).items():
-                tensors.setdefault(key, []).append(Part(each["file"], dim))
+                tensors.setdefault(key, []).append(TensorPart(each["file"], dim))
         files = {each["file"]: each["sha256"] for each in written if each}
         try:
             text = json.dumps({"version": VERSION, **about, "files": files, "tensors": tensors}, indent=1)
@@ -106,7 +106,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
             f"version {VERSION}; load the folder with the version of hostdev that wrote it"
         )
     try:
-        tensors = json_files.parse(dict[str, list[Part]], manifest["tensors"], "tensors")
+        tensors = json_files.parse(dict[str, list[TensorPart]], manifest["tensors"], "tensors")
         files = {part.file for key, parts in tensors.items() if wants(key) for part in parts}
         for name in files:
             inside(folder, name)
@@ -165,7 +165,7 @@ def _require_all(ranks: World, problem: str, temporary: Path | None = None) -> N
             raise UserError(one)
 
 
-class State:
+class NetworkState:
     """Gathers and loads the state of a network whose parts are on several ranks.
 
     All ranks must make the same calls.

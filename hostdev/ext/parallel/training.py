@@ -27,12 +27,12 @@ from hostdev.models.wide_deep.network import deep_l2
 from hostdev.pipeline.results import Outcome
 from hostdev.runtime.body_batch import Step
 from hostdev.runtime.rows import Rows
-from hostdev.train.network import DEEP, Network, Result, Scored, Setup, inputs_like
+from hostdev.train.network import DEEP, DenseNetwork, Result, Scored, Setup, inputs_like
 
 GetInputs = Callable[[int], tuple[Tensor, Any]]  # maps a micro-batch's number to its dense columns and rows
 
 
-class StagedNetwork(Network):
+class StagedNetwork(DenseNetwork):
     """The layers of this rank's stage and slice.
 
     Args:
@@ -65,7 +65,7 @@ class StagedNetwork(Network):
 
     @classmethod
     def require(cls, model: Model, layout: Layout, mesh: Mesh | None, sample: Batch, *, searched: bool) -> None:
-        """Raise UserError if the layout does not fit the model's layers; see `Network.require`."""
+        """Raise UserError if the layout does not fit the model's layers; see `DenseNetwork.require`."""
         if mesh is None:
             matched(model, layout.plan)
             if layout.begins is not None:
@@ -77,7 +77,7 @@ class StagedNetwork(Network):
     def choose(
         cls, model: Model, layout: Layout, mesh: Mesh | None, sample: Batch, *, world: World, **options: Any
     ) -> tuple[Mesh, Layout, list[str]]:
-        """Measure layouts on all ranks, and choose the fastest; see `Network.choose`."""
+        """Measure layouts on all ranks, and choose the fastest; see `DenseNetwork.choose`."""
         inputs = partial(inputs_like, model, sample, options["autocast"])
         chosen = choose(model, inputs, world, given=layout, mesh=mesh, looked_up=True, build=Trial, **options)
         return chosen.mesh, chosen.layout, chosen.lines()

@@ -97,7 +97,7 @@ def open_checkpoint(path: Path, which: str | None) -> Opened:
 
 
 def _checksum(chain: Chain, name: str) -> str | None:
-    """Return the checksum of a file of `Manifest.others` in the newest checkpoint that has it."""
+    """Return the checksum of a file of `CheckpointManifest.others` in the newest checkpoint that has it."""
     found = (checkpoint.manifest.other(name) for checkpoint in reversed(chain))
     return next((file.sha256 for file in found if file is not None), None)
 

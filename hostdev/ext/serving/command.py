@@ -65,9 +65,9 @@ def _run_alone(settings: Settings, listener: socket.socket) -> int | None:
 
 
 def _run_workers(settings: Settings, listener: socket.socket) -> int:
-    from hostdev.ext.serving.processes import Workers
+    from hostdev.ext.serving.processes import WorkerProcesses
 
-    return Workers(
+    return WorkerProcesses(
         settings,
         listener,
         lambda line: note(f"{settings.prog}: {line}"),

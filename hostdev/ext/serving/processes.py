@@ -75,7 +75,7 @@ class _Worker:
         self.connection.close()
 
 
-class Workers:
+class WorkerProcesses:
     """Runs worker processes until a signal.
 
     Args:

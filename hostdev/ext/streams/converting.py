@@ -19,13 +19,13 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.checksums import NoDigest, hash_stream
 from hostdev.core.errors import HostdevError, StoppedError, StoreError, TransientError, UserError, in_words
 from hostdev.core.progress import counted
-from hostdev.data.batch import Batch, Piece, Range, Rows, gathered
+from hostdev.data.batch import Batch, Range, ShardPiece, ShardRows, gathered
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.first_pass import MAX_REJECTED
 from hostdev.data.preprocess.inputs import is_empty
 from hostdev.data.preprocess.raw import BEGINNING, InvalidRowError, Rejected
 from hostdev.ext.streams.example import Example
-from hostdev.ext.streams.folder import Folder, State, has_end
+from hostdev.ext.streams.folder import FileState, Folder, has_end
 from hostdev.ext.streams.seen import Taken, digest_bits
 
 EMPTY, REFUSED, REPEATED, LATE = "empty", "refused", "repeated", "late"  # why a file is set aside
@@ -54,7 +54,7 @@ class Spool:
             raise self._failed(error) from None
         self.rows = 0
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: ShardPiece) -> None:
         """Append a piece; an empty one is left out."""
         if not len(piece):
             return
@@ -66,7 +66,7 @@ class Spool:
             raise self._failed(error) from None
         self.rows += len(piece)
 
-    def read(self, first: int = 0) -> Iterator[tuple[int, Piece]]:
+    def read(self, first: int = 0) -> Iterator[tuple[int, ShardPiece]]:
         """Yield the pieces from the one with row `first` on, each with the number of rows before it."""
         before = 0
         for begin, rows in self._pieces:
@@ -74,10 +74,10 @@ class Spool:
                 yield before, self._load(begin)
             before += rows
 
-    def _load(self, begin: int) -> Piece:
+    def _load(self, begin: int) -> ShardPiece:
         try:
             self._file.seek(begin)
-            piece: Piece = pickle.load(self._file)
+            piece: ShardPiece = pickle.load(self._file)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise self._failed(error) from None
         return piece
@@ -94,10 +94,10 @@ class Spool:
         )
 
 
-def _contiguous(piece: Piece) -> Piece:
+def _contiguous(piece: ShardPiece) -> ShardPiece:
     """Return a piece whose arrays are in the order of rows, as readers of pieces need them."""
     plain = np.ascontiguousarray
-    return Piece(
+    return ShardPiece(
         plain(piece.label),
         plain(piece.dense),
         plain(piece.ids),
@@ -107,14 +107,14 @@ def _contiguous(piece: Piece) -> Piece:
     )
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file: its first `nbytes` bytes, None for all, without the first `after` rows."""
 
     nbytes: int | None = None
     after: int = 0
 
 
-WHOLE = Part()
+WHOLE = FilePart()
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ class Converted:
 
     name: str
     sha256: str
-    state: State
+    state: FileState
     rejected: int
     first: str | None
     spool: Spool
     lines: int = 0
-    part: Part = WHOLE
+    part: FilePart = WHOLE
     skipped: int = 0
 
     @property
@@ -157,7 +157,7 @@ class Converted:
         stamp = self.state.stamp if self.nbytes == self.state.size else 0
         return Taken(self.nbytes, stamp, digest_bits(self.sha256), self.lines)
 
-    def read(self, first: int = 0) -> Iterator[tuple[int, Piece]]:
+    def read(self, first: int = 0) -> Iterator[tuple[int, ShardPiece]]:
         """Yield pieces from the one with row `first` on, each with the number of rows before it; it may be negative."""
         for before, piece in self.spool.read(self.skipped + first):
             yield before - self.skipped, piece
@@ -174,7 +174,7 @@ class Refused(NamedTuple):
     why: str
     reason: str
     sha256: str | None = None
-    state: State | None = None
+    state: FileState | None = None
 
 
 class Again(NamedTuple):
@@ -191,11 +191,11 @@ class Again(NamedTuple):
 def convert(
     folder: Folder,
     name: str,
-    state: State,
+    state: FileState,
     example: Example,
     spools: Path,
     stop: Event,
-    part: Part = WHOLE,
+    part: FilePart = WHOLE,
     *,
     is_quiet: bool = True,
 ) -> Converted | Refused | Again:
@@ -248,7 +248,7 @@ def convert(
 
 
 @contextmanager
-def _first_bytes(path: Path, nbytes: int | None, state: State, spools: Path) -> Iterator[Path]:
+def _first_bytes(path: Path, nbytes: int | None, state: FileState, spools: Path) -> Iterator[Path]:
     """Provide a file with the first `nbytes` bytes of a file: a copy, if it has more."""
     if nbytes is None or nbytes >= state.size:
         yield path
@@ -264,7 +264,7 @@ def _first_bytes(path: Path, nbytes: int | None, state: State, spools: Path) -> 
 
 
 def _convert(
-    path: Path, name: str, state: State, example: Example, spools: Path, stop: Event, part: Part
+    path: Path, name: str, state: FileState, example: Example, spools: Path, stop: Event, part: FilePart
 ) -> Converted | Refused:
     digest = _digest(path, None, stop)
     source, spool = example.open(path), Spool(spools)
@@ -338,7 +338,7 @@ class BatchCutter:
     def cut(self, file: Converted, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of the rows that wait and of a file's rows from row `first` on; the rest waits."""
         for before, piece in file.read(first):
-            rows, start = Rows([piece], None), max(0, first - before)
+            rows, start = ShardRows([piece], None), max(0, first - before)
             while start < len(rows):
                 taken = min(self._size - self.waiting, len(rows) - start)
                 self._ranges.append((rows, start, start + taken))

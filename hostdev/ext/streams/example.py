@@ -10,7 +10,7 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.keys import is_raw
 from hostdev.data import ragged
-from hostdev.data.batch import Piece
+from hostdev.data.batch import ShardPiece
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import scaling, table_flags
@@ -74,7 +74,7 @@ class Example:
                     "equal values would get different ids"
                 )
 
-    def encode(self, rows: RawRows) -> Piece:
+    def encode(self, rows: RawRows) -> ShardPiece:
         """Return rows with ids and scaled numbers; raise UserError for a number that is too large."""
         layout, hashed, n = self._layout, self._hashed, len(rows)
         missing = [rows.missing[column.space] for column in layout.ids]
@@ -87,7 +87,7 @@ class Example:
                 weights[column.name] = rows.bag_weights[i]
         dense = self._scaling.transform(rows.numbers)
         label = np.ascontiguousarray(rows.label, np.float32)
-        return Piece(label, dense, ids, bags, rows.weight, weights)
+        return ShardPiece(label, dense, ids, bags, rows.weight, weights)
 
 
 def _table_options(found: Manifest, roles: dict[str, Any]) -> TableOptions:

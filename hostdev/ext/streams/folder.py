@@ -35,7 +35,7 @@ def _bits(text: str) -> int:
     return int.from_bytes(blake2b(os.fsencode(text), digest_size=8).digest(), "little")
 
 
-class State(NamedTuple):
+class FileState(NamedTuple):
     """What changes when a file is written to: its size in bytes, and its time of modification in nanoseconds.
 
     `identity` also changes when another file takes its place.
@@ -106,13 +106,13 @@ class Folder:
             names += [(Path(folder) / name).relative_to(self.path).as_posix() for name in files]
         return names
 
-    def state(self, name: str) -> State | None:
+    def state(self, name: str) -> FileState | None:
         """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
         try:
             found = self.open(name).stat()
         except FileNotFoundError:
             return None
-        return State(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns} {found.st_ino}")
+        return FileState(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns} {found.st_ino}")
 
     def open(self, name: str) -> Path:
         """Return the path of a file that can be read. The file may no longer exist."""
@@ -144,11 +144,11 @@ class StoreFolder(Folder):
         with _as_os_error():
             return self._store.list()
 
-    def state(self, name: str) -> State | None:
+    def state(self, name: str) -> FileState | None:
         """Return a file's state, or None if it no longer exists; raise OSError if it cannot be read."""
         with _as_os_error():
             found = self._store.about(name)
-        return None if found is None else State(found.size, found.changed, found.version)
+        return None if found is None else FileState(found.size, found.changed, found.version)
 
     def has_folders(self) -> bool:
         """Return whether the folder has sub-folders whose files are not listed."""

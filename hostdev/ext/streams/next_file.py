@@ -10,7 +10,7 @@ from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.progress import counted
 from hostdev.core.run_files import FILES_LOG, GROWN, REPLACED
-from hostdev.ext.streams.converting import LATE, REPEATED, Again, Converted, Part, Refused
+from hostdev.ext.streams.converting import LATE, REPEATED, Again, Converted, FilePart, Refused
 from hostdev.ext.streams.folder import Folder, key_of
 from hostdev.ext.streams.options import Until
 from hostdev.ext.streams.seen import SAME, UNSETTLED, Change, Taken, digest_bits
@@ -120,7 +120,7 @@ class NextFile:
                 raise lost("is gone")
             if expected.nbytes is not None and state.size < expected.nbytes:
                 raise lost("has changed")
-            part = Part(expected.nbytes, expected.after)
+            part = FilePart(expected.nbytes, expected.after)
             found = self._watcher.convert(name, state, lambda: wait(f"reads {name} again"), part)
             if found is None or isinstance(found, Converted):
                 if found is not None and found.sha256 != expected.sha256:
@@ -185,7 +185,7 @@ class NextFile:
 
     def _convert_grown(self, name: str, change: Change, wait: Wait) -> Converted | Refused | Again | None:
         """Return the new rows of the file taken last; None if `wait` returns False."""
-        part = Part(after=change.taken.lines)
+        part = FilePart(after=change.taken.lines)
         found = self._watcher.convert(name, change.state, lambda: wait(f"reads {name}"), part)
         if isinstance(found, Again) and found.reason is not None:
             self._mention(name, found.reason)

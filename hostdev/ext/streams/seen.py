@@ -15,7 +15,7 @@ from hostdev.core.checksums import hash_stream
 from hostdev.core.errors import StoppedError, in_words
 from hostdev.core.run_files import GROWN, REPLACED
 from hostdev.data.preprocess import places
-from hostdev.ext.streams.folder import Folder, State, ends_line, hash_of, key_of
+from hostdev.ext.streams.folder import FileState, Folder, ends_line, hash_of, key_of
 
 MOST_DIGESTS = 1000  # of the last files, by which a repeated one is found
 _MOST_NEW = 1024  # in a set, which takes several times the space of an array
@@ -27,7 +27,7 @@ class Taken(NamedTuple):
 
     Attributes:
         size: Its bytes; -1 if they are unknown.
-        stamp: The `State.stamp` of the file then.
+        stamp: The `FileState.stamp` of the file then.
         digest: 63 bits of the SHA-256 of these bytes; 0 if it is unknown or does not matter.
         lines: Rows in them, with rejected ones.
     """
@@ -154,12 +154,12 @@ class Change(NamedTuple):
     """
 
     kind: str
-    state: State
+    state: FileState
     taken: Taken
     about: str = ""
 
 
-def examine(folder: Folder, name: str, taken: Taken, state: State, stop: Event) -> Change:
+def examine(folder: Folder, name: str, taken: Taken, state: FileState, stop: Event) -> Change:
     """Return how a file differs from what was taken of it; UNSETTLED if it cannot be read now."""
     try:
         change = _examine(folder, name, taken, state, stop)
@@ -170,7 +170,7 @@ def examine(folder: Folder, name: str, taken: Taken, state: State, stop: Event) 
         return Change(UNSETTLED, state, taken, in_words(error))
 
 
-def _examine(folder: Folder, name: str, taken: Taken, state: State, stop: Event) -> Change:
+def _examine(folder: Folder, name: str, taken: Taken, state: FileState, stop: Event) -> Change:
     if state.size < taken.size:
         about = f"it has become shorter: {taken.size:,} bytes were taken, and {state.size:,} are left"
         return Change(REPLACED, state, taken, about)

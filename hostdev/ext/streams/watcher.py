@@ -12,9 +12,9 @@ from typing import Self
 
 from hostdev.core.errors import in_words
 from hostdev.core.workers import Worker, Workers
-from hostdev.ext.streams.converting import REFUSED, WHOLE, Again, Converted, Part, Refused, convert
+from hostdev.ext.streams.converting import REFUSED, WHOLE, Again, Converted, FilePart, Refused, convert
 from hostdev.ext.streams.example import Example
-from hostdev.ext.streams.folder import Folder, State
+from hostdev.ext.streams.folder import FileState, Folder
 from hostdev.ext.streams.seen import UNSETTLED, Change, Seen, examine
 
 AHEAD = 2  # files that are converted before they are needed, each in a thread
@@ -42,7 +42,7 @@ class Look:
     names: Sequence[str] = ()
     next: Sequence[str] = ()
     late: Sequence[str] = ()
-    settled: dict[str, State] = field(default_factory=dict)
+    settled: dict[str, FileState] = field(default_factory=dict)
     changed: dict[str, Change] = field(default_factory=dict)
     error: str | None = None
 
@@ -75,10 +75,10 @@ class Watcher:
         self._workers = Workers(ahead, "hostdev-arrivals")
         self._worker = Worker("hostdev-follow", self._take_look, seconds=seconds)
         self._changed, self._stop = self._worker.changed, self._worker.closing
-        self._states: dict[str, tuple[State, float]] = {}  # by name: the state, and when it was first seen
-        self._open: dict[str, State] = {}  # files without an end, which are complete once they are quiet
+        self._states: dict[str, tuple[FileState, float]] = {}  # by name: the state, and when it was first seen
+        self._open: dict[str, FileState] = {}  # files without an end, which are complete once they are quiet
         self._turn = 0  # of the known files, which are looked at in turn
-        self._converting: dict[str, tuple[tuple[State, Part], Future[Result]]] = {}
+        self._converting: dict[str, tuple[tuple[FileState, FilePart], Future[Result]]] = {}
         self._failures: dict[str, int] = {}
         self._look = Look(0)
         self._own = ""  # the file that the caller has, or waits for
@@ -104,7 +104,7 @@ class Watcher:
         """Look at once; return a number above which a look has begun after this call."""
         return self._worker.ask() - 1
 
-    def convert(self, name: str, state: State, wait: Callable[[], bool], part: Part = WHOLE) -> Result | None:
+    def convert(self, name: str, state: FileState, wait: Callable[[], bool], part: FilePart = WHOLE) -> Result | None:
         """Return a file's rows or why there are none; None if `wait`, called again and again, returns False."""
         if part.nbytes is None and self._open.get(name) == state and not self._is_quiet(name, state):
             return Again(name, None, is_open=True)
@@ -129,14 +129,14 @@ class Watcher:
             self._failures.pop(name, None)
         return found
 
-    def _is_quiet(self, name: str, state: State) -> bool:
+    def _is_quiet(self, name: str, state: FileState) -> bool:
         """Return whether a file has not changed for so long that it is complete, even without an end."""
         if not self._folder.must_settle or time.time() - state.modified / 1e9 >= self._quiet:
             return True
         before, since = self._states.get(name, (None, 0.0))
         return before == state and time.monotonic() - since >= self._quiet
 
-    def _start(self, name: str, state: State, part: Part = WHOLE) -> "Future[Result]":
+    def _start(self, name: str, state: FileState, part: FilePart = WHOLE) -> "Future[Result]":
         """Return the conversion of a file, which begins now unless it has begun."""
         is_quiet = part.nbytes is not None or self._is_quiet(name, state)
         with self._changed:
@@ -153,7 +153,7 @@ class Watcher:
             self._converting[name] = (state, part), future
             return future
 
-    def prepare(self, files: Sequence[tuple[str, State]]) -> None:
+    def prepare(self, files: Sequence[tuple[str, FileState]]) -> None:
         """Begin to convert these files, given with their states, which are next."""
         for name, state in files:
             with self._changed:
@@ -176,7 +176,7 @@ class Watcher:
         for name in names:
             if not self._seen.is_known(name):
                 (late if self._seen.is_late(name) else next_ones).append(name)
-        states: dict[str, tuple[State, float]] = {}
+        states: dict[str, tuple[FileState, float]] = {}
         settled = {}
         for name in next_ones[:_MOST_UNSETTLED]:
             state = self._try_state(name)
@@ -196,13 +196,13 @@ class Watcher:
         self._states = states
         return Look(number, names, next_ones, late, settled, changed)
 
-    def _try_state(self, name: str) -> State | None:
+    def _try_state(self, name: str) -> FileState | None:
         try:
             return self._folder.state(name)
         except OSError:
             return None
 
-    def _has_settled(self, name: str, state: State, states: dict[str, tuple[State, float]]) -> bool:
+    def _has_settled(self, name: str, state: FileState, states: dict[str, tuple[FileState, float]]) -> bool:
         """Add a file's state, and since when it has it, to `states`; return whether it does not change any more."""
         now = time.monotonic()
         before, since = self._states.get(name, (None, now))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from hostdev.core import cli
 from hostdev.core.addresses import local_path
 from hostdev.core.errors import UserError
-from hostdev.core.option_files import OptionFile, read_options
 from hostdev.core.options import OptionError
 from hostdev.data import folder
 from hostdev.distributed.rank_environment import is_first_on_host
 from hostdev.ext.training.config import CommandConfig
+from hostdev.ext.training.option_files import OptionFile, read_options
 
 PROG = "hostdev.train"
 HELP = "train a model on a data set"

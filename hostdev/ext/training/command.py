@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +23,7 @@ import torch
 import hostdev
 from hostdev.core import registry
 from hostdev.core.addresses import shown_place
+from hostdev.core.checksums import json_checksum
 from hostdev.core.errors import DiskFullError, HostdevError, TableFullError, UserError
 from hostdev.core.run_events import CallbackError, RunObserver
 from hostdev.core.run_files import REPORT
@@ -385,8 +385,7 @@ def prepare(text: Path, datasets: Path, options: Options) -> Path:
         )
     source = CriteoText([text])
     stamp = [*source.describe(), text.stat().st_mtime_ns, vars(options), manifest.VERSION]
-    mark = sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()[:8]
-    out = datasets / f"{text.stem}-{mark}"
+    out = datasets / f"{text.stem}-{json_checksum(stamp)[:8]}"
     if (out / manifest.FILE_NAME).is_file():
         print(f"using {out}, made earlier from {text}")
         return out
