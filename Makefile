@@ -36,7 +36,7 @@ FAST := tests/host \
 	tests/device/test_backend.py tests/device/test_device.py tests/device/test_rows.py \
 	tests/runtime/test_close.py tests/runtime/test_features.py tests/runtime/test_lookup.py \
 	tests/runtime/test_not_finite.py tests/runtime/test_refused.py tests/runtime/test_table_optimizer.py \
-	tests/test_bench.py tests/test_kernel_checks.py tests/test_pipeline_queues.py tests/test_metrics.py tests/test_packaging.py \
+	tests/test_bench.py tests/test_kernel_checks.py tests/test_mutations.py tests/test_pipeline_queues.py tests/test_metrics.py tests/test_packaging.py \
 	tests/test_primitive.py tests/test_scores.py
 
 test-fast: lint
