@@ -33,8 +33,8 @@ def test_every_wait_is_in_the_table():
 
 
 @pytest.mark.parametrize("wait", TABLE)
-def test_two_tests_notice(wait):
-    assert len(TABLE[wait]) == 2
+def test_somebody_notices(wait):
+    assert TABLE[wait]
 
 
 def test_they_are_in_the_rung(device, request):

@@ -1,9 +1,10 @@
 """python -m tests.standin.covered [TESTS]: which tests of the simulated accelerator notice that a wait is left out.
 
-Writes tests/standin/covered.json: for each fault of faults.py, two tests, quick ones first; prints it if one has fewer.
+Writes tests/standin/covered.json: for each fault of faults.py, two tests, quick ones first; prints it if one has none.
 One process collects the tests. A fork of it tells which tests come to which wait. Then a fork for each fault leaves the
-wait out of the function that has it, and runs those tests until two have failed. Conftest.py keeps the tests of this
-table in the quick rung; tests/device/test_faults.py checks that no wait is missing.
+wait out of the function that has it, and runs those tests until two have failed. Where fewer do, the tests with several
+processes follow, in a copy of the repository. Conftest.py keeps the tests of this table in the quick rung;
+tests/device/test_faults.py checks that no wait is missing.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import types
@@ -151,6 +153,21 @@ def _passes(item, following):
     return all(report.passed for report in runtestprotocol(item, log=False, nextitem=following))
 
 
+def _noticed_by_ranks(few):
+    """Yield the names of faults, each with a test with several processes that fails without the wait."""
+    if not few:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tests = faults.Tests(faults.copy_of(ROOT, Path(folder)), [], LONGEST, [])
+        for name, fault in few.items():
+            path = tests.copy / fault.file
+            source = path.read_text()
+            path.write_text(fault.patched(source))
+            failed, _ = tests.run("ranks", "-x")
+            path.write_text(source)
+            yield from ((name, test) for test, _ in failed[:1])
+
+
 def main():
     parser = argparse.ArgumentParser(prog="tests.standin.covered", description="Which tests notice which missing wait.")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name has this in it; prints the table")
@@ -162,10 +179,15 @@ def main():
     flags = ["-p", "tests.standin.plugin", "-p", "no:cacheprovider", "-m", "device and (not slow or not_drawn)", "-q"]
     flags += ["--standin-schedule", arguments.schedule]
     code = pytest.main([*flags, *arguments.tests], plugins=[search])
-    missing = [name for name, tests in search.table.items() if len(tests) < ENOUGH]
     if not search.table:
         return int(code)
-    print(f"{len(missing)} of {len(search.table)} waits are noticed by fewer than {ENOUGH} tests: {missing}")
+    by_name = dict(zip(faults.names_of(search.found), search.found, strict=True))
+    few = {name: by_name[name] for name, tests in search.table.items() if len(tests) < ENOUGH}
+    for name, test in _noticed_by_ranks(few):
+        search.table[name].append(test)
+        print(f"{name}: {test}", flush=True)
+    missing = [name for name, tests in search.table.items() if not tests]
+    print(f"{len(few)} of {len(search.table)} waits are noticed by fewer than {ENOUGH} tests: {list(few)}")
     if arguments.only or missing or len(search.table) < len(search.found):
         print(json.dumps(search.table, indent=1))
     else:
