@@ -30,7 +30,7 @@ class TorchTable:
         self.rows, self.dim = table.rows, table.dim
         self.embedding = nn.Embedding.from_pretrained(weights)
 
-    def lookup(self, ids: Any) -> Any:
+    def lookup(self, ids: Any, unknown: Any = None) -> Any:
         """Return rows, float32 [n, dim]."""
         return self.embedding(torch.from_numpy(ids).long()).numpy()
 

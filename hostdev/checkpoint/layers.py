@@ -30,7 +30,9 @@ from hostdev.checkpoint.ranges import (
     rows_per_file,
 )
 from hostdev.checkpoint.row_index import (
+    NO_VALUES,
     PLACE_BITS,
+    FileValues,
     IdIndex,
     KeyedIndex,
     MergedKeys,
@@ -100,10 +102,12 @@ class SavedRows:
         self.rows = self._index.rows
         self._segments = None if about.segments is None else SegmentRows(newest.path, about, all_rows=all_rows)
         self._load = lru_cache(maxsize=_HELD)(partial(_load, self._files.chunks, self._segments))  # by number
-        self._addresses: dict[str, LongIds] = {}
+        self._values: dict[str, FileValues] = {}
         history = history_of(chain, name) if current else NoHistory()
         self._clock = history.clock()
         self._planes = [WEIGHTS, *about.slots] if history.how is not None and history.how.betas else [WEIGHTS]
+        is_plain = self._segments is None and self._clock is None
+        self._weights = self._get_values(WEIGHTS) if is_plain else None  # if a lookup copies them as they are
 
     @cached_property
     def merged(self) -> MergedKeys:
@@ -123,17 +127,17 @@ class SavedRows:
                 name.
             BrokenCheckpointError: A segment is damaged.
         """
-        checked, places = self._index.find(ids, unknown)
-        if not (isinstance(self._index, KeyedIndex) and self._index.has_initial):
-            return np.ascontiguousarray(self.read(places, [WEIGHTS])[WEIGHTS])
-        out, has_row = np.empty((len(places), self.dim), np.float32), places >= 0
-        out[has_row] = self.read(places[has_row], [WEIGHTS])[WEIGHTS]
-        out[~has_row] = make_initial(self.table, checked[~has_row])
+        checked, places, out = self._index.find(ids, unknown, self._weights or NO_VALUES)
+        if self._weights is None:
+            known = np.where(places < 0, self._index.unknown[0], places) if self._index.has_initial else places
+            out = np.ascontiguousarray(self.read(known, [WEIGHTS])[WEIGHTS])
+        if self._index.has_initial and len(missing := np.flatnonzero(places < 0)):
+            out[missing] = make_initial(self.table, checked[missing])
         return out
 
     def find(self, ids: npt.ArrayLike) -> LongIds:
         """Return the places of the rows of ids [N], int64 [N]; raise the errors of `lookup`."""
-        return self._index.find(ids)[1]
+        return self._index.find(ids).places
 
     def locate(self, start: int, stop: int) -> LongIds | FileSlice:
         """Return the places of the rows [start, stop) in stored order.
@@ -146,7 +150,7 @@ class SavedRows:
                 return FileSlice(file, start - chunk.start, stop - chunk.start)
         if isinstance(self._index, KeyedIndex):
             return self.merged.places[start:stop]
-        return self._index.locate(np.arange(start, stop))
+        return self._index.locate(np.arange(start, stop)).places
 
     def read(self, places: LongIds | FileSlice, columns: Sequence[str]) -> dict[str, Rows]:
         """Return columns of rows by name, float32 [N, D], or [N, 1] for per-row state; some may be read-only views."""
@@ -168,9 +172,12 @@ class SavedRows:
     def _read_stored(self, places: LongIds | FileSlice, columns: Sequence[str]) -> dict[str, Rows]:
         if isinstance(places, FileSlice):
             chunk, part = self._load(places.file), slice(places.start, places.stop)
-            return {column: get_column(chunk, column)[part].reshape(-1, self._width(column)) for column in columns}
-        if self._segments is None or not len(places):
+            found = {column: get_column(chunk, column)[part] for column in columns}
+            return {column: values.reshape(len(values), -1) for column, values in found.items()}
+        if self._segments is None:
             return {column: self._copy(places, column) for column in columns}
+        if not len(places):
+            return {column: np.empty((0, get_width(self.table, column)), np.float32) for column in columns}
         places, inverse = np.unique(places, return_inverse=True)
         locations = self._copy(places, LOCATION).view(np.int64)[:, 0]
         found = self._segments.columns(locations, self._get_ids(places))
@@ -186,17 +193,16 @@ class SavedRows:
 
     def _copy(self, places: LongIds, column: str) -> Rows:
         """Return copies of what the files have in a column, float32 [N, any]."""
-        out = np.empty((len(places), self._width(column)), np.float32)
-        if len(places):
-            addresses = self._addresses.get(column)
-            if addresses is None:
-                values = [int(address_of(get_column(chunk, column))) for chunk in self._files.chunks]
-                addresses = self._addresses[column] = np.array(values, np.int64)
-            run(copy_rows, len(places), places, addresses, out, nbytes=4 * out.shape[1])
+        values = self._get_values(column)
+        out = np.empty((len(places), values.width), np.float32)
+        run(copy_rows, len(places), places, values.addresses, out, nbytes=4 * values.width)
         return out
 
-    def _width(self, column: str) -> int:
-        return get_width(self.table, column)
+    def _get_values(self, column: str) -> FileValues:
+        if column not in self._values:
+            addresses = [int(address_of(get_column(chunk, column))) for chunk in self._files.chunks]
+            self._values[column] = FileValues(np.array(addresses, np.int64), get_width(self.table, column))
+        return self._values[column]
 
 
 def _open_files(chain: Chain, name: str) -> TableFiles:

@@ -21,7 +21,7 @@ from hostdev.checkpoint.ranges import SPREAD, RowChunk
 from hostdev.core.checks import checked_ids, to_keys
 from hostdev.core.errors import UserError
 from hostdev.core.keys import INITIAL, SHARED, KeyArrays, KeyColumns, decayed, join_columns
-from hostdev.kernels.arrays import AnyIds, Keys, LongIds, reserved
+from hostdev.kernels.arrays import AnyIds, Keys, LongIds, Rows, reserved
 from hostdev.kernels.counter import hashed, mix64
 from hostdev.kernels.jit import address_of, array_at, inline, kernel
 from hostdev.kernels.pool import get_grain, parallel_for
@@ -43,6 +43,15 @@ def run(work: Any, n: int, *arrays: Any, nbytes: int = _SEARCH_BYTES) -> None:
         parallel_for(work, n, *arrays, grain=get_grain(nbytes))
 
 
+@inline
+def _copy_row(values: Any, place: Any, to: Any) -> None:
+    """Copy the values of a row of the file whose values have this address."""
+    D = len(to)
+    row = array_at(values + (place & np.int64((1 << PLACE_BITS) - 1)) * D * 4, D, np.float32)
+    for j in range(D):
+        to[j] = row[j]
+
+
 @kernel
 def copy_rows(start: Any, stop: Any, places: Any, files: Any, out: Any) -> None:
     """Copy the values of rows to out[start:stop].
@@ -54,13 +63,8 @@ def copy_rows(start: Any, stop: Any, places: Any, files: Any, out: Any) -> None:
         files: int64 [F], the addresses of the files' values.
         out: Output, float32 [N, D].
     """
-    D = out.shape[1]
     for i in range(np.uint64(start), np.uint64(stop)):
-        place = places[i]
-        at = place & np.int64((1 << PLACE_BITS) - 1)
-        values, to = array_at(files[place >> PLACE_BITS] + at * D * 4, D, np.float32), out[i]
-        for j in range(D):
-            to[j] = values[j]
+        _copy_row(files[places[i] >> PLACE_BITS], places[i], out[i])
 
 
 class TableFiles(NamedTuple):
@@ -76,9 +80,27 @@ class TableFiles(NamedTuple):
         return range(int(self.layers[layer]), int(self.layers[layer + 1]))
 
 
+class FileValues(NamedTuple):
+    """The values of a column in files."""
+
+    addresses: LongIds  # [F]
+    width: int  # of a row, in float32 values
+
+
+NO_VALUES = FileValues(np.zeros(0, np.int64), 0)
+
+
+class IndexedRows(NamedTuple):
+    """The rows that an index has found."""
+
+    ids: AnyIds  # [N], which were checked; or keys
+    places: LongIds  # [N]
+    values: Rows  # float32 [N, D]
+
+
 @kernel
-def _find_ids(start: Any, stop: Any, ids: Any, layers: Any, files: Any, places: Any) -> None:
-    """Write the places of the newest versions of the rows ids[start:stop].
+def _find_ids(start: Any, stop: Any, ids: Any, layers: Any, files: Any, addresses: Any, places: Any, out: Any) -> None:
+    """Write the places and the values of the newest versions of the rows ids[start:stop].
 
     Args:
         start: The first index.
@@ -86,7 +108,9 @@ def _find_ids(start: Any, stop: Any, ids: Any, layers: Any, files: Any, places: 
         ids: int32 or int64 [N].
         layers: int64 [L + 1], see `TableFiles`.
         files: int64 [F, 4]; for each file: first row, end, number of rows, address of their ids (0: all rows).
+        addresses: int64 [F], the addresses of the files' values, if D is not 0.
         places: Output, int64 [N].
+        out: Output, float32 [N, D].
     """
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.int64(ids[i])
@@ -114,6 +138,8 @@ def _find_ids(start: Any, stop: Any, ids: Any, layers: Any, files: Any, places: 
                     continue
                 at = begin
             places[i] = low << PLACE_BITS | at
+            if out.shape[1] > 0:
+                _copy_row(addresses[places[i] >> PLACE_BITS], places[i], out[i])
             break
 
 
@@ -125,6 +151,8 @@ class IdIndex:
         files: Its files, the oldest of which have all rows.
     """
 
+    unknown, has_initial = np.zeros(0, np.int64), False  # see `KeyedIndex`
+
     def __init__(self, name: str, files: TableFiles) -> None:
         about = files.chain[0].manifest.table(name)
         self.name, self.rows, self._spread, self._layers = name, about.rows, about.order == SPREAD, files.layers
@@ -132,17 +160,19 @@ class IdIndex:
         described = [[file.start, file.stop, file.rows, at] for file, at in zip(files.entries, ids, strict=True)]
         self._files = np.array(described, np.int64).reshape(-1, 4)
 
-    def find(self, ids: npt.ArrayLike, unknown: object = None) -> tuple[AnyIds, LongIds]:
-        """Return checked ids [N], and the places of their rows; raise the errors of `HostTable.lookup`."""
+    def find(self, ids: npt.ArrayLike, unknown: object = None, values: FileValues = NO_VALUES) -> IndexedRows:
+        """Return the rows of ids [N], with these values; raise the errors of `HostTable.lookup`."""
         del unknown
         checked = checked_ids(ids, self.rows, self.name)
-        return checked, self.locate(get_positions(checked, self.rows) if self._spread else checked)
+        return self.locate(get_positions(checked, self.rows) if self._spread else checked, values)
 
-    def locate(self, positions: AnyIds) -> LongIds:
-        """Return the places of the rows at positions [N] in stored order."""
-        places = np.empty(len(positions), np.int64)
-        run(_find_ids, len(positions), positions, self._layers, self._files, places)
-        return places
+    def locate(self, positions: AnyIds, values: FileValues = NO_VALUES) -> IndexedRows:
+        """Return the rows at positions [N] in stored order, with these values."""
+        n = len(positions)
+        found = IndexedRows(positions, np.empty(n, np.int64), np.empty((n, values.width), np.float32))
+        own = self._layers, self._files, values.addresses
+        run(_find_ids, n, positions, *own, *found[1:], nbytes=_SEARCH_BYTES + 4 * values.width)
+        return found
 
 
 @inline
@@ -174,23 +204,26 @@ def _find(keys: Any, found: Any, first: Any, last: Any) -> Any:
 
 
 @kernel
-def _find_keys(start: Any, stop: Any, keys: Any, layers: Any, files: Any, gone: Any, unknown: Any, places: Any) -> None:
-    """Write the places of the newest versions of the rows of keys[start:stop].
+def _find_keys(start: Any, stop: Any, keys: Any, index: Any, turns: Any, addresses: Any, places: Any, out: Any) -> None:
+    """Write the places and the values of the newest versions of the rows of keys[start:stop].
 
     Args:
         start: The first index.
         stop: The end of the indices.
         keys: int64 [N].
-        layers: int64 [L + 1], see `TableFiles`.
-        files: int64 [F, 5]; for each file: the hashes of its first and of its last key, the number of its keys, their
-            address, and the number of rows before them.
-        gone: int64 [L, 4]; for each checkpoint, the same of the keys that are gone since its parent.
-        unknown: int64 [T], the places that keys without a row get in turn.
-        places: Output, int64 [N].
+        index: Three arrays. The first is int64 [L + 1], see `TableFiles`. The second is int64 [F, 5], for each file:
+            the hashes of its first and of its last key, the number of its keys, their address, and the number of rows
+            before them. The third is int64 [L, 4], for each checkpoint: the same of keys that are gone since its
+            parent.
+        turns: int64 [T], the places that keys without a row get in turn.
+        addresses: As for `_find_ids`.
+        places: As for `_find_ids`.
+        out: As for `_find_ids`; rows whose place is negative are left unchanged.
     """
+    layers, files, gone = index
     for i in range(np.uint64(start), np.uint64(stop)):
         found = hashed(0, keys[i])
-        places[i] = unknown[i % np.uint64(len(unknown))]
+        places[i] = turns[i % np.uint64(len(turns))]
         for layer in range(len(layers) - 1):
             low, high = layers[layer], layers[layer + 1]
             while high - low > 1:  # find the last file that begins at or before the hash
@@ -211,6 +244,8 @@ def _find_keys(start: Any, stop: Any, keys: Any, layers: Any, files: Any, gone: 
                 dead = array_at(lost[3], lost[2], np.int64)
                 if _find(dead, found, np.uint64(lost[0]), np.uint64(lost[1])) >= 0:
                     break
+        if out.shape[1] > 0 and places[i] >= 0:
+            _copy_row(addresses[places[i] >> PLACE_BITS], places[i], out[i])
 
 
 class KeyedIndex:
@@ -227,7 +262,7 @@ class KeyedIndex:
     """
 
     def __init__(self, name: str, files: TableFiles) -> None:
-        self._table, self._table_files = name, files
+        self._table, self._files = name, files
         states = [keys_of(checkpoint.manifest.table(name)) for checkpoint in files.chain]
         self.others = [read_others(*pair) for pair in zip(files.chain, states, strict=True)]
         self._states, self._names = states, states[0].unknown
@@ -238,8 +273,8 @@ class KeyedIndex:
         self._keys = [each.at(slice(n, None)) for n, each in zip(self._before, keys, strict=True)]
         self._unknown_keys = [each.at(slice(n)) for n, each in zip(self._before, keys, strict=True)]
         described = [[*_describe(keys.keys), n] for keys, n in zip(self._keys, self._before.tolist(), strict=True)]
-        self._files = np.array(described, np.int64).reshape(-1, 5)
-        self._gone = np.array([_describe(each.gone) for each in self.others], np.int64)
+        gone = np.array([_describe(each.gone) for each in self.others], np.int64)
+        self._arrays = files.layers, np.array(described, np.int64).reshape(-1, 5), gone
         own = [make_places(file, 0, self._before[file]) for file in files.of(0)]
         self.unknown = np.concatenate([np.zeros(0, np.int64), *own])
         if len(self.unknown) != len(self._names):
@@ -254,18 +289,21 @@ class KeyedIndex:
 
     def _count_unknown(self, layer: int) -> LongIds:
         """Return the number of out-of-vocabulary rows in each file of a checkpoint, which are its first rows."""
-        chunks = [self._table_files.chunks[file] for file in self._table_files.of(layer)]
+        chunks = [self._files.chunks[file] for file in self._files.of(layer)]
         left = len(self._states[layer].unknown)
         return np.array([max(0, min(len(chunk), left - chunk.start)) for chunk in chunks], np.int64)
 
-    def find(self, ids: npt.ArrayLike, unknown: str | Sequence[str] | None = None) -> tuple[Keys, LongIds]:
-        """Return keys [N], and the places of their rows.
+    def find(
+        self, ids: npt.ArrayLike, unknown: str | Sequence[str] | None = None, values: FileValues = NO_VALUES
+    ) -> IndexedRows:
+        """Return the rows of keys [N], with these values.
 
         Args:
             ids: Keys, integers of 64 bits [N].
             unknown: Name of the out-of-vocabulary row of keys without a row, None for the one without a name; or names
                 of several, which keys use in turn, as columns of ids [B, k] do. It has no effect if such keys read
                 zeros or their own initial values.
+            values: The values.
 
         Raises:
             TypeError, ValueError: The keys are not integers, or have a wrong shape.
@@ -276,9 +314,11 @@ class KeyedIndex:
             raise ValueError(f"table {self._table!r}: keys must have the shape [N], not {list(keys.shape)}")
         names = [unknown or ""] if unknown is None or isinstance(unknown, str) else unknown
         turns = np.array([self._get_place(name) for name in (names if self._shares else [""])], np.int64)
-        places = np.empty(len(keys), np.int64)
-        run(_find_keys, len(keys), keys, self._table_files.layers, self._files, self._gone, turns, places)
-        return keys, places
+        n = len(keys)
+        found = IndexedRows(keys, np.empty(n, np.int64), np.empty((n, values.width), np.float32))
+        own = self._arrays, turns, values.addresses
+        run(_find_keys, n, keys, *own, *found[1:], nbytes=_SEARCH_BYTES + 4 * values.width)
+        return found
 
     def _get_place(self, name: str) -> int:
         if name not in self._names:
@@ -290,9 +330,9 @@ class KeyedIndex:
 
     def merge(self) -> "MergedKeys":
         """Return all keys; raise BrokenCheckpointError if those of the checkpoints contradict each other."""
-        count, path = self.rows, self._table_files.chain[0].path
+        count, path = self.rows, self._files.chain[0].path
         layers = [self._read_layer(layer) for layer in reversed(range(len(self._states)))]
-        unknown = join_columns([_NOTHING, *(self._unknown_keys[file] for file in self._table_files.of(0))])
+        unknown = join_columns([_NOTHING, *(self._unknown_keys[file] for file in self._files.of(0))])
         columns = KeyColumns(*(reserved((count,), dtype) for dtype in (np.int64, np.uint32, np.uint32)))
         places = reserved((len(self.unknown) + count,), np.int64)
         places[: len(self.unknown)] = self.unknown
@@ -313,13 +353,13 @@ class KeyedIndex:
 
     def _read_layer(self, number: int) -> "_Layer":
         """Return the keys that have a row in a checkpoint; raise BrokenCheckpointError if they are not in order."""
-        ends, last, files = np.zeros((1 << _PART_BITS) + 1, np.int64), -1, self._table_files.of(number)
+        ends, last, files = np.zeros((1 << _PART_BITS) + 1, np.int64), -1, self._files.of(number)
         for file in files:
             hashes = mix64(self._keys[file].keys.view(np.uint64))
             if len(hashes):
                 if int(hashes[0]) <= last or (hashes[1:] <= hashes[:-1]).any():
                     raise BrokenCheckpointError(
-                        f"{self._table_files.chain[number].path} is broken (the keys of table {self._table!r} are not "
+                        f"{self._files.chain[number].path} is broken (the keys of table {self._table!r} are not "
                         "in order)"
                     )
                 last = int(hashes[-1])

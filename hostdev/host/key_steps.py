@@ -246,14 +246,15 @@ class SteppedKeys(WritableTable):
         """A copy of the weights, float32 [K, D], in the order of `keys`."""
         self._before_read()
         self._require_copies("weights", self.dim)
-        return self._in_order("weights")
+        return np.ascontiguousarray(self._in_order(self.committed().rows, current=True)["weights"][:])
 
     @property
     def slots(self) -> Mapping[str, Rows]:
         """Copies of the optimizer state by name, each float32 [K, D], or [K, 1], in the order of `keys`."""
         self._before_read()
         self._require_copies("slots", self.dim * len(self.optimizer.slots))
-        return {name: self._in_order(name) for name in (*self.optimizer.slots, *self.optimizer.row_slots)}
+        columns = self._in_order(self.committed().rows, current=True)
+        return {name: np.ascontiguousarray(column[:]) for name, column in columns.items() if name != "weights"}
 
     @property
     def row_slots(self) -> Rows:
@@ -266,14 +267,17 @@ class SteppedKeys(WritableTable):
         """Raise TypeError: rows are in no order that has a meaning."""
         raise TypeError(f"table {self.name!r} is a table by key, whose rows have no order; use read_rows(keys, ...)")
 
-    def _in_order(self, name: str) -> Rows:
-        found = columns_in_order(self, self.committed().rows, after_all_steps=True)[name]
-        return np.ascontiguousarray(found[:])
+    def _in_order(self, rows: Positions, *, current: bool = False) -> dict[str, Any]:
+        """Return what `_columns` does, in the order `rows`."""
+        return {
+            name: ReadColumn(len(rows), column.shape[1], lambda at, column=column: column[rows[at]])  # type: ignore[misc]
+            for name, column in self._columns(current=current).items()
+        }
 
     def columns(self) -> dict[str, Any]:  # Any: see `HostTable.columns`
         """Return stored weights and optimizer state as `HostTable.columns` does, in the order of `keys`."""
         self._before_read()
-        return dict(columns_in_order(self, self.committed().rows))
+        return self._in_order(self.committed().rows)
 
     def key_arrays(self) -> KeyArrays:
         """Return the keys for a digest."""
@@ -286,7 +290,7 @@ class SteppedKeys(WritableTable):
         """Return stored weights and optimizer state: the out-of-vocabulary rows by name, then the rows of `keys`."""
         self._before_read()
         rows = np.array(list(self.unknown_rows.values()), np.int32)
-        return columns_in_order(self, np.concatenate([rows, self.committed().rows]))
+        return self._in_order(np.concatenate([rows, self.committed().rows]))
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """Return the sums of squares of the weights, in the order of `keys`."""
@@ -369,17 +373,3 @@ class SteppedKeys(WritableTable):
         new = np.flatnonzero(rows == EMPTY)
         rows[new] = self.index.add(keys[new], last[new], uses[new])
         return rows
-
-
-def columns_in_order(
-    table: Any, rows: npt.NDArray[np.int32], *, after_all_steps: bool = False
-) -> Mapping[str, ReadColumn]:
-    """Return the weights and optimizer state of a `HostTable` by name, in the order `rows`.
-
-    With `after_all_steps`, they have all steps of the table; otherwise they are as they are stored.
-    """
-    found = table._current_columns() if after_all_steps else table._columns()
-    return {
-        name: ReadColumn(len(rows), column.shape[1], lambda at, column=column: column[rows[at]])  # type: ignore[misc]
-        for name, column in found.items()
-    }

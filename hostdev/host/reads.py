@@ -233,18 +233,15 @@ class ReadableTable(Owned):
         self._before_read()
         return self._columns()
 
-    def _columns(self) -> dict[str, Any]:
+    def _columns(self, *, current: bool = False, formats: tuple[int, ...] | None = None) -> dict[str, Any]:
+        """Return all columns by name, as stored or, if `current`, after the last step; see `_read` for `formats`."""
+        if current and self.capabilities.late:
+            return current_columns(self.storage, partial(self._read, formats=formats))
         return {name: self.storage.column(number) for number, name in enumerate(self.storage.names)}
-
-    def _current_columns(self, formats: tuple[int, ...] | None = None) -> dict[str, Any]:
-        """Return what `_columns` does, after the last step; see `_read` for `formats`."""
-        if not self.capabilities.late:
-            return self._columns()
-        return current_columns(self.storage, partial(self._read, formats=formats))
 
     def _get_columns(self, what: str, names: Iterable[str]) -> dict[str, Rows]:
         """Return whole columns after the last step: views, or copies if these fit in memory."""
-        columns = self._current_columns()
+        columns = self._columns(current=True)
         chosen = [columns[name] for name in names]
         copied = [column.shape[1] for column in chosen if not isinstance(column, np.ndarray)]
         self._require_copies(what, sum(copied))

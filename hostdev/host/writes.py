@@ -203,7 +203,7 @@ class WritableTable(ReadableTable):
         if chosen is not None and len(np.unique(chosen)) < len(chosen):
             raise ValueError(f"table {self.name!r}: the ids of writing() must be all different")
         self._before_write()
-        columns = self._current_columns(self.capabilities.formats)
+        columns = self._columns(current=True, formats=self.capabilities.formats)
         one = Writing(self.name, columns, chosen, self.rows)
         self._is_writing = True
         try:

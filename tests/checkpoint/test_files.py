@@ -206,7 +206,7 @@ def test_a_damaged_parent_is_read_and_told_of_once(saved, monkeypatch):
         looked.append(file)
         check_file(file, *more)
 
-    for module in (loading, folder):
+    for module in (loading, folder, segment_rows):
         monkeypatch.setattr(module, "check_file", look)
     for again in (runtime_of(), runtime):  # whose tables are new, or not
         looked.clear()
