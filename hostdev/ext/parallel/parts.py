@@ -228,8 +228,10 @@ def broadcast_parameters(network: nn.Module, ranks: World) -> None:
     A parameter marked by `plan.sliced` is overwritten with that of the first rank along the data axis instead.
     """
     tensors = [*network.parameters(), *network.buffers()]
+    slices = [tensor for tensor in tensors if get_slice_dim(tensor) is not None]
     broadcast_tensors((tensor for tensor in tensors if get_slice_dim(tensor) is None), ranks.control)
-    broadcast_tensors((tensor for tensor in tensors if get_slice_dim(tensor) is not None), ranks.channel("data"))
+    if slices:  # a channel that is closed unused may close while another rank still connects
+        broadcast_tensors(slices, ranks.channel("data"))
 
 
 def _release_others(network: nn.Module, modules: Sequence[nn.Module]) -> None:
