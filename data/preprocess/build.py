@@ -22,7 +22,7 @@ from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
 from hostdev.data.manifest import BY_COLUMN, PADDED, REJECTED_FILE, SPLITS, Manifest, Shard, check_scaling
 from hostdev.data.preprocess.earlier_vocabulary import KNOWN_SHARES, NO_EARLIER, Earlier
-from hostdev.data.preprocess.first_pass import FirstPass, MemoryCheck
+from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.learning import Learning
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.pieces import Facts, PieceFile, Survey
@@ -36,7 +36,7 @@ from hostdev.data.preprocess.runner import (
     piece_name,
     result_name,
 )
-from hostdev.data.preprocess.second_pass import ShardMemory, Shards, shard_name, split_shards
+from hostdev.data.preprocess.second_pass import MemoryCheck, shard_name, shard_statistics, split_shards
 from hostdev.data.preprocess.tasks import Threads
 from hostdev.data.preprocess.words import VOCABULARY_FILE
 from hostdev.data.preprocess.work import WorkFolder, claim
@@ -76,12 +76,13 @@ class ManifestWriter:
                 raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another {how}")
         return rows
 
-    def write(self, folder: Path, paths: Sequence[Path], learned: Result, shards: Shards) -> Manifest:
+    def write(self, folder: Path, paths: Sequence[Path], learned: Result, shards: dict[str, list[Result]]) -> Manifest:
         """Write the malformed lines and the manifest into the data set's folder; return the manifest.
 
         Args:
             paths: The files of the pieces.
             learned: What `Learning.run` returned.
+            shards: The results of `make_shard` by split, in order.
         """
         rows, schema = self.rows(), schemas.from_json(learned["schema"])
         lines: Counter[int] = Counter()  # of each input before a piece, whose malformed lines are numbered from its own
@@ -91,12 +92,16 @@ class ManifestWriter:
                 for line in PieceFile(path).rejected() if fact.rejected else ():
                     file.write(f"{line.file}\t{before + line.line}\t{line.reason}\t{line.text}\n")
                 lines[fact.end.input] += fact.lines
+        listed = {
+            split: [Shard(file=one["file"], rows=one["rows"], sha256=one["sha256"]) for one in made]
+            for split, made in shards.items()
+        }
         manifest = Manifest(
             schema=schema,
             id_type=schema.id_type,
-            train=shards.found["train"],
-            test=shards.found["test"],
-            validation=shards.found.get("validation", []),
+            train=listed["train"],
+            test=listed["test"],
+            validation=listed.get("validation", []),
             vocabulary=None if learned["sha256"] is None else VOCABULARY_FILE,
             vocabulary_sha256=learned["sha256"],
             rejected_sha256=checksum(folder / REJECTED_FILE),
@@ -106,7 +111,7 @@ class ManifestWriter:
                 "rejected": sum(fact.rejected for fact in self._facts),
                 **self._label_means(rows),
                 **learned["scaling"],
-                **shards.statistics(),
+                **shard_statistics(shards, [*schema.ids, *schema.bags], hashed=learned["sha256"] is None),
                 **self._bag_values(),
                 "missing": self._missing(rows),
                 **({PADDED: learned["padded"]} if learned["padded"] else {}),
@@ -238,12 +243,9 @@ class Preparation:
         """
         # The size of a vocabulary is not known yet.
         id_type = "int32" if self._space.hashed is None else self._space.hashed.schema.id_type
-        rows_per_shard = self._options.rows_per_shard
-        executor = self.runner.executor
-        shards = ShardMemory(
-            self._layout, rows_per_shard, executor.sharing, id_type, len(self._splits), executor.memory
-        )
-        return FirstPass(self._space, self.runner, MemoryCheck(shards, survey))
+        executor, rows_per_shard = self.runner.executor, self._options.rows_per_shard
+        how = self._layout, rows_per_shard, executor.sharing, id_type, len(self._splits), executor.memory, survey
+        return FirstPass(self._space, self.runner, MemoryCheck(*how))
 
     def finish(self, first: FirstPass) -> Manifest:
         """Learn scaling and vocabulary, and write shards and manifest."""
@@ -256,10 +258,9 @@ class Preparation:
         self._collect(shards)
         return outcome.write(self._work.result, [space.path(piece_name(name)) for name in first.names], found, shards)
 
-    def _write_shards(self, facts: Sequence[Facts], index: list[str], found: Result) -> Shards:
-        """Write all shards."""
+    def _write_shards(self, facts: Sequence[Facts], index: list[str], found: Result) -> dict[str, list[Result]]:
+        """Write all shards; return their entries by split, in order."""
         learned = self._space.write_json("learned.json", {name: found[name] for name in ("schema", "scaling")})
-        shards = Shards(self._splits, schemas.from_json(found["schema"]), hashed=self._options.hash_buckets is not None)
         order: list[tuple[str, str]] = []
 
         def tasks() -> Iterator[Task]:
@@ -269,18 +270,15 @@ class Preparation:
                 for number, ranges in enumerate(parts):
                     key, name = f"shard-{split}-{number:05d}", shard_name(split, number)
                     order.append((split, key))
-                    places = [[one.piece, one.start, one.stop] for one in ranges]
                     size = sum(one.stop - one.start for one in ranges)
-                    yield Task(key, "shard", (name, i, places, index, learned), size)
+                    yield Task(key, "shard", (name, i, list(map(list, ranges)), index, learned), size)
 
         total = sum(sum(fact.rows) for fact in facts)
         with bar(total, "second pass", "rows", unit_scale=True) as progress:
             results = self.runner.map(tasks(), progress.update)
-        for split, key in order:
-            shards.add(split, results[key]["shard"])
-        return shards
+        return {split: [results[key]["shard"] for of, key in order if of == split] for split in self._splits}
 
-    def _collect(self, shards: Shards) -> None:
+    def _collect(self, shards: dict[str, list[Result]]) -> None:
         """Give the vocabulary and the shards their names in the data set, unless the tasks wrote them there.
 
         A copy by a hard link leaves the file for a command that is repeated after an interruption; a file system
@@ -289,7 +287,7 @@ class Preparation:
         folder = self._space.path(result_name(""))
         if folder == self._work.result:
             return
-        names = [one.file for found in shards.found.values() for one in found]
+        names = [one["file"] for made in shards.values() for one in made]
         for name in [*names, *([VOCABULARY_FILE] if self._options.hash_buckets is None else [])]:
             path = self._work.result / name
             path.parent.mkdir(exist_ok=True)

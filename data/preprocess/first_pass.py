@@ -10,7 +10,7 @@ from typing import Any
 
 from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.progress import bar, counted
-from hostdev.data.preprocess.pieces import Facts, PieceFile, Survey, merge, survey, write_piece
+from hostdev.data.preprocess.pieces import Facts, PieceFile, Survey, survey, write_piece
 from hostdev.data.preprocess.query import NAME
 from hostdev.data.preprocess.raw import (
     BEGINNING,
@@ -22,14 +22,12 @@ from hostdev.data.preprocess.raw import (
     SourcePosition,
 )
 from hostdev.data.preprocess.runner import Files, Result, Runner, Task, Workspace, piece_name
-from hostdev.data.preprocess.second_pass import ShardMemory
-from hostdev.data.preprocess.vocabulary import require_memory
+from hostdev.data.preprocess.second_pass import MemoryCheck
 
 MAX_REJECTED = 0.01
 _MISSING = re.compile(r"column '(.+)': the value is missing")
 _TEXT = ("columns", "delimiter", "skipped_lines")  # options that a query would need in another form
 _SOME, _MOST = 10_000, 0.5  # stop early if more than _MOST of at least _SOME rows are malformed
-_CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
 _FIRST = 10  # priority of tasks that free memory or disk space
 
 
@@ -106,34 +104,6 @@ def _remedy(first: Rejected) -> str:
 
 def _sql_text(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-class MemoryCheck:
-    """Checks during the first pass whether the second one will have enough memory.
-
-    Args:
-        shards: The memory that shards need.
-        survey: Estimates for the earlier data set's values, which will be in memory, too; None without such a data set.
-    """
-
-    def __init__(self, shards: ShardMemory, survey: Survey | None = None) -> None:
-        self._shards, self._surveys = shards, [] if survey is None else [survey]
-        self._unchecked: list[Facts] = []
-
-    def add(self, facts: Facts, survey: Survey | None) -> None:
-        """Add a piece, and look at the memory after each few of them; see `check`."""
-        self._unchecked.append(facts)
-        self._surveys += [survey] if survey is not None else []
-        if len(self._unchecked) == _CHECKED_AT_ONCE:
-            self.check()
-
-    def check(self) -> None:
-        """Raise TransientError if the shards, or the distinct values of surveys, would not fit into memory."""
-        self._shards.add_pieces(self._unchecked)
-        self._unchecked = []
-        if self._surveys:
-            self._surveys = [merge(self._surveys)]
-            require_memory(self._surveys[0].values(), self._surveys[0].text_bytes())
 
 
 class FirstPass:

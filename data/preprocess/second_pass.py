@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,14 +14,16 @@ from hostdev.core.errors import TransientError
 from hostdev.core.memory import available_bytes, format_bytes
 from hostdev.data import ragged
 from hostdev.data.batch import ShardPiece
-from hostdev.data.manifest import APART, SPLITS, SQUEEZED, UNKNOWN, Shard, shard_schema
-from hostdev.data.preprocess.pieces import Facts, PieceFile, write_arrow
+from hostdev.data.manifest import APART, SPLITS, SQUEEZED, UNKNOWN, shard_schema
+from hostdev.data.preprocess.pieces import Facts, PieceFile, Survey, merge, write_arrow
 from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.scaling import Scaling
+from hostdev.data.preprocess.vocabulary import require_memory
 from hostdev.data.schema import Schema
 from hostdev.kernels.arrays import Array, Numbers
 from hostdev.kernels.columns import place_column
 
+_CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
 _SOME = 20  # `find_apart` and `find_squeezed` ignore columns with fewer values
 MOST_VALUES = 2**31 - 1  # per bag in a record batch: offsets are int32
 _NEARLY_ALL = 0.999  # share of a column's numbers
@@ -34,8 +36,7 @@ def get_numbers(piece: PieceFile, columns: int) -> Numbers:
     return piece.array("numbers").reshape(len(piece), columns).astype(np.float64)
 
 
-@dataclass(frozen=True)
-class RowRange:
+class RowRange(NamedTuple):
     """Rows [start, stop) of one split in a piece, counted within that split."""
 
     piece: int
@@ -197,47 +198,38 @@ def make_shard(path: Path, name: str, rows_of: Sequence[tuple[Path, slice]], how
     return found | {"out": out, "uses": uses, APART: apart, SQUEEZED: near}
 
 
-class Shards:
-    """The shards of a data set.
+def shard_statistics(
+    shards: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str], *, hashed: bool
+) -> dict[str, Any]:
+    """Return the manifest's statistics of ids out of vocabulary, and the columns to tell of.
 
-    Attributes:
-        found: The shards by split, in order.
+    Args:
+        shards: The results of `make_shard` by split, in order.
+        names: The columns with ids.
     """
-
-    def __init__(self, splits: Sequence[str], schema: Schema, *, hashed: bool) -> None:
-        self.found: dict[str, list[Shard]] = {split: [] for split in splits}
-        self._names, self._hashed = [*schema.ids, *schema.bags], hashed
-        self._out = {split: [0] * len(self._names) for split in splits}
-        self._uses = {split: [0] * len(self._names) for split in splits}
-        self._told: dict[str, list[str]] = {APART: [], SQUEEZED: []}
-
-    def add(self, split: str, made: Mapping[str, Any]) -> None:
-        """Add the next shard of a split, a result of `make_shard`."""
-        self.found[split].append(Shard(file=made["file"], rows=made["rows"], sha256=made["sha256"]))
-        self._out[split] = [*map(sum, zip(self._out[split], made["out"], strict=True))]
-        self._uses[split] = [*map(sum, zip(self._uses[split], made["uses"], strict=True))]
-        for about in (APART, SQUEEZED):
-            self._told[about] += made[about]
-
-    def statistics(self) -> dict[str, Any]:
-        """Return the manifest's statistics of ids out of vocabulary, and the columns to tell of."""
-        whole = {split: sum(self._out[split]) / max(1, sum(self._uses[split])) for split in self.found}
-        by_column = {
-            split: {
-                name: a / max(1, b) for name, a, b in zip(self._names, self._out[split], self._uses[split], strict=True)
-            }
-            for split in self.found
-        }
-        return {"out_of_vocabulary": whole, **({} if self._hashed else {UNKNOWN: by_column}), **self._told}
+    out, uses = (
+        {split: [sum(one[kind][i] for one in made) for i in range(len(names))] for split, made in shards.items()}
+        for kind in ("out", "uses")
+    )
+    whole = {split: sum(out[split]) / max(1, sum(uses[split])) for split in shards}
+    by_column = {
+        split: {name: a / max(1, b) for name, a, b in zip(names, out[split], uses[split], strict=True)}
+        for split in shards
+    }
+    told = {
+        about: [name for made in shards.values() for one in made for name in one[about]] for about in (APART, SQUEEZED)
+    }
+    return {"out_of_vocabulary": whole, **({} if hashed else {UNKNOWN: by_column}), **told}
 
 
-class ShardMemory:
-    """Estimates the memory for writing the shards of all rows added so far.
+class MemoryCheck:
+    """Checks during the first pass whether the second one will have enough memory.
 
     Args:
         threads: Number of threads; each writes one shard at a time.
         splits: Number of splits.
         free: Bytes of memory for all threads; None for what is free on this machine.
+        survey: Estimates for the earlier data set's values, which will be in memory, too; None without such a data set.
     """
 
     def __init__(
@@ -248,17 +240,25 @@ class ShardMemory:
         id_type: str,
         splits: int,
         free: int | None = None,
+        survey: Survey | None = None,
     ) -> None:
+        self._unchecked: list[Facts] = []
+        self._surveys = [] if survey is None else [survey]
         self._free = free
         self._layout, self._most, self._threads = layout, rows_per_shard, threads
         self._id_bytes = np.dtype(id_type).itemsize
         self._rows, self._values, self._piece_rows = [0] * splits, [0] * splits, 0
 
-    def add_pieces(self, facts: Sequence[Facts]) -> None:
-        """Add the rows of pieces.
+    def add(self, facts: Facts, survey: Survey | None) -> None:
+        """Add a piece, and look at the memory after each few of them; see `check`."""
+        self._unchecked.append(facts)
+        self._surveys += [survey] if survey is not None else []
+        if len(self._unchecked) == _CHECKED_AT_ONCE:
+            self.check()
 
-        Raises TransientError unless all shards that are written concurrently fit into free memory.
-        """
+    def check(self) -> None:
+        """Raise TransientError if concurrent shards, or the distinct values of surveys, would not fit into memory."""
+        facts, self._unchecked = self._unchecked, []
         for i in range(len(self._rows)):
             self._rows[i] += sum(fact.rows[i] for fact in facts)
             self._values[i] += sum(sum(fact.bag_values[i]) for fact in facts)
@@ -272,6 +272,9 @@ class ShardMemory:
                 f"{held} a shard of {rows:,} rows, {format_bytes(shard)}, but {format_bytes(free)} of memory are free; "
                 f"give a smaller --rows-per-shard{fewer}"
             )
+        if self._surveys:
+            self._surveys = [merge(self._surveys)]
+            require_memory(self._surveys[0].values(), self._surveys[0].text_bytes())
 
     def _shard(self, split: int) -> tuple[int, int, int]:
         """Return the estimated bytes of a split's shard, the number of concurrent shards, and the rows per shard.

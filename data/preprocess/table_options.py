@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -22,22 +22,9 @@ TEXT_OPTIONS = {  # options for reading text files, with their flags
     "skipped_lines": "--skip-lines",
 }
 PLAIN_TEXT: dict[str, Any] = {"delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
-_USUAL: dict[str, Any] = {  # values that the manifest omits; a manifest without "trimmed" means that whitespace is kept
-    "validation_column": None,
-    "validation_after": None,
-    "test_files": (),
-    "validation_files": (),
-    "encoding": "utf-8",
-    "skipped_lines": 0,
-    "missing": (),
-    "decimal": ".",
-    "trimmed": False,
-    "features": {},
-    "thresholds": {},
-    "scaling": {},
-    "targets": {},
-    "positives": {},
-    "vectors": {},
+_ALWAYS = {  # in the manifest also with their default values
+    *("label", "positive", "numeric", "categorical", "bags", "share", "test_column", "test_after"),
+    *("columns", "delimiter", "quotes"),
 }
 
 
@@ -196,11 +183,13 @@ class TableOptions:
         return bool(self.validation_files or self.validation_column or self.validation_after)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the manifest's entry, without values that equal those in `_USUAL`."""
+        """Return the manifest's entry, without default values; one without "trimmed" means that whitespace is kept."""
         found = {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
         found["features"] = {name: settings for name, one in self.features.items() if (settings := one.as_json())}
         found["targets"] = self.targets.as_json()
         found["vectors"] = {name: vector.as_json() for name, vector in self.vectors.items()}
         found.pop("_owners", None)
         found["scaling"] = {name: one.as_json() for name, one in self.scaling.items()}
-        return {name: value for name, value in found.items() if name not in _USUAL or value != _USUAL[name]}
+        usual = {one.name: {} if one.default is MISSING else one.default for one in fields(self)}
+        usual |= {"trimmed": False, "targets": {}}
+        return {name: value for name, value in found.items() if name in _ALWAYS or value != usual[name]}

@@ -9,7 +9,7 @@ import pytest
 
 from hostdev import UserError
 from hostdev.core.errors import TransientError
-from hostdev.data.preprocess import criteo, files, first_pass, second_pass, vocabulary
+from hostdev.data.preprocess import criteo, files, second_pass, vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.raw import SourceLayout, read_rejected
@@ -91,7 +91,7 @@ def test_texts_that_are_in_all_pieces_count_once_in_their_estimated_bytes(tmp_pa
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     monkeypatch.setattr(files, "CHUNK_ROWS", 50)
     asked = []
-    monkeypatch.setattr(first_pass, "require_memory", lambda *sizes: asked.append(sizes))
+    monkeypatch.setattr(second_pass, "require_memory", lambda *sizes: asked.append(sizes))
     how = TableOptions(label="y", categorical=("url", *(f"s{i}" for i in range(5))), test_column=("s0", "7"))
     build(TableSource([tmp_path / "t.parquet"], how), tmp_path / "out", Options(test_fraction=None))
     assert len(asked) == 2  # after the eighth piece, and at the end
@@ -105,14 +105,14 @@ def test_shards_that_threads_cannot_hold_are_refused_while_the_first_pass_is_on(
     pq.write_table(pa.table(rows | {"test": [0, 0, 0, 1] * 250}), tmp_path / "t.parquet")
     monkeypatch.setattr(files, "CHUNK_ROWS", 100)
     monkeypatch.setattr(second_pass, "_OVERHEAD", 0)
-    monkeypatch.setattr(first_pass, "_CHECKED_AT_ONCE", 1)
+    monkeypatch.setattr(second_pass, "_CHECKED_AT_ONCE", 1)
     how = {"label": "y", "numeric": ("x",), "categorical": ("c",), "bags": (("h", None),), "test_column": ("test", "1")}
     table, out = TableSource([tmp_path / "t.parquet"], TableOptions(**how)), tmp_path / "out"
     # of each row label, number, id with whether it is known, lengths of the bag, 3 ids twice; a piece's numbers
     two = 2 * (200 * (4 + 4 + 5 + 16 + 3 * 8) + 100 * 24)
     monkeypatch.setattr(second_pass, "available_bytes", lambda: two - 1)
     asked = []
-    monkeypatch.setattr(first_pass, "require_memory", lambda *sizes: asked.append(sizes))
+    monkeypatch.setattr(second_pass, "require_memory", lambda *sizes: asked.append(sizes))
     with pytest.raises(
         TransientError,
         match=r"^2 threads would each hold a shard of 200 rows, 12.7 KiB, but 25.4 KiB of "

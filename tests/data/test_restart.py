@@ -20,7 +20,7 @@ import pytest
 from hostdev import UserError
 from hostdev.core.checksums import HashedFile
 from hostdev.core.errors import TransientError
-from hostdev.data.preprocess import first_pass, inputs, learning, runner, second_pass, words, work
+from hostdev.data.preprocess import inputs, learning, runner, second_pass, words, work
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.scaling import Standard
@@ -192,7 +192,7 @@ def no_memory(monkeypatch):
     """Let the memory be taken by others once some pieces are there."""
     free = itertools.chain([1 << 40] * 3, itertools.repeat(100))
     monkeypatch.setattr("hostdev.core.memory.available_bytes", lambda: next(free))
-    monkeypatch.setattr(first_pass, "_CHECKED_AT_ONCE", 1)
+    monkeypatch.setattr(second_pass, "_CHECKED_AT_ONCE", 1)
     return "but 100 bytes of host memory are free; hash them"
 
 
