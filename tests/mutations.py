@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.standin.faults import copy_of
+from tests.copies import copy_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST = 600.0  # seconds; a mistake may make a test wait forever

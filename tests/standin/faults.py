@@ -10,7 +10,6 @@ import argparse
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
+
+from tests.copies import copy_of
 
 CALLS = ("wait_event", "wait_stream", "record_stream", "await_event", "await_sent", "synchronize")
 TESTS = (  # what finds most comes first
@@ -149,12 +150,6 @@ class Tests:
         if process.returncode not in (0, 1) or (process.returncode and not failed):
             failed.append(("the run itself", f"exit code {process.returncode}: {out.strip().splitlines()[-1]}"))
         return failed, time.monotonic() - start
-
-
-def copy_of(root: Path, folder: Path) -> Path:
-    """Return a copy of the repository, with its compiled kernels."""
-    unneeded = shutil.ignore_patterns(".git", ".venv", ".peers", ".*_cache", "datasets", "runs", "*.egg-info")
-    return Path(shutil.copytree(root, folder / "copy", symlinks=True, ignore=unneeded))
 
 
 def main() -> int:
