@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba.core.registry import CPUDispatcher
+from numba.core import registry
 
 from hostdev.kernels.jit import address_of, fetch_add, inline, kernel, load
 
@@ -35,7 +35,7 @@ _VISIT_NS = 5_000_000  # time of the main thread in native code; Ctrl-C waits up
 
 def is_kernel(function: Any) -> bool:
     """Return whether `make_loop` can compile the function into a loop."""
-    return isinstance(function, CPUDispatcher)
+    return isinstance(function, registry.CPUDispatcher)
 
 
 def make_loop(work: Any) -> Any:

@@ -25,7 +25,7 @@ from hostdev.data.preprocess.unlabelled import EncodedPart, rows_in
 from hostdev.data.shards import ShardReader
 from hostdev.ext.predict.measures import By, Measures
 from hostdev.ext.predict.output import Output, kept_columns
-from hostdev.ext.predict.predictor import Predictor, UnknownValues
+from hostdev.ext.predict.predictor import Predictor, UnknownValues, open_for_command
 from hostdev.train.target_scores import TargetScores
 
 _AT = 10  # default k of NDCG@k and recall@k
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
 
 def _predict(arguments: argparse.Namespace, prog: str, out: Path) -> Callable[[], None]:
     """Write the predictions; return a function that prints what was done."""
-    predictor = Predictor.for_command(
+    predictor = open_for_command(
         lambda line: note(f"{prog}: {line}"),
         arguments.checkpoint,
         arguments.device,

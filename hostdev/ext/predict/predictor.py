@@ -204,18 +204,6 @@ class Predictor:
         list_checkpoints(path)
         return FollowingPredictor(cls(path, **options), path, options.get("which"), seconds, on_change, on_problem)
 
-    @classmethod
-    def for_command(cls, note: Callable[[str], object], checkpoint: Path, device: str, **options: Any) -> "Predictor":
-        """Return a predictor whose results are deterministic on a device; `note` gets the text of each warning."""
-        chosen = backend.select(device)
-        backend.make_deterministic(chosen)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            made = cls(checkpoint, device=chosen, **options)
-        for warning in told:
-            note(str(warning.message))
-        return made
-
     def successor(self, opened: Opened) -> "Predictor":
         """Return a predictor of a newer checkpoint of the same run, which shares what has not changed with this one.
 
@@ -461,6 +449,18 @@ class Predictor:
         else:
             values = self._ops.pool(rows, positions, ids.offsets, ids.weights, feature.pooling == "mean", dtype)
         return (values if ids.shape is None else values.view(*ids.shape, dim)).to(self._device)
+
+
+def open_for_command(note: Callable[[str], object], checkpoint: Path, device: str, **options: Any) -> Predictor:
+    """Return a predictor whose results are deterministic on a device; `note` gets the text of each warning."""
+    chosen = backend.select(device)
+    backend.make_deterministic(chosen)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        made = Predictor(checkpoint, device=chosen, **options)
+    for warning in told:
+        note(str(warning.message))
+    return made
 
 
 def probabilities(logits: Probabilities) -> Probabilities:

@@ -23,7 +23,7 @@ from hostdev.core.errors import UserError, in_words
 from hostdev.core.machine import available_cpus
 from hostdev.core.progress import note
 from hostdev.ext.predict.following import SECONDS, FollowingPredictor, list_checkpoints
-from hostdev.ext.predict.predictor import Predictor
+from hostdev.ext.predict.predictor import Predictor, open_for_command
 from hostdev.ext.serving.app import Service
 from hostdev.ext.serving.connection import BoundedConnection, read_token
 from hostdev.ext.serving.gathering import Gatherer
@@ -83,7 +83,7 @@ class Serving:
             threads = max(1, available_cpus() // settings.workers)
             torch.set_num_threads(threads)
             set_host_threads(threads)
-        predictor = Predictor.for_command(
+        predictor = open_for_command(
             self._note,
             settings.checkpoint,
             settings.device,
