@@ -93,13 +93,13 @@ def table(seconds, key, count):
 
 
 def record(seconds):
-    """Write the mean CPU seconds of a case of each function that takes more than a fifth of the budget a case."""
+    """Write the mean CPU seconds of a case of each function that takes more than a tenth of the budget a case."""
     cases = defaultdict(list)
     for test, (_, cpu) in seconds.items():
         cases[test.partition("[")[0]].append(cpu)
     means = json.loads(SECONDS.read_text())
     means.update({name: round(sum(each) / len(each), 1) for name, each in cases.items()})
-    kept = {name: mean for name, mean in sorted(means.items()) if mean >= BUDGET / 5}
+    kept = {name: mean for name, mean in sorted(means.items()) if mean >= BUDGET / 10}
     SECONDS.write_text(json.dumps(kept, indent=0) + "\n")
 
 

@@ -226,7 +226,7 @@ def notice(root: Path, mutation: Mutation) -> tuple[str, float]:
     before, start = apply(root, mutation), time.monotonic()
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-x", "--tb=no", "-n", "2"]
     command += ["-m", "not slow", *mutation.tests.split()]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": str(root), "HOSTDEV_DRAW": "all"}
     try:
         done = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=LONGEST
