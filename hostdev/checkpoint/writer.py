@@ -48,6 +48,7 @@ from hostdev.core.errors import RankError, UserError, in_words
 from hostdev.core.workers import Workers, run_in_thread
 from hostdev.distributed.world import LocalChannel
 from hostdev.kernels.arrays import Rows
+from hostdev.kernels.pool import start_helpers
 
 _Written = tuple[RangeFile, dict[str, Digests]]  # a file, and the digests of its ranges by column
 
@@ -125,6 +126,7 @@ class AsyncWriter:
         self.error: BaseException | None = None
         self.is_reported = False  # the outcome was reported to a caller
         self._uploads, self._upload = uploads, 0
+        start_helpers()  # not by the writer's threads, whose priority is low
         self._ended = run_in_thread("hostdev-checkpoint", self._run)
 
     @property

@@ -233,6 +233,11 @@ def _ensure_workers(n: int) -> None:
             _workers.append(worker)
 
 
+def start_helpers() -> None:
+    """Start the helpers now: a thread has the priority of the one that starts it, which may be low by then."""
+    _ensure_workers(_threads - 1)
+
+
 @atexit.register
 def _end() -> None:
     """End the helpers before the interpreter exits: a helper that frees a tensor during exit would abort the process.
