@@ -118,7 +118,7 @@ class FollowingPredictor(Generic[P]):
         except UserError as error:
             if list_checkpoints(self._path) != there[0]:
                 return  # it was removed meanwhile; the next look finds a newer one
-            self._damaged = error.file if isinstance(error, BrokenCheckpointError) else None
+            self._damaged = (error.file or self._damaged) if isinstance(error, BrokenCheckpointError) else None
             self._say(f"{error}; predictions are still those of {self.current.path.name}")
         damaged = None if self._damaged is None else _stat(self._damaged)
         is_old = damaged is None or damaged[-1] < begun - _SETTLE_NS  # not written to since it was read
