@@ -13,6 +13,7 @@ import torch
 
 import hostdev
 from hostdev.checkpoint import folder
+from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
@@ -20,6 +21,7 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
 from hostdev.ext.checkpoints import deliver
+from hostdev.ext.predict import following
 from hostdev.ext.training import cli as train
 from tests.distributed.processes import wait_until
 
@@ -148,6 +150,25 @@ def test_damaged_rows_are_refused(made, here):
         flip(min(found.glob("tables/*/*")))  # mended
         assert predict.wait(here.step(1), PATIENCE)
     np.testing.assert_array_equal(predict.current.predict(batch), predicted[predict.step])
+
+
+def test_a_file_that_is_met_while_it_is_mended(made, here, monkeypatch):
+    """Then it may be too short, an error that names no file to look at again."""
+    met = []
+
+    def open_checkpoint(*given, real=following.open_checkpoint):
+        if not met:
+            met.append(given)
+            raise BrokenCheckpointError("it has 0 bytes")
+        return real(*given)
+
+    with here.follow() as predict:
+        found = place_damaged(here, 1, lambda path: flip(min(path.glob("tables/*/*"))))
+        wait_until(lambda: here.problems)
+        monkeypatch.setattr(following, "open_checkpoint", open_checkpoint)
+        flip(min(found.glob("tables/*/*")))  # mended
+        assert predict.wait(here.step(1), PATIENCE)
+    assert met
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "dense.safetensors"])
