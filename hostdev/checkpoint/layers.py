@@ -46,13 +46,11 @@ from hostdev.core.history import History, NoHistory
 from hostdev.core.initializers import from_text
 from hostdev.core.optimizer_base import LAST, CatchUp
 from hostdev.core.optimizers import Adam
-from hostdev.core.rounding import rounding_key
 from hostdev.core.table_dtypes import BF16
-from hostdev.kernels.arrays import Keys, LongIds, Rows, identity
-from hostdev.kernels.bfloat16 import round_rows
+from hostdev.host.storage import fill_initial
+from hostdev.kernels.arrays import Keys, LongIds, Rows
 from hostdev.kernels.catch_up import bring_tasks
 from hostdev.kernels.jit import address_of
-from hostdev.kernels.plane_formats import BFLOAT16
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import ids_of
 
@@ -227,9 +225,8 @@ def make_initial(table: Table, keys: Keys) -> Rows:
     """Return the initial weights of keys [N] of a table by key, float32 [N, D]."""
     assert table.seed is not None
     block = np.empty((len(keys), 1, table.dim), np.float32)
-    from_text(keys_of(table).init).fill(block, table.seed, table.name, np.empty(0, np.float32), ids=keys)
-    if table.dtype == BF16:
-        round_rows(block, identity(len(keys)), keys, rounding_key(table.seed, table.name, 0), (BFLOAT16,))
+    init, none = from_text(keys_of(table).init), np.empty(0, np.float32)
+    fill_initial(block, keys, init, table.seed, table.name, none, is_rounded=table.dtype == BF16)
     return block[:, 0]
 
 

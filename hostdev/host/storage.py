@@ -116,11 +116,18 @@ class RowFormat:
         for start in range(0, len(ids), step):
             part = ids[start : start + step].astype(np.int64, copy=False)
             block = np.empty((len(part), 1 + len(self.slots), self.dim), np.float32)
-            self.init.fill(block, self.seed, self.name, self.slots, ids=part)
-            if self.planes is not None and self.planes[0] == BFLOAT16:
-                key = rounding_key(self.seed, self.name, 0)
-                round_rows(block, identity(len(part)), part, key, (BFLOAT16,))
+            is_rounded = self.planes is not None and self.planes[0] == BFLOAT16
+            fill_initial(block, part, self.init, self.seed, self.name, self.slots, is_rounded=is_rounded)
             yield slice(start, start + step), block, np.tile(self.row_slots, (len(part), 1))
+
+
+def fill_initial(
+    block: Rows, ids: AnyIds, init: Initializer, seed: int, name: str, slots: Values, *, is_rounded: bool
+) -> None:
+    """Write the initial values of these ids or keys [N] to block [N, 1 + S, D]; weights may be rounded to bfloat16."""
+    init.fill(block, seed, name, slots, ids=ids)
+    if is_rounded:
+        round_rows(block, identity(len(ids)), ids, rounding_key(seed, name, 0), (BFLOAT16,))
 
 
 class Storage:

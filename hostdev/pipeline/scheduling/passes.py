@@ -234,8 +234,7 @@ class SerialPass:
             raise_held(held)
             return None
         in_flight = InFlight(item.number)
-        sent = self._path.fetch(item, in_flight)
-        self._given = begin_step(self._context, sent, in_flight, self._update)
+        self._given = begin_step(self._context, self._path.fetch(item, in_flight), in_flight, self._update)
         return self._given
 
     def finish(self, batch: StepBatch, gradients: Gradients | None) -> None:
