@@ -114,8 +114,7 @@ class Path:
     """
 
     def __init__(self, context: Context, options: PassOptions, waits: Waits) -> None:
-        self._context, self._options, self._waits = context, options, waits
-        self._update = options.update
+        self._context, self._options, self._waits, self._update = context, options, waits, options.update
         self.pins = PassPins(context.tiers, options.update)
 
     def look_ahead(self, take: Callable[[], ReadBatch | End]) -> Iterator[UniqueBatch | End]:

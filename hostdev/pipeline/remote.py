@@ -185,10 +185,10 @@ def exchange_gradients(
     return [[None if one is None else torch.from_numpy(one) for one in group] for group in outgoing.sums]
 
 
-def exchange_rest(context: Context, batch: SteppedBatch) -> None:
+def exchange_rest(context: Context, batch: SteppedBatch, outgoing: Outgoing) -> None:
     """Exchange the gradients that `exchange_gradients` left out, and complete its sums."""
-    if batch.outgoing is not None and batch.outgoing.chosen is not None:
-        _exchange(context, batch, batch.outgoing, [one.others() for one in batch.outgoing.chosen])
+    if outgoing.chosen is not None:
+        _exchange(context, batch, outgoing, [one.others() for one in outgoing.chosen])
 
 
 def _exchange(

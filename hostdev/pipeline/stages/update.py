@@ -42,7 +42,8 @@ def update_first(context: Context, batch: SteppedBatch, shared: SharedRows) -> N
 
 def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> None:
     """Update a batch's rows, except those that `update_first` has updated; then release its memory."""
-    exchange_rest(context, batch)
+    if batch.outgoing is not None:
+        exchange_rest(context, batch, batch.outgoing)
     context.staging.await_event(batch.received)
     rest = RowSubset(batch.writes.ids, None) if shared is None else shared.rest
     with context.timeline.span("update", batch.number, flow="f") as span:
