@@ -63,7 +63,7 @@ def measure(rows: int, dim: int, rounds: int, path: Path) -> dict[str, Any]:
     table = hostdev.HostTable(rows, dim, hostdev.LazyAdam(), name="t")
     runtime = hostdev.Runtime({"t": table}, device="cpu")
     saved = runtime.save(path).wait()
-    known = table.changes
+    known = table.stored.changes
     assert known is not None
     expected, kept = digest_of(table), known.digests
     nbytes = table.storage.nbytes

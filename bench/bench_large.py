@@ -207,7 +207,7 @@ def main() -> None:
         sizes = sorted({SMALLEST, rows // 20} - set(range(SMALLEST)))
         tables = [hostdev.HostTable(n, DIM, hostdev.LazyAdam(), name=f"{n} rows") for n in sizes]
         for one in tables:  # as in the large table, which has checkpoints
-            one.note_changes()
+            one.stored.note_changes()
         for _ in range(3):  # in turn, because other programs share the memory
             for one in (*tables, table):
                 costs.setdefault(one.rows, []).append(row_cost(one))

@@ -113,14 +113,14 @@ def measure(rows: int, rounds: int) -> dict[str, float]:
     uses = count_occurrences(inverse, len(distinct))
 
     def plan() -> None:
-        table.index.plan(distinct, uses)
-        table.index.release(table.index.commit()[0])
+        table.key_rows.index.plan(distinct, uses)
+        table.key_rows.index.release(table.key_rows.index.commit()[0])
 
     found["unique keys of a batch"] = float(len(distinct))
-    found["find, ms"] = median_ms(lambda: table.index.find(distinct))
+    found["find, ms"] = median_ms(lambda: table.key_rows.index.find(distinct))
     found["plan of a step, ms"] = median_ms(plan)
     found["find / step"] = found["find, ms"] / found["by key, ms"]
-    found["bytes of a key beside its row"] = table.index.nbytes / len(table)
+    found["bytes of a key beside its row"] = table.key_rows.index.nbytes / len(table)
     fresh = iter(np.split(keys[rows : rows + 5 * (IDS // 10)], 5))
     new = [np.concatenate([batch[: -IDS // 10], next(fresh)]) for batch in keyed[:5]]
     found["a tenth of new keys, ms"] = systems["by key"].run(new)

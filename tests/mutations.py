@@ -151,7 +151,7 @@ MUTATIONS = {
         "held |= False",
         "tests/cache tests/runtime/test_keyed_tables.py",
     ),
-    "keys of the pass stay": Mutation("hostdev/pipeline/keys.py", "        self.table.rollback()\n", "", KEYS),
+    "keys of the pass stay": Mutation("hostdev/pipeline/keys.py", "        self._keys.rollback()\n", "", KEYS),
     # checkpoint
     "equal ids ascend": Mutation("hostdev/checkpoint/ranges.py", "ids[1:] > ids[:-1]", "ids[1:] >= ids[:-1]", FILES),
     "a longer file is right": Mutation(

@@ -81,7 +81,7 @@ def test_what_is_kept_for_rows_is_what_is_allocated(runtime):
     assert parts["last writers of rows"] == 1077
     assert parts["cached rows"] == cache.nbytes
     assert parts["the cache's plan"] == cache.planner.nbytes + 4 * 100  # of the slots, as yet empty
-    changes = [table.note_changes() for table in tables]
+    changes = [table.stored.note_changes() for table in tables]
     snapshots = [one.begin(Budget(1 << 20), everything=True) for one in changes]
     marks = sum(
         bits.nbytes

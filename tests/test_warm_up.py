@@ -141,7 +141,7 @@ assert before
 for name in OPTIMIZERS:
     for stored, slots in dtypes:
         table = hostdev.HostTable(50_000, 8, build_optimizer(name), name="t", dtype=stored, slots=slots)
-        table.note_changes()
+        table.stored.note_changes()
         ids = np.arange(0, 50_000, 3, dtype=sys.argv[1])
         grads = np.full((len(ids), 8), 0.5, np.float32)
         table.lookup(ids)

@@ -225,7 +225,7 @@ class EmbeddingCache:
         self._settle()
         for table, slots, ids, part in self._parts():
             block, row_slots = slots.read(torch.from_numpy(part).to(self.device))
-            table.write_now(ids, block.cpu().numpy(), row_slots.cpu().numpy())
+            table.stored.write(ids, block.cpu().numpy(), row_slots.cpu().numpy())
         self._changed = False
 
     def refresh(self, changed: CachedTable | None = None, rows: AnyIds | None = None) -> None:
@@ -246,7 +246,7 @@ class EmbeddingCache:
                 continue
             shapes = [(len(part), *values.shape[1:]) for values in (slots.block, slots.row_slots)]
             values = [np.empty(shape, np.float32) for shape in shapes]
-            table.read_now(ids, *values)
+            table.stored.read_stored(ids, *values)
             slots.write(*(torch.from_numpy(array).to(self.device) for array in (part.astype(np.int64), *values)))
 
     def _parts(self) -> Iterator[tuple[CachedTable, DeviceSlots, AnyIds, Positions]]:

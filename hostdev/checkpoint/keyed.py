@@ -123,8 +123,7 @@ def load_keys(chain: Chain, name: str, table: Any, *, check: bool) -> None:
         about = checkpoint.manifest.table(name)
         own = keys_of(about)
         others = read_others(checkpoint, own, check=check)
-        table.index.decay(own.decay, own.decays - decays)
-        table.forget(others.gone)
+        table.forget(others.gone, own.decay, own.decays - decays)
         decays, files = own.decays, sorted(about.files, key=lambda file: file.start)
         if can_adopt(about, table):
             used = find_used(checkpoint, about, files, check=check)

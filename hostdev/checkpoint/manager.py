@@ -102,8 +102,8 @@ class CheckpointManager:
         )
         self._increments //= self._world.size  # this rank's share, roughly
         for table in tables:
-            if hasattr(table, "note_changes"):
-                table.note_changes(anew=True).since = self._token(chain[-1])
+            if table.stored is not None:
+                table.stored.note_changes(anew=True).since = self._token(chain[-1])
 
     @property
     def is_saving(self) -> bool:
@@ -160,7 +160,7 @@ class CheckpointManager:
                     items.append(self._located_item(number, table, budget))
                 else:
                     items.append(self._item(number, table, budget, parent))
-            noted |= {table.name: table.changes for table in tables if hasattr(table, "note_changes")}
+            noted |= {table.name: table.stored.changes for table in tables if table.stored is not None}
             writer = self._writer = self._untaken = AsyncWriter(
                 self.path,
                 step,
@@ -227,7 +227,7 @@ class CheckpointManager:
         self, number: int, table: Any, about: Table, budget: Budget, *, full: bool, copies: Copies | None = None
     ) -> Item:
         """Begin a snapshot of a table in host memory or on disk."""
-        changes = table.note_changes()
+        changes = table.stored.note_changes()
         rows = table.begin_snapshot(budget, everything=full, copies=copies)
 
         def end(saved: bool) -> None:
@@ -250,19 +250,19 @@ class CheckpointManager:
         about, full = describe_table(table), parent is None
         if parent is not None and parent.manifest.table(table.name).segments is not None:
             full, about = True, replace(about, whole=True)  # an increment cannot build on segments
-        if not hasattr(table, "note_changes"):
+        if table.stored is None:
             return Item(about, DeviceRows(table, COPIES_BYTES), True)
         return self._begin_item(number, table, about, budget, full=full or not self._knows_changes(table))
 
     def _knows_changes(self, table: Any) -> bool:
         """Return whether a table's changes are tracked since the last checkpoint in this folder."""
-        if not hasattr(table, "note_changes") or table.changes is None or self.last is None:
+        if table.stored is None or table.stored.changes is None or self.last is None:
             return False
-        return bool(table.changes.since == self._token(self.last))
+        return bool(table.stored.changes.since == self._token(self.last))
 
     def _changed_rows(self, table: Any) -> int:
         """Return the number of a table's rows that an increment would hold."""
-        return count_bits(table.changes.touched) if self._knows_changes(table) else int(table.rows)
+        return count_bits(table.stored.changes.touched) if self._knows_changes(table) else int(table.rows)
 
     @staticmethod
     def _token(checkpoint: Checkpoint) -> str:

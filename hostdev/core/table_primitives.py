@@ -57,9 +57,19 @@ class EmbeddingLookup(_TablePrimitive):
         return look_up(ids, *some)
 
     def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
-        """Return the tasks of `HostTable.fetch_tasks`."""
+        """Return tasks that look up rows for a batch while steps of earlier batches may be unfinished.
+
+        If steps change all rows, the tasks copy packed rows, from which `kernels.catch_up.unpack_tasks` later computes
+        current weights. Otherwise, they copy weights.
+
+        Args:
+            table: A host table.
+            ids: As for `HostTable.lookup`; nothing is checked.
+            some: The output, float32 [N, `fetched_width`], and positions.
+        """
         self._check(table)
-        tasks: list[Task] = table.fetch_tasks(ids, *some)
+        rows = table.stored
+        tasks: list[Task] = rows.storage.fetch_tasks(ids, *some, rows.history.planes)
         return tasks
 
     @staticmethod

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from hostdev.core.history import History, NoHistory
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.rounding import get_rounding
-from hostdev.core.table_dtypes import TableStep
+from hostdev.core.table_dtypes import TableStep, get_rounding
 from hostdev.kernels.clock import Clock
 
 
@@ -69,6 +68,8 @@ class Owned:
     total_rows: int  # number of rows over all ranks
     capacity: int  # the most rows that the table can have over all ranks
     part: tuple[int, int] | None = None  # (rank, ranks) if this rank has only a part of the rows
+    stored: Any = None  # of a host table, `host.rows.TableRows`
+    key_rows: Any = None  # of a table by key, `host.table_keys.TableKeys`
     window = 0  # number of batches that a table on disk looks ahead
     erased = 0  # a checksum of the keys that were given to `erase`, which ranks compare
     has_default_capacity = False  # whether ranks agree on `capacity`
@@ -132,9 +133,6 @@ class Owned:
         """
         del unknown
         return ids, None
-
-    def use_unknown(self, names: Iterable[str]) -> None:
-        """Give the out-of-vocabulary rows of a table by key to features, by their names."""
 
     def begin_step(self) -> TableStep:
         """Count one step, and return the arguments that all its updates share."""

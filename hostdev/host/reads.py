@@ -3,8 +3,7 @@
 S and R: number of optimizer state columns of D values per row, and of those with one value per row.
 """
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,12 +12,13 @@ import numpy.typing as npt
 
 from hostdev.core.checks import check_rows, checked_ids, checked_positions
 from hostdev.core.disk_storage import Disk
-from hostdev.core.history import make_history
+from hostdev.core.history import History, NoHistory, make_history
 from hostdev.core.initializers import Initializer
 from hostdev.core.memory import require_memory
 from hostdev.core.tables import Capabilities, Owned
-from hostdev.host.layouts import ReadOnlyRows, current_columns
-from hostdev.host.storage import RowFormat, RowIds, Storage
+from hostdev.host.layouts import ReadOnlyRows
+from hostdev.host.rows import TableRows
+from hostdev.host.storage import RowFormat, Storage
 from hostdev.kernels.arrays import Ids, Positions, Rows
 from hostdev.kernels.norm import partial_squares, total
 from hostdev.kernels.pool import Task, run_tasks
@@ -31,6 +31,12 @@ _NO_BLOCK = {  # why a table has no `block`, by capability
 }
 
 
+def _read_only(values: Rows) -> Rows:
+    found = values.view(ReadOnlyRows)
+    found.flags.writeable = False
+    return found
+
+
 class ReadableTable(Owned):
     """The read methods of `HostTable`."""
 
@@ -38,21 +44,26 @@ class ReadableTable(Owned):
     start: int
     total_rows: int
     disk: Disk | None
-    storage: Storage
-    row_format: RowFormat
-    row_index: RowIds
-    _rows: int
+    stored: TableRows
+    _shown: Callable[[Rows], Rows] = staticmethod(_read_only)  # what results of whole columns are
 
-    def _begin_table(
-        self, how: RowFormat, part: tuple[int, int] | None, disk: Disk | None, *, by_key: bool = False
-    ) -> None:
+    def _begin_table(self, how: RowFormat, part: tuple[int, int] | None, disk: Disk | None, *, by_key: bool) -> None:
         """Set the properties of a new table."""
         self.name, self.optimizer, self.dtype, self.slots_dtype = how.name, how.optimizer, how.dtype, how.slots_dtype
-        self.row_format, self.seed, self.part, self.disk = how, how.seed, part, disk
+        self.seed, self.part, self.disk = how.seed, part, disk
         late, ranks = how.optimizer.catch_up is not None, 1 if part is None else part[1]
         self.capabilities = Capabilities(by_key, disk is not None, late, how.planes, ranks)
-        self.history = make_history(how.optimizer)
-        self.fetched_width = self.history.get_width(how.dim)
+        self.fetched_width = make_history(how.optimizer).get_width(how.dim)
+
+    @property
+    def storage(self) -> Storage:
+        """Where the rows' values are."""
+        return self.stored.storage
+
+    @property
+    def history(self) -> NoHistory | History:  # type: ignore[override]
+        """The steps so far, if they also change unused rows; see `kernels.catch_up`."""
+        return self.stored.history
 
     @property
     def window(self) -> int:  # type: ignore[override]
@@ -62,7 +73,7 @@ class ReadableTable(Owned):
     @property
     def rows(self) -> int:
         """Number of local rows, V; below `total_rows` if this is only one rank's part of the table."""
-        return self._rows
+        return self.stored.storage.shape[0]
 
     @property
     def row_space(self) -> int:
@@ -76,21 +87,21 @@ class ReadableTable(Owned):
 
     def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the ids in the whole table, or the keys, of the local rows [start, stop)."""
-        return self.row_index.between(start, min(stop, self.row_space))
+        return self.stored.ids.between(start, min(stop, self.row_space))
 
     def row_ids(self, ids: Ids) -> Ids:
         """Return the ids in the whole table, or the keys, of the local rows `ids`."""
-        return self.row_index.of(ids)
+        return self.stored.ids.of(ids)
 
     @property
     def dim(self) -> int:
         """Number of columns, D."""
-        return self.row_format.dim
+        return self.stored.format.dim
 
     @property
     def init(self) -> Initializer:
         """The initializer of the weights."""
-        return self.row_format.init
+        return self.stored.format.init
 
     @property
     def block(self) -> Rows:
@@ -117,7 +128,7 @@ class ReadableTable(Owned):
 
         While a loop is open, get a new view for each read: an older view lacks unfinished steps and cached rows. With
         dtype="bfloat16", or an optimizer that changes all rows in each step, the result is a float32 copy; raises
-        UserError if there is not enough memory for the copy.
+        UserError if there is not enough memory for the copy. Of a table by key, a copy in the order of `keys`.
         """
         self._before_read()
         return self._get_columns("weights", ("weights",))["weights"]
@@ -128,7 +139,7 @@ class ReadableTable(Owned):
 
         Get new views for each read, as with `weights`. With slots="bfloat16" or "8bit", or an optimizer that changes
         all rows in each step, the columns of D values are float32 copies; raises UserError if there is not enough
-        memory for the copies.
+        memory for the copies. Of a table by key, copies in the order of `keys`.
         """
         self._before_read()
         columns = self._get_columns("slots", self.optimizer.slots)
@@ -170,20 +181,6 @@ class ReadableTable(Owned):
         check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
         return self.storage.lookup_tasks(ids, out, positions, self.history.clock())
 
-    def fetch_tasks(self, ids: Ids, out: Rows, positions: Positions | None = None) -> list[Task]:
-        """Return tasks that look up rows for a batch while steps of earlier batches may be unfinished.
-
-        If steps change all rows, the tasks copy packed rows, from which `kernels.catch_up.unpack_tasks` later computes
-        current weights. Otherwise, they copy weights.
-
-        Args:
-            ids: As for `lookup`.
-            out: float32 [N, `fetched_width`].
-            positions: As for `lookup`.
-        """
-        check_rows("out", out, (len(ids if positions is None else out), self.fetched_width), self.name)
-        return self.storage.fetch_tasks(ids, out, positions, self.history.planes)
-
     def read_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Copy rows with their optimizer state.
 
@@ -200,30 +197,13 @@ class ReadableTable(Owned):
         positions = checked_positions(positions, len(ids), len(block), self.name)
         self._check_whole(ids, block, row_slots, positions)
         self._before_read()
-        self.read_now(ids, block, row_slots, positions)
+        self.stored.read_stored(ids, block, row_slots, positions)
         self.history.bring(block, row_slots, positions)
-
-    def _read(self, ids: Ids, formats: tuple[int, ...] | None = None) -> tuple[Rows, Rows]:
-        """Return copies of rows with their optimizer state, as they are after the last step.
-
-        `formats` has the storage format of each plane, to which late steps are rounded; None if they are not rounded.
-        """
-        _, planes, D = self.storage.shape
-        block = np.empty((len(ids), planes, D), np.float32)
-        row_slots = np.empty((len(ids), self.storage.row_slots.shape[1]), np.float32)
-        self.read_now(ids, block, row_slots)
-        self.history.bring(block, row_slots, None, formats)
-        return block, row_slots
-
-    def read_now(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
-        """Do what `read_rows_tasks` does, for any rows; nothing is checked."""
-        for source, rows, at in self.storage.sources(ids, positions):
-            run_tasks(source.read_tasks(rows, block, row_slots, at))
 
     def read_rows_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> list[Task]:
         """Return tasks that copy rows as `read_rows` does, but as stored, without the steps that they have missed."""
         self._check_whole(ids, block, row_slots, positions)
-        return self.storage.read_tasks(ids, block, row_slots, positions)
+        return self.stored.storage.read_tasks(ids, block, row_slots, positions)
 
     def columns(self) -> dict[str, Any]:  # Any: arrays, or columns that are widened as they are read
         """Return the stored weights and optimizer state by name; indexing by slices or row ids yields float32.
@@ -233,11 +213,9 @@ class ReadableTable(Owned):
         self._before_read()
         return self._columns()
 
-    def _columns(self, *, current: bool = False, formats: tuple[int, ...] | None = None) -> dict[str, Any]:
-        """Return all columns by name, as stored or, if `current`, after the last step; see `_read` for `formats`."""
-        if current and self.capabilities.late:
-            return current_columns(self.storage, partial(self._read, formats=formats))
-        return {name: self.storage.column(number) for number, name in enumerate(self.storage.names)}
+    def _columns(self, *, current: bool = False) -> dict[str, Any]:
+        """Return all columns by name, as stored or, if `current`, after the last step."""
+        return self.stored.columns(current=current)
 
     def _get_columns(self, what: str, names: Iterable[str]) -> dict[str, Rows]:
         """Return whole columns after the last step: views, or copies if these fit in memory."""
@@ -245,13 +223,13 @@ class ReadableTable(Owned):
         chosen = [columns[name] for name in names]
         copied = [column.shape[1] for column in chosen if not isinstance(column, np.ndarray)]
         self._require_copies(what, sum(copied))
-        return {name: _read_only(column[:]) for name, column in zip(names, chosen, strict=True)}
+        return {name: self._shown(column[:]) for name, column in zip(names, chosen, strict=True)}
 
     def where(self, ids: Any) -> tuple[Rows, Any]:  # Any: all that can index an array's rows
         """Return an array of rows with optimizer state, float32 [any, 1 + S, D], and the indices of `ids` in it."""
         if self.capabilities.in_place:
             return self.storage.block, ids  # type: ignore[attr-defined]  # of `Float32`
-        return self._read(ids)[0], np.arange(len(ids))
+        return self.stored.read(ids)[0], np.arange(len(ids))
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """Return the sums of squares of the weights, as `kernels.norm.partial_squares` does."""
@@ -279,9 +257,3 @@ class ReadableTable(Owned):
 
     def _checked(self, ids: npt.ArrayLike) -> Ids:
         return checked_ids(ids, self.rows, self.name)
-
-
-def _read_only(values: Rows) -> Rows:
-    found = values.view(ReadOnlyRows)
-    found.flags.writeable = False
-    return found

@@ -2,6 +2,7 @@
 tables."""
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ from hostdev.core.table_dtypes import FP32, TableStep, require_slots_dtype, requ
 from hostdev.core.tables import initial_seed
 from hostdev.host.disk.storage import make_filled
 from hostdev.host.key_options import KeyRules
-from hostdev.host.key_table import KeyedTable
+from hostdev.host.rows import TableRows
 from hostdev.host.storage import RowFormat, RowIds
 from hostdev.host.writes import WritableTable
-from hostdev.kernels.arrays import Positions, Rows
+from hostdev.kernels.arrays import Ids, Positions, Rows
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import range_of
 
@@ -83,11 +84,16 @@ class HostTable(WritableTable):
 
     primitive_target = "CPU"
 
+    _keyed: "type[HostTable]"  # the class of tables by key
+
+    def __init_subclass__(cls, *, by_key: bool = False, **_: Any) -> None:
+        """Note the class of tables by key."""
+        if by_key:
+            HostTable._keyed = cls
+
     def __new__(cls, rows: int | None = 0, *_: Any, **__: Any) -> "HostTable":
         """Return a table by key if `rows` is None."""
-        if rows is None and cls is HostTable:
-            return super().__new__(KeyTable)
-        return super().__new__(cls)
+        return super().__new__(HostTable._keyed if rows is None and cls is HostTable else cls)
 
     def __init__(
         self,
@@ -108,16 +114,17 @@ class HostTable(WritableTable):
         unknown: str = "shared",
     ) -> None:
         rules = KeyRules(capacity, admit, evict, unknown)
-        self._require_arguments(rows, dim, name, part, rules)
+        self._require_arguments(name, rows, dim, part, rules)
         require_optimizer(optimizer, name)
         dtypes = require_table_dtype(dtype, name), require_slots_dtype(slots, name, dim)
         initial = initial_seed(seed), self._make_initializer(init, rows, dim, name)
         how = RowFormat(name, dim, optimizer, *dtypes, *initial)
-        self._begin_table(how, part, storage, by_key=isinstance(self, KeyedTable))
-        self.changes, self.untouched, self.may_train = None, True, part is not None
-        self._make_rows(rows, rules)
+        self._begin_table(how, part, storage, by_key=isinstance(self, HostTable._keyed))
+        self.may_train = part is not None
+        self._make_rows(how, rows, rules)
 
-    def _require_arguments(self, rows: Any, dim: int, name: str, part: tuple[int, int] | None, rules: KeyRules) -> None:
+    @staticmethod
+    def _require_arguments(name: str, rows: Any, dim: int, part: tuple[int, int] | None, rules: KeyRules) -> None:
         if rules != KeyRules():
             raise ValueError(
                 f"table {name!r}: capacity, admit, evict and unknown need a table by key: give None for rows"
@@ -126,17 +133,17 @@ class HostTable(WritableTable):
         if part is not None and not 0 <= part[0] < part[1]:
             raise ValueError(f"table {name!r}: part must be (rank, ranks) with a rank in 0..ranks - 1, not {part}")
 
-    def _make_initializer(self, init: Any, rows: Any, dim: int, name: str) -> Initializer:
+    @staticmethod
+    def _make_initializer(init: Any, rows: Any, dim: int, name: str) -> Initializer:
         return initializer(init, rows, dim, name)
 
-    def _make_rows(self, rows: Any, rules: KeyRules) -> None:
+    def _make_rows(self, form: RowFormat, rows: Any, rules: KeyRules) -> None:
         """Make the rows of a new table, with their initial values."""
         self.total_rows, self.capacity = rows, rows
         self.start, stop = (0, rows) if self.part is None else range_of(rows, *self.part)
-        self._rows = stop - self.start
-        self.writes = int(isinstance(self.init, Given))  # the program's own values
-        self.row_index = RowIds(self.start, rows, self.part is not None)
-        self.storage = make_filled(self.row_format, self._rows, self.row_index, self.disk)
+        self.writes = int(isinstance(form.init, Given))  # the program's own values
+        ids = RowIds(self.start, rows, self.part is not None)
+        self.stored = TableRows(form, ids, make_filled(form, stop - self.start, ids, self.disk))
 
     def erase(self, ids: npt.ArrayLike) -> None:
         """Reset weights and optimizer state of rows to their initial values; the table's step does not change.
@@ -149,10 +156,10 @@ class HostTable(WritableTable):
         """
         ids = np.unique(self._checked(ids))
         self._before_write()
-        for part, block, row_slots in self.row_format.initial(self.row_ids(ids)):
+        for part, block, row_slots in self.stored.format.initial(self.row_ids(ids)):
             self.history.stamp(row_slots)
-            self.write_now(ids[part], block, row_slots)
-        self.storage.taint(self.changes)
+            self.stored.write(ids[part], block, row_slots)
+        self.storage.taint(self.stored.changes)
         self._after_write(ids)
 
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
@@ -176,10 +183,13 @@ class HostTable(WritableTable):
         check_rows("grads", grads, (len(ids), self.dim), self.name)
         require_gradients(self.name, ids, grads, self.optimizer.largest_gradient, summed=False)
         self._before_write()
-        with self.storage.holding(ids):
-            self._note_write(ids)
-            self.storage.apply(ids, grads, self.begin_step())
+        self._apply(ids, grads)
         self._after_write(ids)
+
+    def _apply(self, rows: Ids, grads: Rows) -> None:
+        with self.storage.holding(rows):
+            self.stored.note_write(rows)
+            self.storage.apply(rows, grads, self.begin_step())
 
     def update(
         self, ids: npt.ArrayLike, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
@@ -204,8 +214,6 @@ class HostTable(WritableTable):
         require_gradients(self.name, ids, mine, self.optimizer.largest_gradient, summed=True)
         self._before_write()
         step = step or self.begin_step()
-        if positions is None:
-            check_rows("grads", grads, (len(ids), self.dim), self.name)
         for some, at in self.storage.held(ids, positions, read=True):
             run_tasks(self.update_tasks(some, grads, step, at))
         self._after_write(ids)
@@ -214,7 +222,9 @@ class HostTable(WritableTable):
         """Return the state for a copy of the table, as `Owned` does; the copy does not track changes."""
         if self.capabilities.on_disk:
             raise TypeError(f"table {self.name!r} is on disk and cannot be copied; save a checkpoint and load it")
-        return {**super().__getstate__(), "changes": None}
+        stored = copy(self.stored)
+        stored.changes = None
+        return {**super().__getstate__(), "stored": stored}
 
     def reset(self) -> None:
         """Reset all rows to their initial values, and the step to 0.
@@ -223,21 +233,19 @@ class HostTable(WritableTable):
         """
         self._before_write()
         self._forget_all()
-        self.history = self.history.renewed()
-        self._step, self.untouched = 0, True
+        self.stored.history = self.history.renewed()
+        self._step, self.stored.untouched = 0, True
         self._after_write(None)
 
     def forget_rows(self) -> None:
         """Give all rows their initial values, before those of a checkpoint are loaded; see `reset`."""
         self._before_write()
         self._forget_all()
-        self.untouched = False
+        self.stored.untouched = False
         self._after_write(None)
 
     def _forget_all(self) -> None:
-        if self.changes is not None:
-            self.changes.await_end()
-            self.note_changes(anew=True)  # forgets the last checkpoint, so that the next one is full
+        self.stored.forget_changes()
         self.storage.fill()
 
     def adopt(self, history: History, *, whole: bool) -> None:
@@ -252,42 +260,11 @@ class HostTable(WritableTable):
         if not whole:
             for start in range(0, self.rows, _AT_ONCE):
                 ids = np.arange(start, min(self.rows, start + _AT_ONCE))
-                block, row_slots = self._read(ids, self.capabilities.formats)
+                block, row_slots = self.stored.read(ids, self.capabilities.formats)
                 row_slots[:, -1] = history.steps
-                self.write_now(ids, block, row_slots)
-        self.history = history
+                self.stored.write(ids, block, row_slots)
+        self.stored.history = history
         self._after_write(None)
-
-
-class KeyTable(KeyedTable, HostTable):
-    """A `HostTable` whose ids are keys; `HostTable(None, ...)` creates it.
-
-    Public methods take keys. Methods that return tasks, and the pipeline, take row numbers, which are private: a key's
-    row depends on which rows were free.
-
-    Args:
-        rows: None.
-        dim: As for `HostTable`, like `optimizer`, `name`, `seed`, `dtype` and `slots`.
-        optimizer: See `dim`.
-        name: See `dim`.
-        seed: See `dim`; it also seeds `Probability`.
-        init: The initial weights: Normal, Uniform or Constant.
-        part: None for a table with all keys; or (rank, ranks), at most 256 ranks, for the keys that a rank owns, see
-            `owns`. Methods then take and return this rank's keys only.
-        dtype: See `dim`.
-        slots: See `dim`.
-        storage: See `dim`; memory for keys is beside that of a `Disk`.
-        capacity: Maximum number of keys with a row, or the memory for all keys, such as "24GiB"; None for what the free
-            memory allows. With `part`, this is the capacity of all ranks together.
-        admit: When a key gets a row; None for at once.
-        evict: When a key loses its row; None for never.
-        unknown: What keys without a row read: "shared", the out-of-vocabulary row of their feature, which is trained;
-            "zeros"; or "initial", each its own initial values, which are not trained before the key has a row.
-
-    Raises:
-        UserError: `capacity` exceeds the available memory.
-        TypeError, ValueError: An argument is wrong, or two contradict each other.
-    """
 
 
 class ParameterServer:

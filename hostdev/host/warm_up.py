@@ -11,11 +11,12 @@ import numpy.typing as npt
 from hostdev.core.errors import UserError
 from hostdev.core.key_rules import MinCount, Unused
 from hostdev.core.optimizers import SGD, SparseOptimizer
-from hostdev.core.rounding import plane_formats
+from hostdev.core.table_dtypes import plane_formats
 from hostdev.host.disk.frame_pool import FRAME_BYTES
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.tier import Tier
-from hostdev.host.table import HostTable, KeyTable
+from hostdev.host.key_table import KeyTable
+from hostdev.host.table import HostTable
 from hostdev.kernels.arrays import Strided
 from hostdev.kernels.bags import FeatureOccurrences, Uses, pool
 from hostdev.kernels.bfloat16 import round_rows
@@ -44,7 +45,7 @@ def warm_up_table(
     dtype, slots = table_dtypes
     table = HostTable(1, dim, optimizer, name="warm-up", dtype=dtype, slots=slots)
     table.may_train = True  # so that one of several processes may update this table
-    table.note_changes()
+    table.stored.note_changes()
     grads = np.zeros((2, dim), np.float32)
     table.lookup(ids)
     table.apply(ids, grads)
@@ -57,7 +58,7 @@ def warm_up_table(
         table.write_rows(ids[:1], *row, positions)
     if (clock := table.clock()) is not None:
         packed = np.zeros((1, table.fetched_width), np.float32)
-        run_tasks(table.fetch_tasks(ids[:1], packed))
+        run_tasks(table.storage.fetch_tasks(ids[:1], packed, None, table.history.planes))
         run_tasks(unpack_tasks(packed, clock, grads[:1]))
     if squares:
         table.sum_of_squares()
@@ -130,9 +131,9 @@ def warm_up_keys() -> None:
         table.may_train = True  # so that one of several processes may update this table
         for keys in (many[:9], many, many, many[:9], many[:9]):
             table.apply(keys, np.zeros((len(keys), 1), np.float32))
-        table.plan(many, np.ones(len(many), np.int32), may_read=True)
-        table.find_rows(many)
-        table.rollback()
+        table.key_rows.plan(many, np.ones(len(many), np.int32), may_read=True)
+        table.key_rows.find_rows(many)
+        table.key_rows.rollback()
         _ = table.keys
         table.erase(many[:3])
         _, inverse = unique(many)

@@ -1,8 +1,6 @@
 """Writes of a host table: its rows are edited, overwritten, or set to those of a checkpoint.
 
 S and R: number of optimizer state columns of D values per row, and of those with one value per row.
-
-`Changes` knows which rows were written since the last snapshot, for incremental checkpoints; see `host.snapshot`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,95 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.checks import check_rows, checked_positions, require_finite
-from hostdev.core.digest import RangeDigests, rows_per_range
 from hostdev.core.launched import require_alone
 from hostdev.core.memory import require_memory
 from hostdev.core.table_dtypes import TableStep
 from hostdev.core.tables import ColumnCopies
 from hostdev.host.reads import ReadableTable
-from hostdev.host.snapshot import Budget, Copies, RowCopies, Snapshot
-from hostdev.host.storage import Storage
-from hostdev.kernels.arrays import AnyIds, Ids, Keys, Positions, Rows
-from hostdev.kernels.bits import Bits, any_in_ranges, empty_bits, full_bits, mark
-from hostdev.kernels.pool import Task, run_tasks
+from hostdev.host.snapshot import Budget, Copies, Snapshot
+from hostdev.kernels.arrays import Ids, Positions, Rows
+from hostdev.kernels.pool import Task
 
 _PART_BYTES = 1 << 24  # bytes compared or written at a time
-
-
-class Changes:
-    """The set of a table's rows that were written since the last snapshot, one bit per row."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage, self._rows = storage, storage.shape[0]
-        self._touched = empty_bits(self._rows)  # since the last snapshot
-        self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
-        self.gone: list[Keys] = []  # of a table by key, the keys that have lost their rows since the last snapshot
-        self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
-        self.digests: RangeDigests | None = None  # of row ranges; each is valid while it is marked `known`
-        self._snapshot: Snapshot | None = None
-
-    @property
-    def touched(self) -> Bits:
-        """The rows written since the last snapshot that was saved."""
-        for bits in self._unsaved:
-            self._touched |= bits
-        self._unsaved = []
-        return self._touched
-
-    def known_digests(self) -> RangeDigests | None:
-        """Return the digests of row ranges, with `known` only for unchanged ranges, or None if there are no digests."""
-        if self.digests is None:
-            return None
-        by_column, known = self.digests
-        length = rows_per_range(self._storage.shape[2])
-        return RangeDigests(by_column, known & ~any_in_ranges(self.touched, self._rows, length))
-
-    def before_write(self, ids: AnyIds) -> None:
-        """Record that the rows `ids` [N] are about to be written; only one thread at a time may call this."""
-        if self._snapshot is not None:
-            self._snapshot.save_before_write(ids)
-        mark(ids, self._touched)
-
-    def before_forget(self, ids: AnyIds) -> None:
-        """Let a snapshot copy the rows `ids` [N] before they are forgotten."""
-        if self._snapshot is not None:
-            self._snapshot.save_before_forget(ids)
-
-    def begin(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> Snapshot:
-        """Begin a snapshot: of all rows if `everything`, else of the rows written since the last saved snapshot.
-
-        No thread may write to the table during this call. `copies` copies the places of all rows on disk; None for a
-        snapshot that copies values.
-
-        Raises:
-            RuntimeError: The last snapshot has not ended.
-        """
-        wanted = full_bits(self._rows) if everything else self.touched
-        digests = self.known_digests() if copies is None else None  # those of rows are forgotten with the changes
-        snapshot = Snapshot(copies or RowCopies(self._storage), self._rows, wanted, budget)
-        self.begin_with(snapshot)
-        self.digests = digests
-        return snapshot
-
-    def begin_with(self, snapshot: Snapshot) -> None:
-        """Begin a snapshot that the caller has made, after which no row counts as touched; see `begin`."""
-        if self._snapshot is not None:
-            raise RuntimeError("the previous snapshot of this table is still being saved; wait until it ends")
-        self._unsaved, self.gone = [], []
-        self._snapshot, self._touched = snapshot, empty_bits(self._rows)
-
-    def await_end(self) -> None:
-        """Wait until all rows of the current snapshot, if any, have been read, or it is abandoned."""
-        if self._snapshot is not None:
-            self._snapshot.ended.wait()
-
-    def end(self, snapshot: Snapshot, *, saved: bool) -> None:
-        """End a snapshot; if it was not saved, the snapshot's rows and keys count as changed again."""
-        snapshot.end()
-        if not saved:
-            self._unsaved.append(snapshot.wanted)  # merged later: another thread may be marking rows
-            self.gone.append(snapshot.gone)
-        self._snapshot = None
 
 
 class Writing(ColumnCopies):
@@ -174,8 +93,6 @@ class Writing(ColumnCopies):
 class WritableTable(ReadableTable):
     """The methods of `HostTable` that write rows, and that record which rows were written."""
 
-    changes: Changes | None  # tracked from the first checkpoint on
-    untouched: bool  # all rows have their initial values
     may_train: bool  # if False, `_require_alone` decides
 
     @contextmanager
@@ -203,7 +120,7 @@ class WritableTable(ReadableTable):
         if chosen is not None and len(np.unique(chosen)) < len(chosen):
             raise ValueError(f"table {self.name!r}: the ids of writing() must be all different")
         self._before_write()
-        columns = self._columns(current=True, formats=self.capabilities.formats)
+        columns = self.stored.columns(current=True, formats=self.capabilities.formats)
         one = Writing(self.name, columns, chosen, self.rows)
         self._is_writing = True
         try:
@@ -223,12 +140,12 @@ class WritableTable(ReadableTable):
 
     def _write_changed(self, one: Writing, changed: npt.NDArray[np.int64]) -> None:
         for numbers, ids in one.parts(changed):
-            block, row_slots = self._read(ids, self.capabilities.formats)
+            block, row_slots = self.stored.read(ids, self.capabilities.formats)
             for number, name in enumerate(("weights", *self.optimizer.slots)):
                 one.put(name, numbers, block[:, number])
             for number, name in enumerate(self.optimizer.row_slots):
                 one.put(name, numbers, row_slots[:, number : number + 1])
-            self.write_now(ids, block, row_slots)
+            self.stored.write(ids, block, row_slots)
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Overwrite rows and their state with arrays shaped as in `read_rows`; the ids must be unique (not checked).
@@ -242,13 +159,8 @@ class WritableTable(ReadableTable):
         positions = checked_positions(positions, len(ids), len(block), self.name)
         self._check_values(ids, block, row_slots, positions)
         self._before_write()
-        self.write_now(ids, block, row_slots, positions)
+        self.stored.write(ids, block, row_slots, positions)
         self._after_write(ids)
-
-    def write_now(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
-        """Do what `write_rows_tasks` does, for any distinct rows; nothing is checked."""
-        for some, at in self.storage.held(ids, positions, read=self.changes is not None):  # a snapshot may copy them
-            run_tasks(self.write_rows_tasks(some, block, row_slots, at))
 
     def _check_values(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> None:
         """Raise an error unless `write_rows` can write these values."""
@@ -267,8 +179,8 @@ class WritableTable(ReadableTable):
         This is not checked.
         """
         self._check_whole(ids, block, row_slots, positions)
-        tasks = self.storage.write_tasks(ids, block, row_slots, positions)
-        self._note_write(ids)
+        tasks = self.stored.storage.write_tasks(ids, block, row_slots, positions)
+        self.stored.note_write(ids)
         return tasks
 
     def _require_alone(self) -> None:
@@ -279,37 +191,25 @@ class WritableTable(ReadableTable):
             )
             self.may_train = True
 
-    def _note_write(self, ids: Ids) -> None:
-        """Record that rows are about to be written; a snapshot in progress first copies those it has not read."""
-        self.untouched = False
-        if self.changes is not None:
-            self.changes.before_write(ids)
-
     def update_tasks(
         self, ids: Ids, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> list[Task]:
         """Return the work of `update` as tasks; if `step` is None, this call begins a new step and counts it."""
         check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         step = step or self.begin_step()
-        self._note_write(ids)
-        return self.storage.update_tasks(ids, grads, step, positions)
+        self.stored.note_write(ids)
+        return self.stored.storage.update_tasks(ids, grads, step, positions)
 
     def close(self) -> None:
         """Remove the files of a table on disk, whose rows are then lost; for other tables, this has no effect.
 
         This also happens when the table is freed, or the program ends.
         """
-        self.storage.close(self.changes)
+        self.storage.close(self.stored.changes)
 
     def begin_snapshot(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> Snapshot:
         """Begin a snapshot of all rows, or of those written since the last saved one; see `Changes.begin`.
 
         `copies` copies the places of all rows on disk; None for a snapshot that copies values.
         """
-        return self.note_changes().begin(budget, everything=everything, copies=copies)
-
-    def note_changes(self, *, anew: bool = False) -> Changes:
-        """Track changes from now on and return the tracker; with `anew`, forget all earlier changes."""
-        if self.changes is None or anew:
-            self.changes = Changes(self.storage)
-        return self.changes
+        return self.stored.note_changes().begin(budget, everything=everything, copies=copies)

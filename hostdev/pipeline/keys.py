@@ -15,7 +15,7 @@ from hostdev.core.keys import ZEROS
 from hostdev.distributed.exchange import OwnedRows
 from hostdev.distributed.key_exchange import Answer, KeyExchange
 from hostdev.host.key_plan import GuestRows, Total
-from hostdev.host.table import KeyTable
+from hostdev.host.table_keys import TableKeys
 from hostdev.kernels.arrays import AnyIds, Positions
 from hostdev.kernels.key_order import number_rows
 from hostdev.kernels.unique import count_occurrences
@@ -43,13 +43,13 @@ class KeyedRows:
     """The keys of a group's table, as the pipeline uses them.
 
     Args:
-        table: The table.
+        keys: The table's keys.
         unknown: For each of the group's features, the names of its out-of-vocabulary rows, which its keys use in turn.
         cache: The group's cache.
     """
 
-    def __init__(self, table: KeyTable, unknown: Sequence[Sequence[str]], cache: EmbeddingCache | None) -> None:
-        self.table, self._unknown, self._cache = table, list(unknown), cache
+    def __init__(self, keys: TableKeys, unknown: Sequence[Sequence[str]], cache: EmbeddingCache | None) -> None:
+        self._keys, self._unknown, self._cache = keys, list(unknown), cache
         self._names = list(dict.fromkeys(name for names in unknown for name in names))
         self.trains = True  # whether batches of a training pass may change keys
         self._retired: deque[Positions] = deque()  # by step, rows of evicted keys that a cache may still hold
@@ -79,17 +79,17 @@ class KeyedRows:
     ) -> FoundRows:
         """Return the rows of distinct keys [U]; plan a step if there are `uses`, int32 [U]."""
         if uses is None:
-            rows, guests = self.table.find_or_guest(keys)
+            rows, guests = self._keys.find_or_guest(keys)
             return FoundRows(rows, self._unknown_rows(), guests)
-        planned = self.table.plan(keys, uses, may_read=is_first, total=total)
+        planned = self._keys.plan(keys, uses, may_read=is_first, total=total)
         unknown = self._unknown_rows()
-        if self.table.unknown == ZEROS and len(planned.guests):
+        if self._keys.unknown == ZEROS and len(planned.guests):
             unknown[:] = planned.guests[0]
         return FoundRows(planned.rows, unknown, None)
 
     def _unknown_rows(self) -> Positions:
         """Return the out-of-vocabulary rows, int32 [any], in the order of their first use by a feature."""
-        return np.array([self.table.unknown_row(name) for name in self._names], np.int32)
+        return np.array([self._keys.unknown_row(name) for name in self._names], np.int32)
 
     def number(
         self, keys: int, inverse: Positions, features: Sequence[AnyIds], answer: Answer, owners: Positions
@@ -117,10 +117,10 @@ class KeyedRows:
 
     def finish_step(self) -> None:
         """Finish the first planned step, whose update is done."""
-        evicted, left = self.table.commit()
+        evicted, left = self._keys.commit()
         if self._cache is None:
-            self.table.retire(evicted)
-            self.table.release(left)
+            self._keys.retire(evicted)
+            self._keys.release(left)
             return
         if len(evicted):
             self._retired.append(evicted)
@@ -145,31 +145,31 @@ class KeyedRows:
             rows = np.concatenate(self._left)
             held = cache.holds(rows)
             self._left = [rows[held]]
-            self.table.release(rows[~held])
+            self._keys.release(rows[~held])
 
     def _retire(self, cache: EmbeddingCache) -> None:
         """Retire rows that have left the cache; if evictions are reported, all rows of a step at once, and in order."""
-        if self.table.reports_evictions:
+        if self._keys.reports:
             while self._retired and not cache.holds(self._retired[0]).any():
-                self.table.retire(self._retired.popleft())
+                self._keys.retire(self._retired.popleft())
             return
         rows = np.concatenate(self._retired)
         held = cache.holds(rows)
         self._retired = deque([rows[held]] if held.any() else [])
-        self.table.retire(rows[~held])
+        self._keys.retire(rows[~held])
 
     def begin_pass(self) -> None:
         """At the beginning of a training pass, free the cache's slots of rows whose key was evicted or erased."""
         if self._cache is not None:
-            self._cache.discard(self.table.are_unused)
+            self._cache.discard(self._keys.are_unused)
 
     def end_pass(self) -> None:
         """At the end of a pass, undo the steps that were planned but not taken."""
-        self.table.rollback()
+        self._keys.rollback()
         while self._retired:  # the next pass discards them from the cache
-            self.table.retire(self._retired.popleft())
+            self._keys.retire(self._retired.popleft())
         while self._left:
-            self.table.release(self._left.pop())
+            self._keys.release(self._left.pop())
 
 
 def assign_on_ranks(

@@ -79,19 +79,16 @@ class BatchRows:
         self._first: Tensor | None = None  # gradients of the rows to update first, if received first
         self._evicted: tuple[list[Tensor], Any] = ([], None)  # the evicted rows and their event
 
-    def fetch(self, subset: RowSubset) -> list[Task]:
-        """Return tasks that look up rows for `send`.
+    def fetch(self, subset: RowSubset, out: Sequence[Tensor] | None = None) -> list[Task]:
+        """Return tasks that look up rows for `send`; or, to `out`, the subset's rows one after the other.
 
         `subset` selects from the bypassing ids followed by the admitted ids.
         """
         passed, admitted = subset.split(self.passed)
-        return self._fetch_into(self._host, passed, admitted)
-
-    def _fetch_into(self, out: Sequence[Tensor], passed: RowSubset, admitted: RowSubset) -> list[Task]:
-        tasks = self._lookup.tasks(self._table, passed.ids, out[0].numpy(), passed.positions)
+        to, at = (self._host, (passed.positions, admitted.positions)) if out is None else (out, (None, None))
+        tasks = self._lookup.tasks(self._table, passed.ids, to[0].numpy(), at[0])
         if len(admitted):
-            block, row_slots = out[1].numpy(), out[2].numpy()
-            tasks = tasks + self._admit.tasks(self._table, admitted.ids, block, row_slots, admitted.positions)
+            tasks = tasks + self._admit.tasks(self._table, admitted.ids, to[1].numpy(), to[2].numpy(), at[1])
         return tasks
 
     def send(self) -> None:
@@ -106,7 +103,7 @@ class BatchRows:
         passed, whole = subset.split(self.passed)
         sizes = [len(passed), len(whole), len(whole)]
         values = [self._memory.buffer(n, *host.shape[1:]) for n, host in zip(sizes, self._host, strict=False)]
-        tasks = self._fetch_into(values, RowSubset(passed.ids, None), RowSubset(whole.ids, None))
+        tasks = self.fetch(subset, values)
 
         def send() -> None:
             for positions, rows, new in zip((passed, whole, whole), self._sent, values, strict=False):

@@ -85,7 +85,7 @@ def resolve(features: Mapping[str, FeatureTables]) -> tuple[list[FeatureBinding]
         if table.capabilities.by_key:
             given = list(specs.values())
             same, unknown = (key,), [given[number].unknown_names for number in users[key]]
-            table.use_unknown(name for names in unknown for name in names)
+            table.key_rows.use_unknown(name for names in unknown for name in names)
         groups.setdefault(same, GroupSpec([], users[key], unknown)).tables.append(table)
     places = {
         id(table): (number, place)

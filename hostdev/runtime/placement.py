@@ -301,8 +301,8 @@ def make_groups(
     """Return the groups for the pipeline, with a cache for each group that has a `CacheSpec`."""
     found = []
     for group, spec in zip(groups, specs, strict=True):
-        cache, table = make_cache(group, spec, device, world, log), group.tables[0]
-        keys = KeyedRows(table, group.unknown, cache) if table.capabilities.by_key else None  # type: ignore[arg-type]
+        cache, keys = make_cache(group, spec, device, world, log), group.tables[0].key_rows
+        keys = keys and KeyedRows(keys, group.unknown, cache)
         found.append(Group(group.tables, cache, log, keys))  # type: ignore[arg-type]
     return found
 

@@ -55,7 +55,7 @@ def _load_unverified(path: Path, tables: dict[str, Any]) -> Found:
             table.optimizer.lr, table.seed, history = before[name]
             if history.how != table.history.how:
                 history.hand_over(table, whole=True)
-            if not table.untouched:
+            if not table.stored.untouched:
                 table.reset()
         raise
 
@@ -117,7 +117,7 @@ class RuntimeCheckpoints:
         path, tables = checkpoint_path(path), self._tables
         if not strict:
             return self._load_shared(path, tables)
-        if self._world.size == 1 and all(getattr(table, "untouched", False) for table in tables.values()):
+        if self._world.size == 1 and all(table.stored and table.stored.untouched for table in tables.values()):
             found = _load_unverified(path, tables)
         else:  # tables change only if a checkpoint is valid; all ranks choose the same one
             found = find_newest_valid(path)
@@ -152,8 +152,8 @@ class RuntimeCheckpoints:
         for line in (*found.notes(), *fit.what_is_left()):
             warnings.warn(line, stacklevel=4)
         for table in tables.values():
-            if hasattr(table, "note_changes"):
-                table.note_changes(anew=True)
+            if table.stored is not None:
+                table.stored.note_changes(anew=True)
         if self._settings.optimizer is not None:
             self._loops.make_optimizer().take_over()
         self._pipeline.steps = found.chain[-1].manifest.step

@@ -18,7 +18,7 @@ from hostdev.core.run_files import KEYS_LOG, KEYS_PICTURE
 from hostdev.core.timeline import Timeline
 from hostdev.device.clock import make_clock
 from hostdev.distributed.world import World
-from hostdev.host.table import KeyTable
+from hostdev.host.key_table import KeyTable
 from hostdev.train.network import Losses
 from hostdev.train.rundir import RunDir
 
@@ -37,12 +37,12 @@ class KeyLog:
     def __init__(self, folder: Path, table: KeyTable) -> None:
         self.folder, self._table = folder, table
         self.by_step = True  # whether each step has a line; else `write(end=True)` writes the last step's
-        table.key_counts = []
+        table.key_rows.counts = []
         self._admitted = self._evicted = self._written = 0
         self.last: dict[str, int] = {}  # the last line
         with naming(folder):
             earlier = self._read()
-            earlier = earlier[earlier[:, 0] <= table.index.step]  # of the run that is resumed
+            earlier = earlier[earlier[:, 0] <= table.key_rows.index.step]  # of the run that is resumed
             self._file: IO[str] = (folder / KEYS_LOG).open("w", buffering=1)
             self._file.write(",".join(_COLUMNS) + "\n")
         self._write(earlier.tolist())
@@ -67,7 +67,7 @@ class KeyLog:
 
     def write(self, *, end: bool = False) -> None:
         """Write the steps that have finished since the last call."""
-        noted, self._table.key_counts = self._table.key_counts or [], []
+        noted, self._table.key_rows.counts = self._table.key_rows.counts or [], []
         lines = []
         for step, live, waiting, admitted, evicted in noted:
             self._admitted, self._evicted = self._admitted + admitted, self._evicted + evicted

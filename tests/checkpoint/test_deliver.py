@@ -197,7 +197,7 @@ def test_damage_in_the_target_does_not_spread(tmp_path, target, capfd):
         for number in range(1, 4):
             step(runtime, number)
             tables = list(runtime.tables.values())
-            tables[0].note_changes(anew=True)  # each is full
+            tables[0].stored.note_changes(anew=True)  # each is full
             content = Content({}, {}, {"data/vocabulary.arrow": words}, [])
             chains.append(folder.read_chain(manager.save(tables, number, content).wait().path))
             if number == 2:

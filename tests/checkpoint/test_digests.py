@@ -39,12 +39,12 @@ def update(table, ids):
 
 def fresh(tables):
     """Return the digest of the tables' rows, all of them read."""
-    kept = [table.changes.digests for table in tables]
+    kept = [table.stored.changes.digests for table in tables]
     for table in tables:
-        table.changes.digests = None
+        table.stored.changes.digests = None
     found = state_sha256(tables, nothing())
     for table, digests in zip(tables, kept, strict=True):
-        table.changes.digests = digests
+        table.stored.changes.digests = digests
     return found
 
 
@@ -60,9 +60,9 @@ def test_what_is_known_after_a_checkpoint(tmp_path):
     assert noted == fresh(tables) == state_sha256(tables, nothing())
     assert noted == state_digest(Layers([first]), [], {})
     for table in tables:
-        assert table.changes.known_digests().known.all()
+        assert table.stored.changes.known_digests().known.all()
         update(table, [0, table.rows - 1])
-        known = table.changes.known_digests().known
+        known = table.stored.changes.known_digests().known
         assert not known[0]
         assert not known[-1]
         assert known[1:-1].all()
@@ -72,7 +72,7 @@ def test_what_is_known_after_a_checkpoint(tmp_path):
     assert second.manifest.state_sha256 is None
     assert fresh(tables) == state_sha256(tables, nothing()) == state_digest(Layers([first, second]), [], {})
     for table in tables:
-        assert not table.changes.known_digests().known[0]
+        assert not table.stored.changes.known_digests().known[0]
         update(table, [table.rows // 2])
     assert fresh(tables) == state_sha256(tables, nothing())
     for table in tables:

@@ -19,9 +19,9 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import HashedFile
 from hostdev.checkpoint.state import from_tree, tensors_as_bytes, to_tree
 from hostdev.core.checksums import json_checksum
+from hostdev.host.rows import Changes
 from hostdev.host.snapshot import Snapshot
 from hostdev.host.table import HostTable
-from hostdev.host.writes import Changes
 from hostdev.runtime.runtime import Runtime
 
 

@@ -13,6 +13,7 @@ import pytest
 import hostdev
 from hostdev.checkpoint import folder, loading, remote
 from hostdev.checkpoint.loading import find_newest_valid, verify
+from hostdev.checkpoint.manifest import FILE_NAME
 from hostdev.core import stores
 from hostdev.core.addresses import checkpoint_path
 from hostdev.core.errors import HostdevError
@@ -86,7 +87,8 @@ def verify_all(place, tmp_path, monkeypatch):
         patch.setenv("HOSTDEV_STORE_CACHE", str(tmp_path / f"machine-{time.time_ns()}"))
         found = remote.candidates(checkpoint_path(place), everything=True)
         if "://" in str(place):
-            stored = {name.partition("/")[0] for name in stores.Store(place).list() if name.startswith("step")}
+            complete = f"/{FILE_NAME}"  # written last: others are what a killed delivery has left
+            stored = {name.partition("/")[0] for name in stores.Store(place).list() if name.endswith(complete)}
             assert {each.name for each in found} == stored
         for each in found:
             verify(folder.read_chain(each), segments=True)

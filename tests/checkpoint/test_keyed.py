@@ -101,7 +101,7 @@ def test_erased_keys_are_in_no_later_file(mode, tmp_path):
     data[1]["item"][1] = WAITING
     program = Program(mode, admit=hostdev.MinCount(2))
     program.train(data[:3])
-    assert program.keyed.index.committed().waiting[0].tolist().count(WAITING) == 1
+    assert program.keyed.key_rows.index.committed().waiting[0].tolist().count(WAITING) == 1
     saved(program, tmp_path / "before")
     assert files_with(tmp_path / "before", KEY) and files_with(tmp_path / "before", WAITING)
     program.train(data[3:5], lambda step: step == 0 and program.keyed.erase([KEY, WAITING, 10**15]))
@@ -116,7 +116,7 @@ def test_erased_keys_are_in_no_later_file(mode, tmp_path):
     np.testing.assert_array_equal(hostdev.open(tmp_path / "after")["keyed"].lookup([KEY]), unknown)
     for cache in program.runtime.caches:
         rows = np.concatenate(cache._resident)
-        assert KEY not in program.keyed.index.keys[rows[rows >= 0]]
+        assert KEY not in program.keyed.key_rows.index.keys[rows[rows >= 0]]
     program.runtime.close()
 
 
@@ -130,7 +130,7 @@ def test_evicted_keys_are_gone_for_readers(at_once, tmp_path, monkeypatch):
         program.train(batches(16)[2 * part : 2 * part + 2])
         checkpoint = saved(program, tmp_path).path
         parents.append((checkpoint / "checkpoint.json").read_text().count('"parent": {'))
-        rows = program.keyed.find_rows(everything)
+        rows = program.keyed.key_rows.find_rows(everything)
         table = hostdev.open(tmp_path)["keyed"]
         assert len(table) == (rows >= 0).sum() == len(program.keyed)
         for name, unknown in program.keyed.unknown_rows.items():

@@ -78,7 +78,7 @@ def read_all(snapshot, table, step, ids=True):
 def test_a_snapshot_is_of_its_moment(optimizer, limit, dtype, slots):
     """A thread writes rows all the time, but reads return the snapshot's. With a tiny budget the writer waits."""
     table = HostTable(3000, 5, optimizer(), name="t", seed=1, dtype=dtype, slots=slots)
-    changes = table.note_changes()
+    changes = table.stored.note_changes()
     block = table.storage.taken(np.arange(table.rows))
     before = [(block[row].tobytes(), table.storage.row_slots[row].tobytes()) for row in range(table.rows)]
     budget = Budget(limit)
@@ -106,7 +106,7 @@ def test_a_snapshot_is_of_its_moment(optimizer, limit, dtype, slots):
 
 def test_changes_are_those_since_the_last_one_that_was_saved():
     table = HostTable(500, 3, LazyAdam(), name="t")
-    changes = table.note_changes()
+    changes = table.stored.note_changes()
     grads = np.ones((2, 3), np.float32)
 
     def snapshot(*, saved):
@@ -132,7 +132,7 @@ def test_changes_are_those_since_the_last_one_that_was_saved():
 
 def test_who_waits_for_room_goes_on_when_it_ends():
     table = HostTable(100, 3, LazyAdam(), name="t")
-    changes = table.note_changes()
+    changes = table.stored.note_changes()
     budget = Budget(1)
     snapshot = changes.begin(budget, everything=True)
     table.update(np.array([1]), np.ones((1, 3), np.float32))  # the limit is passed

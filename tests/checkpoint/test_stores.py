@@ -72,7 +72,7 @@ def test_what_is_saved_is_loaded_elsewhere(monkeypatch, tmp_path):
         np.testing.assert_array_equal(rows(runtime), expected)
         copies = checkpoint_path(ADDRESS)
         assert sorted(each.name for each in copies.iterdir() if each.name[0] == "s") == names()
-        runtime.tables["items"].note_changes(anew=True)  # the next checkpoint is full
+        runtime.tables["items"].stored.note_changes(anew=True)  # the next checkpoint is full
         step(runtime, 5)
         runtime.save(ADDRESS, extra=5, keep=1)
         expected = rows(runtime)
@@ -96,7 +96,7 @@ def test_saving_does_not_wait_for_the_store(monkeypatch):
         writers = []
         for number in range(4):
             step(runtime, number)
-            runtime.tables["items"].note_changes(anew=True)
+            runtime.tables["items"].stored.note_changes(anew=True)
             writers.append(runtime.save(ADDRESS, extra=number, keep=1, wait=False))
             writers[-1].join()
         assert there() == [".writer"]
@@ -185,7 +185,7 @@ def test_damage_in_the_store(monkeypatch, tmp_path, capfd):
     with make() as runtime:
         for number in range(2):
             step(runtime, number)
-            runtime.tables["items"].note_changes(anew=True)  # a full checkpoint
+            runtime.tables["items"].stored.note_changes(anew=True)  # a full checkpoint
             runtime.save(ADDRESS, extra=number)
     files = fsspec.filesystem("memory")
     (name,) = files.glob("/saved/run/step-0000000002/tables/0/*.arrow")
@@ -228,7 +228,7 @@ def test_copies_follow_the_store(monkeypatch, tmp_path):
         monkeypatch.setenv("HOSTDEV_STORE_CACHE", str(first))
         for number in range(1, 3):
             step(runtime, number)
-            runtime.tables["items"].note_changes(anew=True)
+            runtime.tables["items"].stored.note_changes(anew=True)
             runtime.save(ADDRESS, keep=1)
     other_machine(monkeypatch, tmp_path)
     assert hostdev.open(ADDRESS).step == 3

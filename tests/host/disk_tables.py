@@ -4,7 +4,7 @@ import numpy as np
 
 from hostdev import Disk, HostTable, LazyAdam
 from hostdev.host.disk.readers import Planes
-from hostdev.host.table import KeyTable
+from hostdev.host.key_table import KeyTable
 
 ROWS = 3_000
 FORMATS = ({}, {"dtype": "bfloat16", "slots": "bfloat16"}, {"dtype": "bfloat16", "slots": "8bit"})

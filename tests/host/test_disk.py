@@ -345,16 +345,16 @@ def test_a_table_that_is_freed_in_one_of_its_own_threads_is_closed(tmp_path, sma
 def test_a_row_that_stays_in_memory_is_written_under_its_new_key(tmp_path, small):
     """A batch that is not stepped leaves its rows in memory; the next key that gets such a row is recorded with it."""
     _, table = pair(tmp_path, rows=None, capacity=ROWS)
-    table.note_changes()  # as after a checkpoint: rows are then read before they are written
-    first = table.plan(np.arange(100), np.ones(100, np.int32), may_read=True)
-    table.rollback()
+    table.stored.note_changes()  # as after a checkpoint: rows are then read before they are written
+    first = table.key_rows.plan(np.arange(100), np.ones(100, np.int32), may_read=True)
+    table.key_rows.rollback()
     keys = np.arange(1_000, 1_100)
     table.apply(keys, np.ones((100, 8), np.float32))
-    assert set(table.find_rows(keys)) & set(first.rows)
+    assert set(table.key_rows.find_rows(keys)) & set(first.rows)
     weights = table.lookup(keys)
     for start in range(0, ROWS - 200, 100):
         table.apply(np.arange(start, start + 100) + 5_000, np.ones((100, 8), np.float32))
-    assert table.storage.tier.where[table.find_rows(keys)].max() > 0
+    assert table.storage.tier.where[table.key_rows.find_rows(keys)].max() > 0
     assert np.array_equal(table.lookup(keys), weights)
 
 
@@ -364,14 +364,14 @@ def test_a_row_that_left_memory_under_another_key_is_taken(how, tmp_path, small)
     options = {"capacity": ROWS, "unknown": "initial"} if how == "guests" else {"capacity": ROWS}
     one, other = pair(tmp_path, rows=None, **options)
     for table in (one, other):
-        table.note_changes()
+        table.stored.note_changes()
         for turn in range(6):
             strangers = np.arange(100) + 10_000 * (turn + 1)
             if how == "guests":
                 table.lookup(strangers)
             else:
-                table.plan(strangers, np.ones(100, np.int32), may_read=True)
-                table.rollback()
+                table.key_rows.plan(strangers, np.ones(100, np.int32), may_read=True)
+                table.key_rows.rollback()
             keys = np.arange(150) + 150 * turn
             table.apply(keys, np.ones((150, 8), np.float32))
             for start in range(0, 150 * turn, 100):

@@ -12,13 +12,13 @@ import hostdev
 from hostdev.checkpoint import manager
 from hostdev.core.key_rules import Probability
 from hostdev.errors import UserError
-from hostdev.host import key_steps, key_table
+from hostdev.host import key_table, table_keys
 from hostdev.host.committed_keys import KeySnapshot
 from hostdev.host.key_index import KeyIndex
 from hostdev.host.key_plan import EvictionReports, PlannedKeys
+from hostdev.host.key_table import KeyTable
+from hostdev.host.rows import TableRows
 from hostdev.host.snapshot import Snapshot
-from hostdev.host.table import KeyTable
-from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline import keys as pipeline_keys
 from tests.runtime.test_keyed_tables import MODES, POLICIES, Program, batches
 
@@ -63,15 +63,15 @@ def check_reused_rows(folder):
 
 
 def keep_the_state_of_reused_rows(patch):
-    fill = KeyTable._fill
+    fill = TableRows.fill_unused
 
     def wrong(self, rows, step):
         block, row_slots = self.storage.block[rows].copy(), self.storage.row_slots[rows].copy()
         fill(self, rows, step)
         block[:, 0] = self.storage.block[rows][:, 0]
-        run_tasks(self.write_rows_tasks(rows, block, row_slots))
+        self.write(rows, block, row_slots)
 
-    patch.setattr(KeyTable, "_fill", wrong)
+    patch.setattr(TableRows, "fill_unused", wrong)
 
 
 def check_one_moment(folder):
@@ -106,14 +106,14 @@ def check_deletions_reach_readers(folder):
     for part in range(8):
         program.train(batches(16)[2 * part : 2 * part + 2])
         parents.append(saved(program, folder).checkpoint.manifest.parent)
-        table, rows = hostdev.open(folder)["keyed"], program.keyed.find_rows(keys)
+        table, rows = hostdev.open(folder)["keyed"], program.keyed.key_rows.find_rows(keys)
         assert len(table) == len(program.keyed)
         np.testing.assert_array_equal(table.lookup(keys), program.keyed.lookup(keys))
     assert (rows < 0).any() and sum(parent is not None for parent in parents) > 3  # most of these are increments
 
 
 def lose_the_deletions(patch):
-    patch.setattr(key_steps, "gone_since", lambda keys: np.zeros(0, np.int64))
+    patch.setattr(table_keys, "gone_since", lambda keys: np.zeros(0, np.int64))
 
 
 def check_capacity_may_grow(folder):
@@ -128,13 +128,13 @@ def check_capacity_may_grow(folder):
 
 
 def keep_the_first_capacity(patch):
-    restore = key_steps.SteppedKeys.restore_keys
+    restore = KeyTable.restore_keys
 
     def wrong(self, *given):
         restore(self, *given)
-        self.index.capacity = 300
+        self.key_rows.index.capacity = 300
 
-    patch.setattr(key_steps.SteppedKeys, "restore_keys", wrong)
+    patch.setattr(KeyTable, "restore_keys", wrong)
 
 
 def check_eviction_waits_for_updates(folder):
@@ -247,7 +247,7 @@ def check_reloads_take_no_memory(folder):
     sizes = set()
     for _ in range(4):
         program.runtime.load(folder)
-        sizes.add((program.keyed.index.nbytes, program.keyed.used_rows))
+        sizes.add((program.keyed.key_rows.index.nbytes, program.keyed.used_rows))
         program.train(batches(3))
     assert len(sizes) == 1
 

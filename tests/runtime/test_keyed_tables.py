@@ -316,7 +316,7 @@ def test_memory_is_taken_as_keys_come():
     before = table.used_rows
     table.apply(np.arange(1_000), np.zeros((1_000, 16), np.float32))
     assert (before, table.used_rows) == (1, 1_001)
-    assert table.index.nbytes < 1 << 20
+    assert table.key_rows.index.nbytes < 1 << 20
 
 
 @pytest.mark.parametrize("mode", [(0, hostdev.CacheSpec(200, "lru")), (2, hostdev.CacheSpec(200, "lru"))], ids=str)
@@ -439,7 +439,7 @@ def test_uses_that_are_refused():
 @pytest.mark.parametrize("cache", [None, 50])
 def test_memory_is_freed_with_the_last_reference(cache):
     program = Program((2, cache), **POLICIES["count"]).train(batches(4))
-    held = weakref.ref(program.keyed), weakref.ref(program.keyed.index), weakref.ref(program.keyed.storage)
+    held = weakref.ref(program.keyed), weakref.ref(program.keyed.key_rows.index), weakref.ref(program.keyed.storage)
     program.runtime.close()
     gc.disable()
     try:

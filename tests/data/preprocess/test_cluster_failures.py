@@ -389,7 +389,7 @@ def test_nothing_of_dask_is_imported_without_the_flag(tmp_path):
 
 
 def one_kill(processes, text, out, moments, what):
-    """Run a client, and kill something at a random moment; return whether the client succeeded."""
+    """Run a client, and kill something at a random moment; return whether the data set is there."""
     client = processes.client(text, out)
     time.sleep(moments.uniform(0, 12))
     if what == "worker":
@@ -409,7 +409,7 @@ def one_kill(processes, text, out, moments, what):
             processes.start_worker()
     client.communicate(timeout=300)
     assert client.returncode in (0, 2, -9)
-    return client.returncode == 0
+    return client.returncode == 0 or out.exists()  # a client may be killed after it has finished the data set
 
 
 @pytest.mark.slow
