@@ -19,7 +19,15 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, InputFile, unreadable
-from hostdev.data.preprocess.raw import InvalidRowError, RejectedLines
+from hostdev.data.preprocess.raw import (
+    BEGINNING,
+    InputRange,
+    InvalidRowError,
+    RawBlock,
+    RejectedLines,
+    Source,
+    SourcePosition,
+)
 from hostdev.data.preprocess.row_groups import RowGroups, RowGroupSize, open_parquet
 from hostdev.data.preprocess.text import Recoded, TextLines
 
@@ -134,6 +142,60 @@ class DividedFile(TableFile):
     def parts_at(self, used: Sequence[str], place: Any) -> Iterator[UnparsedRows]:
         """Yield what `parts` yields of a place."""
         return self.parts(used, 0)
+
+
+class FileSource(Source):
+    """The rows of files, in their order.
+
+    Attributes:
+        files: The files; the inputs are theirs.
+        used: Names of the columns that are read.
+    """
+
+    unit = "B"
+    used: Sequence[str] = ()
+
+    def __init__(self, files: Sequence[TableFile]) -> None:
+        self.files, self.inputs = files, [file.input for file in files]
+        self.total = sum(file.input.size for file in files)
+        self.most_rows = sum(file.most_rows for file in files)
+
+    def blocks(self, start: SourcePosition = BEGINNING) -> Iterator[RawBlock]:
+        """See `Source`."""
+        for number, file in enumerate(self.files[start.input :], start.input):
+            for part in file.parts(self.used, start.offset if number == start.input else 0):
+                yield self.block(number, part)
+
+    def block(self, number: int, part: UnparsedRows) -> RawBlock:
+        """Return a part of file `number` as a block."""
+        name = self.files[number].input.name
+        return RawBlock(self.content(number, part), name, SourcePosition(number, part.offset), part.taken)
+
+    def content(self, number: int, part: UnparsedRows) -> Any:
+        """Return what `parse` needs of a part of file `number`."""
+        raise NotImplementedError
+
+    def looks(self, number: int) -> list[range]:
+        """See `Source`."""
+        return self._divided(number).looks()
+
+    def look(self, number: int, windows: range) -> list[Any]:
+        """See `Source`."""
+        return self._divided(number).look(self.used, windows)
+
+    def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
+        """See `Source`."""
+        found, error = self._divided(number).places(looked)
+        return [InputRange(number, *one) for one in found], error
+
+    def blocks_of(self, one: InputRange) -> Iterator[RawBlock]:
+        """See `Source`."""
+        return (self.block(one.input, part) for part in self._divided(one.input).parts_at(self.used, one.place))
+
+    def _divided(self, number: int) -> DividedFile:
+        file = self.files[number]
+        assert isinstance(file, DividedFile)
+        return file
 
 
 def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:

@@ -7,7 +7,7 @@ runs without --data is created once in the user's cache folder.
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from itertools import islice
@@ -28,7 +28,7 @@ from hostdev.data.manifest import FILE_NAME, VERSION
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.raw import BEGINNING, FileSource, InputRange, RawBlock, RawRows, SourcePosition
+from hostdev.data.preprocess.raw import BEGINNING, InputRange, RawBlock, RawRows, Source, SourcePosition
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
 
@@ -59,20 +59,23 @@ _SEED = 2020
 _OPTIONS = Options(threshold=5, dense="log", seed=_SEED)
 
 
-class Synthetic(FileSource):
+class Synthetic(Source):
     """The first `rows` synthetic rows for this seed."""
 
     layout = LAYOUT
     unit = "rows"
     signed = False
-    format_keys = staticmethod(hex_text)
-    kinds = None
 
     def __init__(self, rows: int, seed: int) -> None:
         self.total = self.most_rows = rows
         self.seed = seed
         self._value_keys = np.array([key64(0, "value", c) for c in range(CATEGORICAL)], np.uint64)
         self._effect_keys = np.array([key64(0, "effect", c) for c in range(CATEGORICAL)], np.uint64)
+
+    @property
+    def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array]:
+        """The function that formats values as hexadecimal digits."""
+        return hex_text
 
     def chunks(self) -> Iterator[RawRows]:
         """Iterate over the rows, 65,536 at a time."""
