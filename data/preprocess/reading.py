@@ -23,7 +23,6 @@ from hostdev.kernels.arrays import Array, Lengths, Mask, Numbers, Values
 from hostdev.kernels.strings import hash_texts
 
 ENDS = ("first", "last")
-DECIMALS = (".", ",")
 _QUOTED = "^(?s:'[^']*'|\"[^\"]*\"|[^'\"]*)$"  # one value of a list, quoted or not
 GetColumn = Callable[[str], pa.Array]  # from a column's name to the column [n]
 
