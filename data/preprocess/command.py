@@ -29,8 +29,7 @@ from hostdev.data.preprocess.options import (
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import TableSource, open_table
-from hostdev.data.preprocess.table_flags import text_options
-from hostdev.data.preprocess.table_options import TableOptions
+from hostdev.data.preprocess.table_flags import text_format
 
 _SPLITS = ("fraction", "column", "after")  # how options choose test and validation rows, besides files
 
@@ -171,9 +170,7 @@ def _info(arguments: argparse.Namespace) -> None:
 
 def _suggest(arguments: argparse.Namespace) -> None:
     flags = TextFlags.from_flags(arguments)
-    how = TableOptions(label="label", categorical=("any",), **text_options(flags))
-    file = open_table(arguments.file, how)
-    first, *told = suggest.write(file, arguments.label, arguments.out)
+    first, *told = suggest.write(open_table(arguments.file, text_format(flags)), arguments.label, arguments.out)
     print(first)
     given = shlex.join(["hostdev", "preprocess", "table", str(arguments.file), *flags.to_flags()])
     print(f"    {given} --features {shlex.quote(str(arguments.out))} --out DIR")

@@ -15,7 +15,7 @@ from hostdev.data.preprocess.delimited import LineFile
 from hostdev.data.preprocess.files import FileSource, UnparsedRows
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.inputs import AnyInput, open_input
-from hostdev.data.preprocess.raw import RawBlock, RawRows, RejectedLines, SourceLayout
+from hostdev.data.preprocess.raw import RawBlock, RawRows, RejectedLines, Source, SourceLayout
 from hostdev.data.preprocess.text import LONGEST
 from hostdev.data.schema import Column
 from hostdev.kernels.criteo import EMPTY, HEX_DIGITS, parse_lines
@@ -54,16 +54,25 @@ class _CriteoFile(LineFile):
         return UserError(f"{name}: no line end in {size} bytes; this is not Criteo text")
 
 
-class CriteoText(FileSource):
+class CriteoSource(Source):
+    """A source of rows with Criteo's columns."""
+
+    layout = LAYOUT
+    signed = False
+
+    @property
+    def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array]:
+        """The function that formats values as hexadecimal digits."""
+        return hex_text
+
+
+class CriteoText(CriteoSource, FileSource):
     """The rows of Criteo's text files, in the given order.
 
     Each path is a plain or compressed file, a tar or zip archive that contains train.txt, or a folder of files.
 
     The constructor and the reading methods raise UserError for unreadable files.
     """
-
-    layout = LAYOUT
-    signed = False
 
     def __init__(
         self, files: Sequence[Path] = (), *, inputs: Sequence[AnyInput] | None = None, block_bytes: int | None = None
@@ -85,11 +94,6 @@ class CriteoText(FileSource):
         """Return each file's path, size and change time, and the block size; None if a file can be read only once."""
         stamps = super().stamp()
         return None if stamps is None else [*stamps, self.block_bytes]
-
-    @property
-    def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array]:
-        """The function that formats values as hexadecimal digits."""
-        return hex_text
 
     def options(self) -> dict[str, Any]:
         """Return the options that a manifest records for Criteo's text."""

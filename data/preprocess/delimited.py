@@ -2,10 +2,11 @@
 
 import codecs
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -75,10 +76,11 @@ class LineFile(DividedFile):
         raise NotImplementedError
 
 
-class DelimitedFile(LineFile):
-    """A delimited text file.
+@dataclass(frozen=True, kw_only=True)
+class TextFormat:
+    """How a delimited text file is written.
 
-    Args:
+    Attributes:
         columns: The column names, or None to read them from the first row.
         delimiter: The separator of values. If it has several characters, quotes are ordinary characters. None selects
             it by the file's suffix: a tab for .tsv and .tab, a comma for .csv; for other suffixes, a tab if the first
@@ -86,30 +88,51 @@ class DelimitedFile(LineFile):
         quotes: Whether values in double quotes may contain delimiters and line ends (RFC 4180).
         encoding: The text's encoding, as a Python codec name.
         skipped_lines: Number of lines to skip before the header, or before the first row if there is no header.
+
+    Raises UserError for wrong names and an empty delimiter.
     """
 
-    def __init__(
-        self,
-        source: AnyInput,
-        *,
-        columns: Sequence[str] | None = None,
-        delimiter: str | None = None,
-        quotes: bool = True,
-        encoding: str = "utf-8",
-        skipped_lines: int = 0,
-    ) -> None:
-        self.input = recode(source, encoding=encoding, skipped_lines=skipped_lines, head=HEAD_BYTES)
+    columns: tuple[str, ...] | None = None
+    delimiter: str | None = None
+    quotes: bool = True
+    encoding: str = "utf-8"
+    skipped_lines: int = 0
+
+    def __post_init__(self) -> None:
+        if self.columns is not None and len(set(self.columns)) < len(self.columns):
+            raise UserError("--columns has the same name twice; give each column a different name")
+        for name in ("delimiter", "columns"):
+            if getattr(self, name) is not None and not getattr(self, name):
+                raise UserError(f"--{name} is empty")
+        if self.skipped_lines < 0:
+            raise UserError(f"--skip-lines must be at least 0, not {self.skipped_lines}")
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, Any]) -> Self:
+        """Return the format of a data set's text files, from the manifest's entry."""
+        given = {one.name: options[one.name] for one in fields(cls) if options.get(one.name) is not None}
+        if "columns" in given:
+            given["columns"] = tuple(given["columns"])
+        return cls(**given)
+
+
+class DelimitedFile(LineFile):
+    """A delimited text file."""
+
+    def __init__(self, source: AnyInput, how: TextFormat) -> None:
+        columns = how.columns
+        self.input = recode(source, encoding=how.encoding, skipped_lines=how.skipped_lines, head=HEAD_BYTES)
         text = self.input
         self._columns: list[str] | None = None
         self.block_bytes = BLOCK_BYTES
-        self.lines_before = skipped_lines + (columns is None)
+        self.lines_before = how.skipped_lines + (columns is None)
         start = text.head(HEAD_BYTES)
         if not start.strip():
             raise UserError(f"{text.name}: the file is empty")
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise UserError(f"{text.name}: the file is UTF-16; give --encoding utf-16")
-        self._delimiter = (delimiter or _guess(text.path, start)).encode()
-        self._quotes = quotes and len(self._delimiter) == 1
+        self._delimiter = (how.delimiter or _guess(text.path, start)).encode()
+        self._quotes = how.quotes and len(self._delimiter) == 1
         self.names = self._header(start)
         if columns is not None:
             if len(columns) != len(self.names):

@@ -7,7 +7,7 @@ runs without --data is created once in the user's cache folder.
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from itertools import islice
@@ -26,9 +26,9 @@ from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar
 from hostdev.data.manifest import FILE_NAME, VERSION
 from hostdev.data.preprocess.build import build
-from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text
+from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, CriteoSource, hex_text
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.raw import BEGINNING, InputRange, RawBlock, RawRows, Source, SourcePosition
+from hostdev.data.preprocess.raw import BEGINNING, InputRange, RawBlock, RawRows, SourcePosition
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
 
@@ -59,23 +59,16 @@ _SEED = 2020
 _OPTIONS = Options(threshold=5, dense="log", seed=_SEED)
 
 
-class Synthetic(Source):
+class Synthetic(CriteoSource):
     """The first `rows` synthetic rows for this seed."""
 
-    layout = LAYOUT
     unit = "rows"
-    signed = False
 
     def __init__(self, rows: int, seed: int) -> None:
         self.total = self.most_rows = rows
         self.seed = seed
         self._value_keys = np.array([key64(0, "value", c) for c in range(CATEGORICAL)], np.uint64)
         self._effect_keys = np.array([key64(0, "effect", c) for c in range(CATEGORICAL)], np.uint64)
-
-    @property
-    def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array]:
-        """The function that formats values as hexadecimal digits."""
-        return hex_text
 
     def chunks(self) -> Iterator[RawRows]:
         """Iterate over the rows, 65,536 at a time."""

@@ -1,6 +1,7 @@
 """A source of rows from tables with named columns: CSV, TSV, sparse text, Parquet and Arrow files."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import pyarrow as pa
 
 from hostdev.core.addresses import source_path
 from hostdev.core.errors import UserError
+from hostdev.core.options import flag_of
 from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive
-from hostdev.data.preprocess.delimited import DelimitedFile
+from hostdev.data.preprocess.delimited import DelimitedFile, TextFormat
 from hostdev.data.preprocess.files import (
     ArrowTable,
     FileSource,
@@ -28,33 +30,22 @@ from hostdev.data.preprocess.lists import can_be_weights, elements
 from hostdev.data.preprocess.naming import about_blanks, listed, short
 from hostdev.data.preprocess.raw import RawBlock, RawRows
 from hostdev.data.preprocess.sparse_text import SparseText, find_kind
-from hostdev.data.preprocess.table_options import TEXT_OPTIONS, TableOptions
+from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
 from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
 
+_FLAGS = {"quotes": "--no-quotes", "skipped_lines": "--skip-lines"}  # of `TextFormat`, where names differ
 
-def open_file(
-    source: AnyInput,
-    found: str,
-    *,
-    columns: Sequence[str] | None,
-    delimiter: str | None,
-    quotes: bool,
-    encoding: str,
-    skipped_lines: int,
-) -> TableFile:
+
+def open_file(source: AnyInput, found: str, how: TextFormat) -> TableFile:
     """Open a file of format `found`, a result of `files.find_format`.
 
-    The options are those of `DelimitedFile`. Sparse text is recognized only if all options have their defaults.
+    `how` is for text; sparse text is recognized only if all its values are defaults.
     Raises UserError for a broken file, and for a pipe unless the format is text.
     """
     if found == "text":
-        is_told = columns is not None or delimiter is not None or skipped_lines or encoding != "utf-8" or not quotes
-        if not is_told and (kind := find_kind(source)) is not None:
-            return SparseText(source, kind)
-        return DelimitedFile(
-            source, columns=columns, delimiter=delimiter, quotes=quotes, encoding=encoding, skipped_lines=skipped_lines
-        )
+        kind = find_kind(source) if how == TextFormat() else None
+        return DelimitedFile(source, how) if kind is None else SparseText(source, kind)
     if not isinstance(source, InputFile):
         raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
     return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
@@ -78,7 +69,7 @@ class TableSource(FileSource):
         self._owners = dict(options.share)  # columns that share another column's ids
         named = [[file for file in files if isinstance(file, Path)], *chosen]
         paths = [expand(group, is_table) if group else [] for group in named]
-        opened: list[list[TableFile]] = [[open_table(path, options) for path in group] for group in paths]
+        opened: list[list[TableFile]] = [[open_table(path, options.text) for path in group] for group in paths]
         opened[0] += [file for file in files if not isinstance(file, Path)]
         super().__init__([file for group in opened for file in group])
         self._splits = [split for split, group in enumerate(opened) for _ in group]
@@ -228,12 +219,12 @@ def _type_name(found: pa.DataType) -> str:
     return "text" if arrow.classify_type(found) == "text" and not pa.types.is_null(found) else str(found)
 
 
-def open_table(path: Path, options: TableOptions) -> TableFile:
+def open_table(path: Path, how: TextFormat) -> TableFile:
     """Open a file in the format that its first bytes show; raise UserError for options that have no effect on it."""
     source = open_input(path)
     found = find_format(source)
-    text = {name: getattr(options, name) for name in TEXT_OPTIONS}
-    for name, flag in TEXT_OPTIONS.items():
-        if found != "text" and text[name] != TableOptions.__dataclass_fields__[name].default:
+    for one in fields(how):
+        if found != "text" and getattr(how, one.name) != one.default:
+            flag = _FLAGS.get(one.name, flag_of(one.name))
             raise UserError(f"{flag} has no effect on {source.name}, which is {found}; leave out {flag}")
-    return open_file(source, found, **text)
+    return open_file(source, found, how)

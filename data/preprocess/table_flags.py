@@ -16,6 +16,7 @@ from hostdev.core.errors import UserError, in_words
 from hostdev.core.options import flag_of
 from hostdev.core.outputs import is_text
 from hostdev.data.preprocess import scaling
+from hostdev.data.preprocess.delimited import TextFormat
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
 from hostdev.data.preprocess.lists import Vector, check_length, elements, vectors_in
 from hostdev.data.preprocess.naming import listed, parse_names, short
@@ -145,7 +146,7 @@ def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
         "numeric_labels": tuple(name for name, task in tasks.items() if task == "regression"),
         "positives": {name: one["positive"] for name, one in settings.items() if "positive" in one},
         "readings": {
-            name: ReadSettings(column=one.get("column"), missing=tuple(one.get("missing", ())))
+            name: ReadSettings.from_json({key: one[key] for key in ("column", "missing") if key in one})
             for name, one in settings.items()
         },
     }
@@ -182,15 +183,10 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
         )
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    reading = ReadSettings(
-        column=settings.get("column"),
-        missing=tuple(settings.get("missing", ())),
-        length=settings.get("length") if kind == "bag" else None,
-        end=settings.get("end", "last"),
-        buckets=settings.get("buckets"),
-        weights=settings.get("weights"),
-        weights_column=settings.get("weights_column"),
-    )
+    read = {key for key in _KINDS["bag"] if key not in ("kind", "share", "threshold", "separator")}
+    if kind == "vector":
+        read -= {"length"}
+    reading = ReadSettings.from_json({key: value for key, value in settings.items() if key in read})
     return {**settings, "reading": reading, "scaled": scaled}
 
 
@@ -233,9 +229,9 @@ def parse_table_options(flags: RowFlags, earlier: Earlier | None = None) -> Tabl
     what["label"] = label
     numeric, weight = what.pop("numeric_labels"), what.pop("weight")
     what["targets"] = Targets(more=tuple(more), numeric=tuple(numeric), weight=weight)
-    how = text_options(flags) if isinstance(flags, TableFlags) else {}
+    how: dict[str, Any] = vars(text_format(flags)) if isinstance(flags, TableFlags) else {}
     if isinstance(flags, TableFlags):
-        how |= {"test_files": tuple(flags.test or ()), "validation_files": tuple(flags.validation or ())}
+        how = how | {"test_files": tuple(flags.test or ()), "validation_files": tuple(flags.validation or ())}
     for name in SplitFlags.options():
         value = getattr(flags, name)
         how[name] = None if value is None else _pair(flag_of(name), value)
@@ -245,15 +241,15 @@ def parse_table_options(flags: RowFlags, earlier: Earlier | None = None) -> Tabl
     )
 
 
-def text_options(flags: TextFlags) -> dict[str, Any]:
-    """Return the arguments of `TableOptions` for reading text files."""
-    return {
-        "columns": None if flags.columns is None else parse_names([flags.columns]),
-        "delimiter": None if flags.delimiter is None else _parse_delimiter(flags.delimiter),
-        "quotes": not flags.no_quotes,
-        "encoding": _parse_encoding(flags.encoding),
-        "skipped_lines": flags.skip_lines or 0,
-    }
+def text_format(flags: TextFlags) -> TextFormat:
+    """Return how text files are written."""
+    return TextFormat(
+        columns=None if flags.columns is None else parse_names([flags.columns]),
+        delimiter=None if flags.delimiter is None else _parse_delimiter(flags.delimiter),
+        quotes=not flags.no_quotes,
+        encoding=_parse_encoding(flags.encoding),
+        skipped_lines=flags.skip_lines or 0,
+    )
 
 
 def _roles(flags: RowFlags) -> dict[str, Any]:
