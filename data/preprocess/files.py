@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -280,10 +280,25 @@ class GroupsRead(NamedTuple):
     rows: int
 
 
-class ParquetTable(DividedFile):
-    """A Parquet file."""
+class _TypedFile(DividedFile):
+    """A file that has a schema; `kind` names its format in messages."""
 
     input: InputFile
+    kind: ClassVar[str]
+    _schema: pa.Schema
+
+    def get_type(self, name: str) -> pa.DataType:
+        """Return a column's type."""
+        return self._schema.field(name).type
+
+    def _naming(self) -> AbstractContextManager[None]:
+        return _named(self.input.name, self.kind)
+
+
+class ParquetTable(_TypedFile):
+    """A Parquet file."""
+
+    kind = "Parquet"
 
     def __init__(self, source: InputFile) -> None:
         self.input, path = source, source.path
@@ -295,10 +310,6 @@ class ParquetTable(DividedFile):
             except UnicodeDecodeError as error:
                 raise _no_name(path, error) from None
         self.names = _names(path, self._schema)
-
-    def get_type(self, name: str) -> pa.DataType:
-        """Return a column's type."""
-        return self._schema.field(name).type
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Yield the rows, starting at row number `offset`, from 0."""
@@ -347,9 +358,6 @@ class ParquetTable(DividedFile):
             row += len(batch)
             yield from split_batch(rest, row - len(rest), each)
 
-    def _naming(self) -> AbstractContextManager[None]:
-        return _named(self.input.name, "Parquet")
-
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part's rows; raise WrongRowError for invalid UTF-8, which Arrow's reader does not check."""
         for name, column in zip(part.content.schema.names, part.content.columns, strict=True):
@@ -362,20 +370,16 @@ class ParquetTable(DividedFile):
         return Chunk(part.content, size=part.taken)
 
 
-class ArrowTable(DividedFile):
+class ArrowTable(_TypedFile):
     """An Arrow IPC file or stream; Feather version 2 is such a file."""
 
-    input: InputFile
+    kind = "Arrow"
 
     def __init__(self, source: InputFile, *, stream: bool) -> None:
         self.input, self._stream, path = source, stream, source.path
         with self._naming(), places.open_arrow(path, mapped=True) as file:
             self._schema = (pa.ipc.open_stream(file) if stream else pa.ipc.open_file(file)).schema
         self.names = _names(path, self._schema)
-
-    def get_type(self, name: str) -> pa.DataType:
-        """Return a column's type."""
-        return self._schema.field(name).type
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Yield the rows, starting at row number `offset`, from 0."""
@@ -406,9 +410,6 @@ class ArrowTable(DividedFile):
                 if len(rest):
                     rest.validate(full=True)  # the file is untrusted
                     yield from split_batch(rest, row - len(rest), each)
-
-    def _naming(self) -> AbstractContextManager[None]:
-        return _named(self.input.name, "Arrow")
 
     def _batches(
         self, source: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions, only: int | None

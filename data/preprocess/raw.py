@@ -42,6 +42,13 @@ class RejectedLines:
     ) -> None:
         self.file, self.numbers, self._look = file, np.asarray(numbers, np.int64), look
 
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, pa.Array]) -> "RejectedLines":
+        """Return the lines in the result of `columns`, which are read one by one."""
+        [file] = columns["file"].to_pylist() or [""]
+        reasons, texts = columns["reason"], columns["text"]
+        return cls(file, columns["line"], lambda i: (reasons[i].as_py(), texts[i].as_py()))
+
     def __len__(self) -> int:
         """Return n."""
         return len(self.numbers)
@@ -83,15 +90,6 @@ class RejectedLines:
         texts = {name: pa.concat_arrays(some or [pa.array([], pa.large_string())]) for name, some in parts.items()}
         file = self.file.encode(errors="replace").decode()  # a name may not be valid text
         return {"file": pa.array([file][: len(self)], pa.large_string()), "line": pa.array(self.numbers), **texts}
-
-
-def read_rejected(columns: dict[str, pa.Array]) -> Iterator[Rejected]:
-    """Iterate over the lines in the result of `RejectedLines.columns`."""
-    [file] = columns["file"].to_pylist() or [""]
-    for start in range(0, len(columns["line"]), _AT_ONCE):
-        some = (columns[name].slice(start, _AT_ONCE).to_pylist() for name in Rejected._fields[1:])
-        for line in zip(*some, strict=True):
-            yield Rejected(file, *line)
 
 
 @dataclass(frozen=True)
