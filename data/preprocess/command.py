@@ -12,6 +12,7 @@ from hostdev.core import pictures
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.options import OptionError, flag_of
+from hostdev.core.outputs import is_text
 from hostdev.core.progress import counted
 from hostdev.data.manifest import REJECTED_FILE, Manifest, format_warnings
 from hostdev.data.preprocess import check, info, info_output, suggest, table_flags
@@ -116,6 +117,10 @@ def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -
     """Make the source and the options from parsed flags; `earlier` is the data set whose ids are kept."""
     flags, kept = arguments.flags, table_flags.keep_defaults(earlier)
     if isinstance(flags, RowFlags):
+        for name, given in vars(arguments).items():
+            for text in given if isinstance(given, list) else [given]:
+                if isinstance(text, str) and not is_text(text):
+                    raise UserError(f"{flag_of(name)} {text!r} is not text in UTF-8")
         how = table_flags.parse_table_options(flags, earlier)
         if flags.dense is not None and not how.numeric:
             raise UserError("--dense has no effect without --numeric; leave --dense out, or name numeric columns")

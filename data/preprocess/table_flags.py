@@ -14,7 +14,6 @@ from typing import Any
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.options import flag_of
-from hostdev.core.outputs import is_text
 from hostdev.data.preprocess import scaling
 from hostdev.data.preprocess.delimited import TextFormat
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
@@ -205,10 +204,6 @@ def _check_keys(where: str, content: Mapping[str, Any], known: Mapping[str, type
 
 def parse_table_options(flags: RowFlags, earlier: Earlier | None = None) -> TableOptions:
     """Build `TableOptions` from parsed flags; an earlier data set, if given, determines the columns' roles."""
-    for name, given in vars(flags).items():
-        for text in given if isinstance(given, list) else [given]:
-            if isinstance(text, str) and not is_text(text):
-                raise UserError(f"{flag_of(name)} {text!r} is not text in UTF-8")
     what = _roles(flags)
     task = what.pop("task")
     if earlier is not None:
