@@ -7,7 +7,7 @@ process (SIGBUS).
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import Event
@@ -87,52 +87,33 @@ class ShardFiles:
         return state
 
     def _check_values(self, path: Path, pieces: list[ShardPiece]) -> None:
-        schema = self._manifest.schema
-        size = schema.rows
+        schema, first = self._manifest.schema, 0
+
+        def wrong(row: int, what: str) -> UserError:
+            return UserError(f"shard {path}, row {first + row}, {what}; preprocess the data again")
 
         def outside(row: int, name: str, found: int) -> UserError:
-            return UserError(
-                f"shard {path}, row {row}, field {name}: id {found} is not one of the data set's ids, "
-                f"0..{size - 1}; preprocess the data again"
-            )
+            return wrong(row, f"field {name}: id {found} is not one of the data set's ids, 0..{schema.rows - 1}")
 
-        for first, piece in _numbered(pieces):
+        for piece in pieces:
             flat = piece.ids.ravel()
-            position = first_outside(flat, size)
+            position = first_outside(flat, schema.rows)
             if position >= 0:
                 row, field = divmod(position, piece.ids.shape[1])
-                raise outside(first + row, schema.ids[field], flat[position])
-        for name in schema.bags:
-            for first, piece in _numbered(pieces):
-                values, offsets = piece.bags[name]
-                position = first_outside(values, size)
+                raise outside(row, schema.ids[field], flat[position])
+            for name, (values, offsets) in piece.bags.items():
+                position = first_outside(values, schema.rows)
                 if position >= 0:
-                    row = int(np.searchsorted(offsets, position, "right")) - 1
-                    raise outside(first + row, name, values[position])
-        for name in schema.weighted_bags:
-            for first, piece in _numbered(pieces):
-                weights = piece.bag_weights[name]
+                    raise outside(int(np.searchsorted(offsets, position, "right")) - 1, name, values[position])
+            for name, weights in piece.bag_weights.items():
                 for place in find_wrong_weights(weights)[:1].tolist():
-                    row = first + int(np.searchsorted(piece.bags[name][1], place, "right")) - 1
-                    raise UserError(
-                        f"shard {path}, row {row}, weights of {name}: {weights[place]} is not a finite weight of at "
-                        "least 0; preprocess the data again"
-                    )
-        for first, piece in _numbered(pieces):
+                    row = int(np.searchsorted(piece.bags[name][1], place, "right")) - 1
+                    what = f"weights of {name}: {weights[place]} is not a finite weight of at least 0"
+                    raise wrong(row, what)
             if found := find_wrong(piece.label, piece.weight, schema.labels, schema.targets):
                 column, fault, at, values = found
-                raise UserError(
-                    f"shard {path}, row {first + at[0]}, {column}: {values[at[0]]} is {fault}; preprocess the data "
-                    "again"
-                )
-
-
-def _numbered(pieces: list[ShardPiece]) -> Iterator[tuple[int, ShardPiece]]:
-    """Yield each piece, preceded by the index of the piece's first row in the shard."""
-    first = 0
-    for piece in pieces:
-        yield first, piece
-        first += len(piece)
+                raise wrong(at[0], f"{column}: {values[at[0]]} is {fault}")
+            first += len(piece)
 
 
 def _state(found: os.stat_result) -> tuple[int, ...]:

@@ -125,8 +125,6 @@ class ManifestWriter:
 
     def _kinds(self) -> dict[str, Any]:
         """Return the manifest's entry about types and text forms of columns with ids; empty if the source has none."""
-        if self._source.kinds is None:
-            return {}
         forms: dict[str, dict[int, frozenset[int]]] = {}
         for fact in self._facts:
             for name, found in fact.forms.items():

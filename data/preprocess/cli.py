@@ -2,18 +2,26 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hostdev.core import cli, registry
 from hostdev.core.addresses import local_path, require_input, result_path, source_path
-from hostdev.core.errors import UserError
-from hostdev.data.preprocess import options
-from hostdev.data.preprocess.options import Options, add_options, add_seed
+from hostdev.data import folder
+from hostdev.data.preprocess.options import (
+    ConversionFlags,
+    CriteoFlags,
+    RowFlags,
+    SyntheticFlags,
+    TableFlags,
+    TextFlags,
+)
 from hostdev.data.preprocess.row_source import KIND, RowSource
 
 PROG = "hostdev.data.preprocess"
 HELP = "turn tables or Criteo text into a data set; check or describe one"
-_RESULT, _SOURCE = cli.checked(result_path), cli.checked(source_path)
+_LOCAL, _RESULT, _SOURCE = map(cli.checked, (local_path, result_path, source_path))
+_UNREAD = "the file cannot be read (No such file or directory)"
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -25,62 +33,75 @@ def parser(prog: str = PROG) -> cli.Parser:
         required=True,
         metavar=f"table|{'|'.join(registry.names(KIND))}|criteo|synthetic|check|info|suggest",
     )
-    table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
+    table = _add(commands, "table", "from CSV, TSV, Parquet or Arrow files", TableFlags)
     table.add_argument("files", nargs="+", type=_SOURCE, metavar="FILE",
                        help="tables with the same columns, folders of them, or - for standard input")  # fmt: skip
-    table.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
-    options.add_table(table)
-    options.add_split(table)
-    options.add_split_files(table)
-    sources = [_add_source(commands, name) for name in registry.names(KIND)]
-    criteo = commands.add_parser("criteo", help="from Criteo text", allow_abbrev=False)
+    for name in registry.names(KIND):
+        source: RowSource = registry.find(KIND, name)()
+        to = _add(commands, name, source.help, RowFlags)
+        source.add_options(to)
+        to.set_defaults(source=source)
+    criteo = _add(commands, "criteo", "from Criteo text", CriteoFlags)
     criteo.add_argument("files", nargs="+", type=_SOURCE, metavar="FILE",
                         help="Criteo text (label, 13 integers, 26 hex values), folders, or - for stdin")  # fmt: skip
-    criteo.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
-    synthetic = commands.add_parser("synthetic", help="from generated Criteo-like rows", allow_abbrev=False)
+    synthetic = _add(commands, "synthetic", "from generated Criteo-like rows", SyntheticFlags)
     synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")
-    target = synthetic.add_mutually_exclusive_group(required=True)
-    target.add_argument("--out", type=_RESULT, metavar="DIR", help="the new data set's folder")
-    target.add_argument(
-        "--tsv", type=cli.checked(local_path), metavar="FILE", help="write raw Criteo text instead of shards"
-    )
-    for command in (table, *sources):
-        add_options(command, Options(threshold=options.THRESHOLD))
-        add_seed(command, None)
-    for command in (table, *sources, criteo):
-        options.add_earlier(command)
-        command.inputs["files"] = partial(require_input, said="{}: no such file")
-        command.inputs["query"] = partial(
-            require_input, said="--query {}: the file cannot be read (No such file or directory)"
-        )
-    for command in (criteo, synthetic):
-        add_options(command)
-        add_seed(command, Options().seed)
-    for command in (table, *sources, criteo, synthetic):
-        command.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all cores)")
-        options.add_scheduler(command)
-        cli.add_debug(command)
-    options.add_looking(commands)
+    _add_inspections(commands)
     return made
 
 
-def _add_source(commands: Any, name: str) -> cli.Parser:
-    """Add the command of a registered source, and return its parser."""
-    source: RowSource = registry.find(KIND, name)()
-    to: cli.Parser = commands.add_parser(name, help=source.help, allow_abbrev=False)
-    source.add_options(to)
-    to.add_argument("--out", type=_RESULT, required=True, metavar="DIR", help="the new data set's folder")
-    options.add_roles(to)
-    options.add_split(to)
-    to.set_defaults(source=source)
-    return to
+def _add(commands: Any, name: str, what: str, flags: type[ConversionFlags]) -> cli.Parser:
+    """Add a command that prepares a data set, and return its parser; `flags` are the command's options."""
+    made: cli.Parser = commands.add_parser(name, help=what, allow_abbrev=False)
+    made.set_defaults(flags=flags)
+    made.inputs["files"] = partial(require_input, said="{}: no such file")
+    made.inputs["query"] = partial(require_input, said="--query {}: " + _UNREAD)
+    made.inputs["features"] = partial(require_input, said="--features {}: " + _UNREAD)
+    made.inputs["vocabulary"] = folder.require_input
+    target = made.add_mutually_exclusive_group(required=True) if flags is SyntheticFlags else made
+    target.add_argument("--out", type=_RESULT, required=target is made, metavar="DIR", help="the new data set's folder")
+    if target is not made:
+        target.add_argument("--tsv", type=_LOCAL, metavar="FILE", help="write raw Criteo text instead of shards")
+    flags.add_flags(made)
+    cli.add_debug(made)
+    return made
+
+
+def _add_inspections(commands: Any) -> None:
+    """Add the subcommands `check`, `info` and `suggest`."""
+
+    def add(name: str, what: str, argument: str, shown: str, **more: Any) -> cli.Parser:
+        made: cli.Parser = commands.add_parser(
+            name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False
+        )
+        made.add_argument(argument, type=_LOCAL, **more)
+        made.inputs[argument] = partial(require_input, said=shown)
+        cli.add_debug(made)
+        return made
+
+    about = {"metavar": "DIR", "help": "a data set's folder"}
+    none = "{} is not a data set: there is no such folder"
+    add("check", "read a whole data set and report all damage; exit code 1 if there is any", "path", none, **about)
+    info = add("info", "print and draw a summary of a data set, from all of its rows", "path", none, **about)
+    info.inputs["path"] = folder.require_input
+    picture = "a new file for the picture (default: info.png, or a numbered name if that exists)"
+    info.add_argument("--out", type=_LOCAL, metavar="FILE", help=picture)
+    what, table = (
+        "look at a table's first rows and write a features file for --features",
+        "a table in CSV, TSV, Parquet or Arrow",
+    )
+    suggest = add("suggest", what, "file", "{}: no such file", metavar="FILE", help=table)
+    suggest.add_argument("--label", metavar="NAME", help="the column with the label (default: chosen by its name)")
+    new = "the new file (default features.toml)"
+    suggest.add_argument("--out", type=_LOCAL, metavar="FILE", default=Path("features.toml"), help=new)
+    TextFlags.add_flags(suggest)
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Parse the command line, and build, check or describe a data set."""
     arguments = parser(prog).parse_args(argv)
-    if getattr(arguments, "threads", None) is not None and arguments.threads < 1:
-        raise UserError(f"--threads must be at least 1, not {arguments.threads}")
+    if hasattr(arguments, "flags"):
+        arguments.flags = arguments.flags.from_flags(arguments)
     with cli.importing(prog):
         from hostdev.data.preprocess.command import run
     run(arguments)

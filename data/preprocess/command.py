@@ -3,31 +3,36 @@
 import argparse
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hostdev.core import pictures
 from hostdev.core.addresses import shown_place
 from hostdev.core.errors import UserError
+from hostdev.core.options import OptionError, flag_of
+from hostdev.core.outputs import is_text
 from hostdev.core.progress import counted
 from hostdev.data.manifest import REJECTED_FILE, Manifest, format_warnings
 from hostdev.data.preprocess import check, info, info_output, suggest, table_flags
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
-from hostdev.data.preprocess.options import FLAGS, THRESHOLD, Options, ids_in_words, parse_options, parse_scheduler
+from hostdev.data.preprocess.options import (
+    THRESHOLD,
+    ConversionFlags,
+    Options,
+    RowFlags,
+    TextFlags,
+    ids_in_words,
+)
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import TableSource, open_table
-from hostdev.data.preprocess.table_flags import text_options
-from hostdev.data.preprocess.table_options import TableOptions
+from hostdev.data.preprocess.table_flags import text_format
 
-_SPLIT_FLAGS = {
-    kind: {f"--{kind}": f"{kind}_files"}
-    | {f"--{kind}-{how}": f"{kind}_{how}" for how in ("fraction", "column", "after")}
-    for kind in ("test", "validation")
-}
+_SPLITS = ("fraction", "column", "after")  # how options choose test and validation rows, besides files
 
 
 def summary(manifest: Manifest, out: Path, seconds: float) -> str:
@@ -84,95 +89,74 @@ def run(arguments: argparse.Namespace) -> None:
         _INSPECTIONS[arguments.command](arguments)
         return
     start = time.monotonic()
+    flags: ConversionFlags = arguments.flags
     if arguments.command == "synthetic" and arguments.tsv is not None:
-        write_synthetic(arguments)
+        for name in flags.options():
+            if flags.has(name) and name != "seed":
+                raise OptionError(name, f" has no effect with --tsv; leave out {flag_of(name)}")
+        write_text(make_synthetic(arguments, flags.resolve()), arguments.tsv)
         print(f"{arguments.tsv}: {arguments.rows:,} rows, {time.monotonic() - start:.1f} s")
         return
-    if arguments.scheduler is not None:
-        check_scheduler(arguments)
-    earlier = None if arguments.command == "synthetic" else table_flags.find_earlier(arguments)
+    if arguments.flags.scheduler is not None and arguments.command not in ("table", "criteo", "synthetic"):
+        raise UserError(
+            f"--scheduler cannot divide a {arguments.command} among workers; write its rows as Parquet (a query's with "
+            "COPY in DuckDB), and give these files to preprocess table"
+        )
+    earlier = None if arguments.command == "synthetic" else table_flags.find_earlier(arguments.flags)
     source, options = make_source(arguments, earlier)
-    if arguments.scheduler is None:
-        manifest = build(source, arguments.out, options, threads=arguments.threads, earlier=earlier)
+    if arguments.flags.scheduler is None:
+        manifest = build(source, arguments.out, options, threads=arguments.flags.threads, earlier=earlier)
     else:
         from hostdev.data.preprocess.cluster.prepare import prepare
 
-        manifest = prepare(source, arguments.out, options, arguments.scheduler, earlier)
+        manifest = prepare(source, arguments.out, options, arguments.flags.scheduler, earlier)
     print(summary(manifest, arguments.out, time.monotonic() - start))
-
-
-def check_scheduler(arguments: argparse.Namespace) -> None:
-    """Raise UserError unless --scheduler is valid and the other flags allow it."""
-    parse_scheduler(arguments.scheduler)
-    if arguments.threads is not None:
-        raise UserError(
-            "--threads has no effect with --scheduler, whose workers have their own numbers of threads; leave out "
-            "--threads"
-        )
-    if arguments.command == "query":
-        raise UserError(
-            "--scheduler cannot divide a query among workers; write its rows as Parquet, such as with COPY in DuckDB, "
-            "and give these files to preprocess table"
-        )
-    if getattr(arguments, "source", None) is not None:
-        raise UserError(
-            f"--scheduler cannot divide the rows of {arguments.command} among workers; write them as Parquet, and give "
-            "these files to preprocess table"
-        )
 
 
 def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -> tuple[Source, Options]:
     """Make the source and the options from parsed flags; `earlier` is the data set whose ids are kept."""
-    if table_flags.has_columns(arguments):
-        how = table_flags.parse_table_options(arguments, earlier)
-        if arguments.dense is not None and not how.numeric:
+    flags, kept = arguments.flags, table_flags.keep_defaults(earlier)
+    if isinstance(flags, RowFlags):
+        for name, given in vars(arguments).items():
+            for text in given if isinstance(given, list) else [given]:
+                if isinstance(text, str) and not is_text(text):
+                    raise UserError(f"{flag_of(name)} {text!r} is not text in UTF-8")
+        how = table_flags.parse_table_options(flags, earlier)
+        if flags.dense is not None and not how.numeric:
             raise UserError("--dense has no effect without --numeric; leave --dense out, or name numeric columns")
-        options = table_options(arguments, earlier)
+        options = table_options(flags, kept)
         if options.hash_buckets is not None and how.thresholds:
             raise UserError(
                 f"threshold of feature {next(iter(how.thresholds))!r} has no effect with --hash-buckets; leave it out"
             )
         source = getattr(arguments, "source", None)
         return TableSource(arguments.files if source is None else [source.open(arguments)], how), options
-    options = parse_options(arguments, **table_flags.keep_defaults(earlier))
-    if arguments.command == "criteo":
-        return CriteoText(arguments.files), options
-    return make_synthetic(arguments), options
+    options = flags.resolve(**kept)
+    return CriteoText(arguments.files) if arguments.command == "criteo" else make_synthetic(arguments, options), options
 
 
-def table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> Options:
-    """Make `Options` from the parsed flags of `table` or `query`."""
+def table_options(flags: RowFlags, kept: Mapping[str, Any]) -> Options:
+    """Make `Options` from the flags of `table` or of a registered source; `kept` are an earlier data set's values."""
     test, validation = (
-        [flag for flag, name in _SPLIT_FLAGS[kind].items() if getattr(arguments, name, None) is not None]
+        [flag_of(name) for name in (kind, *(f"{kind}_{how}" for how in _SPLITS)) if flags.has(name)]
         for kind in ("test", "validation")
     )
-    for flags, what in ((test, "testing"), (validation, "validation")):
-        if len(flags) > 1:
-            raise UserError(f"{flags[0]} and {flags[1]} both select rows for {what}; leave one of them out")
-    options = parse_options(arguments, **{"threshold": THRESHOLD, **table_flags.keep_defaults(earlier)})
+    for given, what in ((test, "testing"), (validation, "validation")):
+        if len(given) > 1:
+            raise UserError(f"{given[0]} and {given[1]} both select rows for {what}; leave one of them out")
+    options = flags.resolve(**{"threshold": THRESHOLD, **kept})
     if test in ([], ["--test-fraction"]):
         return options
-    if arguments.seed is not None and arguments.validation_fraction is None:
+    if flags.seed is not None and flags.validation_fraction is None:
         raise UserError(f"--seed has no effect with {test[0]}; leave out --seed")
     return replace(options, test_fraction=None)
 
 
-def make_synthetic(arguments: argparse.Namespace) -> Synthetic:
+def make_synthetic(arguments: argparse.Namespace, options: Options) -> Synthetic:
     """Make synthetic rows from parsed flags."""
     if arguments.rows < 1:
         raise UserError(f"--rows must be at least 1, not {arguments.rows}")
-    return Synthetic(arguments.rows, arguments.seed)
-
-
-def write_synthetic(arguments: argparse.Namespace) -> None:
-    """Write synthetic rows as Criteo text to the file that --tsv names."""
-    source = make_synthetic(arguments)
-    for name in (*FLAGS, "threads", "scheduler"):
-        if getattr(arguments, name) is not None:
-            raise UserError(
-                f"--{name.replace('_', '-')} has no effect with --tsv; leave out --{name.replace('_', '-')}"
-            )
-    write_text(source, arguments.tsv)
+    return Synthetic(arguments.rows, options.seed)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -190,22 +174,13 @@ def _info(arguments: argparse.Namespace) -> None:
 
 
 def _suggest(arguments: argparse.Namespace) -> None:
-    how = TableOptions(label="label", categorical=("any",), **text_options(arguments))
-    file = open_table(arguments.file, how)
-    first, *told = suggest.write(file, arguments.label, arguments.out)
+    flags = TextFlags.from_flags(arguments)
+    first, *told = suggest.write(open_table(arguments.file, text_format(flags)), arguments.label, arguments.out)
     print(first)
-    given = shlex.join(["hostdev", "preprocess", "table", str(arguments.file), *_as_flags(arguments)])
+    given = shlex.join(["hostdev", "preprocess", "table", str(arguments.file), *flags.to_flags()])
     print(f"    {given} --features {shlex.quote(str(arguments.out))} --out DIR")
     for line in told:
         print(line)
-
-
-def _as_flags(arguments: argparse.Namespace) -> list[str]:
-    """Return the flags about reading text files, as the user gave them."""
-    named = {"--columns": arguments.columns, "--delimiter": arguments.delimiter, "--encoding": arguments.encoding}
-    named["--skip-lines"] = arguments.skip_lines
-    flags = [text for flag, value in named.items() if value is not None for text in (flag, str(value))]
-    return [*flags, *(["--no-quotes"] if arguments.no_quotes else [])]
 
 
 _INSPECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {"check": _check, "info": _info, "suggest": _suggest}

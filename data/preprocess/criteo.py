@@ -1,7 +1,7 @@
 """Criteo's text format: each row is a tab-separated line with a label, 13 integers and 26 values of 8 hex digits."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess.delimited import LineFile
+from hostdev.data.preprocess.files import FileSource, UnparsedRows
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.inputs import AnyInput, open_input
-from hostdev.data.preprocess.raw import (
-    BEGINNING,
-    FileSource,
-    InputRange,
-    RawBlock,
-    RawRows,
-    RejectedLines,
-    SourceLayout,
-    SourcePosition,
-)
-from hostdev.data.preprocess.text import LONGEST, TextLines, text_windows, whole_lines, window_lines
+from hostdev.data.preprocess.raw import RawBlock, RawRows, RejectedLines, Source, SourceLayout
+from hostdev.data.preprocess.text import LONGEST
 from hostdev.data.schema import Column
 from hostdev.kernels.criteo import EMPTY, HEX_DIGITS, parse_lines
 
@@ -46,7 +39,34 @@ _INTEGER, _HEX = re.compile(rb"-?[0-9]{1,18}|"), re.compile(rb"[0-9a-fA-F]{8}|")
 _MISSING = dict.fromkeys(LAYOUT.spaces, EMPTY)
 
 
-class CriteoText(FileSource):
+class _CriteoFile(LineFile):
+    """A file of Criteo's text, which `CriteoText` parses."""
+
+    names = tuple(COLUMNS)
+
+    def __init__(self, source: AnyInput, block_bytes: int) -> None:
+        self.input, self.block_bytes = source, block_bytes
+        self.most_rows = source.size // _SHORTEST_LINE + 1 if source.plain else 2**62
+
+    def too_long(self) -> UserError:
+        """See `LineFile`."""
+        name, size = self.input.name, LONGEST * self.block_bytes
+        return UserError(f"{name}: no line end in {size} bytes; this is not Criteo text")
+
+
+class CriteoSource(Source):
+    """A source of rows with Criteo's columns."""
+
+    layout = LAYOUT
+    signed = False
+
+    @property
+    def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array]:
+        """The function that formats values as hexadecimal digits."""
+        return hex_text
+
+
+class CriteoText(CriteoSource, FileSource):
     """The rows of Criteo's text files, in the given order.
 
     Each path is a plain or compressed file, a tar or zip archive that contains train.txt, or a folder of files.
@@ -54,53 +74,17 @@ class CriteoText(FileSource):
     The constructor and the reading methods raise UserError for unreadable files.
     """
 
-    layout = LAYOUT
-    unit = "B"
-    signed = False
-    kinds = None
-
     def __init__(
         self, files: Sequence[Path] = (), *, inputs: Sequence[AnyInput] | None = None, block_bytes: int | None = None
     ) -> None:
         if inputs is None:
             inputs = [open_input(file, _is_rows) for file in expand(files)]
-        self.inputs: Sequence[AnyInput] = list(inputs)
-        self.total = sum(source.size for source in self.inputs)
-        plain = all(source.plain for source in self.inputs)
-        self.most_rows = self.total // _SHORTEST_LINE + len(self.inputs) if plain else 2**62
         self.block_bytes = block_bytes or BLOCK_BYTES
+        super().__init__([_CriteoFile(source, self.block_bytes) for source in inputs])
 
-    def blocks(self, start: SourcePosition = BEGINNING) -> Iterator[RawBlock]:
-        """Yield the text in blocks of complete lines."""
-        for number in range(start.input, len(self.inputs)):
-            yield from self._whole(number, start.offset if number == start.input else 0)
-
-    def _whole(self, number: int, offset: int = 0) -> Iterator[RawBlock]:
-        """Yield the blocks of input `number`, from an offset on."""
-        source = self.inputs[number]
-        lines = whole_lines(source, offset, self.block_bytes, self._too_long(source.name))
-        return (self._block(number, one) for one in lines)
-
-    def _block(self, number: int, lines: TextLines) -> RawBlock:
-        return RawBlock(lines.text, self.inputs[number].name, SourcePosition(number, lines.offset), lines.taken)
-
-    def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
-        """See `Source`: windows of a plain file."""
-        source = self.inputs[number]
-        if not source.plain:
-            return super().ranges(number, looked)
-        return [InputRange(number, *one) for one in text_windows(source, self.block_bytes)], None
-
-    def blocks_of(self, one: InputRange) -> Iterator[RawBlock]:
-        """See `Source`."""
-        if one.place is None:
-            return self._whole(one.input)
-        source = self.inputs[one.input]
-        lines = window_lines(source, one.place, self.block_bytes, self._too_long(source.name))
-        return (self._block(one.input, some) for some in lines)
-
-    def _too_long(self, name: str) -> Callable[[], UserError]:
-        return lambda: UserError(f"{name}: no line end in {LONGEST * self.block_bytes} bytes; this is not Criteo text")
+    def content(self, number: int, part: UnparsedRows) -> Any:
+        """Return the text."""
+        return part.content[0]
 
     def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Parse a block's rows; their keys are the 32-bit categorical values."""
@@ -110,11 +94,6 @@ class CriteoText(FileSource):
         """Return each file's path, size and change time, and the block size; None if a file can be read only once."""
         stamps = super().stamp()
         return None if stamps is None else [*stamps, self.block_bytes]
-
-    @property
-    def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array]:
-        """The function that formats values as hexadecimal digits."""
-        return hex_text
 
     def options(self) -> dict[str, Any]:
         """Return the options that a manifest records for Criteo's text."""

@@ -2,10 +2,11 @@
 
 import codecs
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,6 @@ from hostdev.data.preprocess.text import (
     Scan,
     TextRows,
     chain,
-    newline,
     recode,
     scan_windows,
     text_windows,
@@ -44,10 +44,43 @@ _SCANNED = 16  # windows that are looked at together
 _STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, unusual in text
 
 
-class DelimitedFile(DividedFile):
-    """A delimited text file.
+class LineFile(DividedFile):
+    """A text file whose rows are whole lines; an uncompressed one can be read window by window.
 
-    Args:
+    Attributes:
+        block_bytes: Size of a window.
+    """
+
+    block_bytes: int
+
+    def get_type(self, name: str) -> pa.DataType:
+        """Return the type of every column: text."""
+        return pa.string()
+
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
+        """Yield the text from byte `offset` on, some MiB of whole lines at a time."""
+        return map(unparsed, whole_lines(self.input, offset, self.block_bytes, self.too_long))
+
+    def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
+        """See `DividedFile`: windows, if the text is a plain file."""
+        return (text_windows(self.input, self.block_bytes), None) if self.input.plain else super().places(looked)
+
+    def parts_at(self, used: Sequence[str], place: Any) -> Iterator[UnparsedRows]:
+        """See `DividedFile`."""
+        if place is None:
+            return self.parts(used, 0)
+        return map(unparsed, window_lines(self.input, place, self.block_bytes, self.too_long))
+
+    def too_long(self) -> UserError:
+        """Return the error for a line of more than `LONGEST` blocks."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFormat:
+    """How a delimited text file is written.
+
+    Attributes:
         columns: The column names, or None to read them from the first row.
         delimiter: The separator of values. If it has several characters, quotes are ordinary characters. None selects
             it by the file's suffix: a tab for .tsv and .tab, a comma for .csv; for other suffixes, a tab if the first
@@ -55,29 +88,51 @@ class DelimitedFile(DividedFile):
         quotes: Whether values in double quotes may contain delimiters and line ends (RFC 4180).
         encoding: The text's encoding, as a Python codec name.
         skipped_lines: Number of lines to skip before the header, or before the first row if there is no header.
+
+    Raises UserError for wrong names and an empty delimiter.
     """
 
-    def __init__(
-        self,
-        source: AnyInput,
-        *,
-        columns: Sequence[str] | None = None,
-        delimiter: str | None = None,
-        quotes: bool = True,
-        encoding: str = "utf-8",
-        skipped_lines: int = 0,
-    ) -> None:
-        self.input = recode(source, encoding=encoding, skipped_lines=skipped_lines, head=HEAD_BYTES)
+    columns: tuple[str, ...] | None = None
+    delimiter: str | None = None
+    quotes: bool = True
+    encoding: str = "utf-8"
+    skipped_lines: int = 0
+
+    def __post_init__(self) -> None:
+        if self.columns is not None and len(set(self.columns)) < len(self.columns):
+            raise UserError("--columns has the same name twice; give each column a different name")
+        for name in ("delimiter", "columns"):
+            if getattr(self, name) is not None and not getattr(self, name):
+                raise UserError(f"--{name} is empty")
+        if self.skipped_lines < 0:
+            raise UserError(f"--skip-lines must be at least 0, not {self.skipped_lines}")
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, Any]) -> Self:
+        """Return the format of a data set's text files, from the manifest's entry."""
+        given = {one.name: options[one.name] for one in fields(cls) if options.get(one.name) is not None}
+        if "columns" in given:
+            given["columns"] = tuple(given["columns"])
+        return cls(**given)
+
+
+class DelimitedFile(LineFile):
+    """A delimited text file."""
+
+    def __init__(self, source: AnyInput, how: TextFormat) -> None:
+        columns = how.columns
+        self.input = recode(source, encoding=how.encoding, skipped_lines=how.skipped_lines, head=HEAD_BYTES)
         text = self.input
         self._columns: list[str] | None = None
-        self.lines_before = skipped_lines + (columns is None)
+        self.block_bytes = BLOCK_BYTES
+        self.lines_before = how.skipped_lines + (columns is None)
         start = text.head(HEAD_BYTES)
         if not start.strip():
             raise UserError(f"{text.name}: the file is empty")
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise UserError(f"{text.name}: the file is UTF-16; give --encoding utf-16")
-        self._delimiter = (delimiter or _guess(text.path, start)).encode()
-        self._quotes = quotes and len(self._delimiter) == 1
+        self._delimiter = (how.delimiter or _guess(text.path, start)).encode()
+        self._quotes = how.quotes and len(self._delimiter) == 1
         self.names = self._header(start)
         if columns is not None:
             if len(columns) != len(self.names):
@@ -105,50 +160,44 @@ class DelimitedFile(DividedFile):
             return None
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)
 
-    def get_type(self, name: str) -> pa.DataType:
-        """Return the type of every column: text."""
-        return pa.string()
-
     def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
-        """Yield the text from byte `offset` on, a few MiB of complete rows at a time."""
-        ends = _RowEnds(self.input, self._delimiter, offset) if self._quotes else None
-        last_end = newline if ends is None else ends.last
-        for lines in whole_lines(self.input, offset, BLOCK_BYTES, self._too_long, last_end):
-            if ends is not None and lines.is_last:
+        """See `LineFile`; rows in quotes may have several lines."""
+        if not self._quotes:
+            yield from super().parts(used, offset)
+            return
+        ends = _RowEnds(self.input, self._delimiter, offset)
+        for lines in whole_lines(self.input, offset, self.block_bytes, self.too_long, ends.last):
+            if lines.is_last:
                 ends.check_closed()
             yield unparsed(lines)
 
     def looks(self) -> list[range]:
         """See `DividedFile`: where rows end in a window of quoted text depends on the windows before it."""
-        windows = -(-self.input.size // BLOCK_BYTES) if self._quotes and self.input.plain else 0
+        windows = -(-self.input.size // self.block_bytes) if self._quotes and self.input.plain else 0
         return [range(start, min(start + _SCANNED, windows)) for start in range(0, windows, _SCANNED)]
 
     def look(self, used: Sequence[str], windows: range) -> list[Any]:
         """See `DividedFile`."""
-        return scan_windows(self.input, self._delimiter, BLOCK_BYTES, windows)
+        return scan_windows(self.input, self._delimiter, self.block_bytes, windows)
 
     def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
-        """See `DividedFile`: windows of BLOCK_BYTES bytes, or the rows in them."""
-        if not self.input.plain:
+        """See `DividedFile`: windows of `block_bytes` bytes, or the rows in them."""
+        if not self._quotes or not self.input.plain:
             return super().places(looked)
-        if not self._quotes:
-            return text_windows(self.input, BLOCK_BYTES), None
         scans = [[Scan(*one) for one in by_state] for by_state in looked]
-        rows, error = chain(scans, self.input.size, BLOCK_BYTES, self._too_long, self.input.name)
+        rows, error = chain(scans, self.input.size, self.block_bytes, self.too_long, self.input.name)
         return [(list(one), one.end - one.begin) for one in rows], error
 
     def parts_at(self, used: Sequence[str], place: Any) -> Iterator[UnparsedRows]:
         """See `DividedFile`."""
-        if place is None:
-            yield from self.parts(used, 0)
-        elif isinstance(place, int):
-            yield from map(unparsed, window_lines(self.input, place, BLOCK_BYTES, self._too_long))
-        else:
-            rows = TextRows(*place)
-            with self.input.open() as stream:
-                stream.skip(rows.begin)
-                text = stream.read(rows.end - rows.begin)
-            yield UnparsedRows((text, rows.begin), rows.end, len(text))
+        if not isinstance(place, list | tuple):
+            yield from super().parts_at(used, place)
+            return
+        rows = TextRows(*place)
+        with self.input.open() as stream:
+            stream.skip(rows.begin)
+            text = stream.read(rows.end - rows.begin)
+        yield UnparsedRows((text, rows.begin), rows.end, len(text))
 
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part into rows and malformed lines."""
@@ -217,7 +266,7 @@ class DelimitedFile(DividedFile):
         """Return the values of the first row."""
         end = start.rfind(b"\n") + 1
         if end == 0 and len(start) == HEAD_BYTES:
-            raise self._too_long(HEAD_BYTES)
+            raise self.too_long(HEAD_BYTES)
         lines = start[:end] if len(start) == HEAD_BYTES else start + b"\n"
         self._check_encoding(lines, 0)
         values = lines.partition(b"\n")[0].count(self._delimiter) + 1
@@ -270,8 +319,9 @@ class DelimitedFile(DividedFile):
             ),
         )
 
-    def _too_long(self, most: int | None = None) -> UserError:
-        most = LONGEST * BLOCK_BYTES if most is None else most
+    def too_long(self, most: int | None = None) -> UserError:
+        """Return the error for a row of more than `most` bytes (default: `LONGEST` blocks)."""
+        most = LONGEST * self.block_bytes if most is None else most
         return UserError(
             f"{self.input.name}: a row is longer than {most} bytes; check that {self.shown} separate its values "
             "and that quotes are paired, as in CSV; if not, give --delimiter or --no-quotes"

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,15 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, InputFile, unreadable
-from hostdev.data.preprocess.raw import InvalidRowError, RejectedLines
+from hostdev.data.preprocess.raw import (
+    BEGINNING,
+    InputRange,
+    InvalidRowError,
+    RawBlock,
+    RejectedLines,
+    Source,
+    SourcePosition,
+)
 from hostdev.data.preprocess.row_groups import RowGroups, RowGroupSize, open_parquet
 from hostdev.data.preprocess.text import Recoded, TextLines
 
@@ -136,6 +144,60 @@ class DividedFile(TableFile):
         return self.parts(used, 0)
 
 
+class FileSource(Source):
+    """The rows of files, in their order.
+
+    Attributes:
+        files: The files; the inputs are theirs.
+        used: Names of the columns that are read.
+    """
+
+    unit = "B"
+    used: Sequence[str] = ()
+
+    def __init__(self, files: Sequence[TableFile]) -> None:
+        self.files, self.inputs = files, [file.input for file in files]
+        self.total = sum(file.input.size for file in files)
+        self.most_rows = sum(file.most_rows for file in files)
+
+    def blocks(self, start: SourcePosition = BEGINNING) -> Iterator[RawBlock]:
+        """See `Source`."""
+        for number, file in enumerate(self.files[start.input :], start.input):
+            for part in file.parts(self.used, start.offset if number == start.input else 0):
+                yield self.block(number, part)
+
+    def block(self, number: int, part: UnparsedRows) -> RawBlock:
+        """Return a part of file `number` as a block."""
+        name = self.files[number].input.name
+        return RawBlock(self.content(number, part), name, SourcePosition(number, part.offset), part.taken)
+
+    def content(self, number: int, part: UnparsedRows) -> Any:
+        """Return what `parse` needs of a part of file `number`."""
+        raise NotImplementedError
+
+    def looks(self, number: int) -> list[range]:
+        """See `Source`."""
+        return self._divided(number).looks()
+
+    def look(self, number: int, windows: range) -> list[Any]:
+        """See `Source`."""
+        return self._divided(number).look(self.used, windows)
+
+    def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
+        """See `Source`."""
+        found, error = self._divided(number).places(looked)
+        return [InputRange(number, *one) for one in found], error
+
+    def blocks_of(self, one: InputRange) -> Iterator[RawBlock]:
+        """See `Source`."""
+        return (self.block(one.input, part) for part in self._divided(one.input).parts_at(self.used, one.place))
+
+    def _divided(self, number: int) -> DividedFile:
+        file = self.files[number]
+        assert isinstance(file, DividedFile)
+        return file
+
+
 def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
     """Yield a file's rows in chunks, parsed in this thread."""
     first = 0
@@ -218,10 +280,25 @@ class GroupsRead(NamedTuple):
     rows: int
 
 
-class ParquetTable(DividedFile):
-    """A Parquet file."""
+class _TypedFile(DividedFile):
+    """A file that has a schema; `kind` names its format in messages."""
 
     input: InputFile
+    kind: ClassVar[str]
+    _schema: pa.Schema
+
+    def get_type(self, name: str) -> pa.DataType:
+        """Return a column's type."""
+        return self._schema.field(name).type
+
+    def _naming(self) -> AbstractContextManager[None]:
+        return _named(self.input.name, self.kind)
+
+
+class ParquetTable(_TypedFile):
+    """A Parquet file."""
+
+    kind = "Parquet"
 
     def __init__(self, source: InputFile) -> None:
         self.input, path = source, source.path
@@ -233,10 +310,6 @@ class ParquetTable(DividedFile):
             except UnicodeDecodeError as error:
                 raise _no_name(path, error) from None
         self.names = _names(path, self._schema)
-
-    def get_type(self, name: str) -> pa.DataType:
-        """Return a column's type."""
-        return self._schema.field(name).type
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Yield the rows, starting at row number `offset`, from 0."""
@@ -285,9 +358,6 @@ class ParquetTable(DividedFile):
             row += len(batch)
             yield from split_batch(rest, row - len(rest), each)
 
-    def _naming(self) -> AbstractContextManager[None]:
-        return _named(self.input.name, "Parquet")
-
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part's rows; raise WrongRowError for invalid UTF-8, which Arrow's reader does not check."""
         for name, column in zip(part.content.schema.names, part.content.columns, strict=True):
@@ -300,20 +370,16 @@ class ParquetTable(DividedFile):
         return Chunk(part.content, size=part.taken)
 
 
-class ArrowTable(DividedFile):
+class ArrowTable(_TypedFile):
     """An Arrow IPC file or stream; Feather version 2 is such a file."""
 
-    input: InputFile
+    kind = "Arrow"
 
     def __init__(self, source: InputFile, *, stream: bool) -> None:
         self.input, self._stream, path = source, stream, source.path
         with self._naming(), places.open_arrow(path, mapped=True) as file:
             self._schema = (pa.ipc.open_stream(file) if stream else pa.ipc.open_file(file)).schema
         self.names = _names(path, self._schema)
-
-    def get_type(self, name: str) -> pa.DataType:
-        """Return a column's type."""
-        return self._schema.field(name).type
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
         """Yield the rows, starting at row number `offset`, from 0."""
@@ -344,9 +410,6 @@ class ArrowTable(DividedFile):
                 if len(rest):
                     rest.validate(full=True)  # the file is untrusted
                     yield from split_batch(rest, row - len(rest), each)
-
-    def _naming(self) -> AbstractContextManager[None]:
-        return _named(self.input.name, "Arrow")
 
     def _batches(
         self, source: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions, only: int | None

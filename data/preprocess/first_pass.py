@@ -144,7 +144,7 @@ class FirstPass:
             piece = PieceFile(self._work.path(piece_name(name)))
             if len(piece) != sum(facts.rows):
                 break
-            self._counts.add(facts.end.input, len(piece), facts.rejected, next(piece.rejected(), None))
+            self._counts.add(facts.end.input, len(piece), facts.rejected, next(iter(piece.rejected()), None))
             hashed, spaces = self._work.hashed is not None, len(self._source.layout.spaces)
             self.names.append(name)
             self._take(name, facts, None if hashed else survey(piece, spaces))

@@ -1,24 +1,22 @@
-"""Preprocessing options that all sources of rows share, and the flags of `preprocess`.
+"""Preprocessing options that all sources of rows share, and the flags of `preprocess` as groups of options.
 
 This module imports little, so that a wrong flag is reported at once.
 """
 
-import argparse
 import re
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from hostdev.core import cli
-from hostdev.core.addresses import local_path, require_input
+from hostdev.core.addresses import local_path
+from hostdev.core.cli import checked
 from hostdev.core.errors import UserError
 from hostdev.core.keys import RAW, is_raw
-from hostdev.data import folder
+from hostdev.core.options import OptionError, OptionGroup, choice, count, option, switch
 
-FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "validation_fraction", "rows_per_shard")
 MODES = ("max", "log", "standard")  # of scaling
 TASKS = ("binary", "regression")
+DECIMALS = (".", ",")
 _LOCAL = re.compile(r"local:([0-9]+)")
 _ADDRESS = re.compile(r"(tcp|tls)://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
 MOST_LOCAL = 1024  # workers of --scheduler local:N
@@ -43,23 +41,11 @@ class Options:
     rows_per_shard: int = 1 << 18
 
     def __post_init__(self) -> None:
-        if self.threshold is not None and self.threshold < 0:
-            raise UserError(f"--threshold must be at least 0, not {self.threshold}")
-        if self.hash_buckets is not None and not 1 <= self.hash_buckets <= 2**62:
-            raise UserError(f"--hash-buckets must be from 1 to 2^62, not {self.hash_buckets}")
-        if self.dense not in MODES:
-            raise UserError(f"--dense must be one of {', '.join(MODES)}, not {self.dense}")
-        if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
-            raise UserError(f"--test-fraction must be at least 0 and less than 1, not {self.test_fraction}")
-        if self.validation_fraction is not None:
-            if not 0 < self.validation_fraction < 1:
-                raise UserError(
-                    f"--validation-fraction must be more than 0 and less than 1, not {self.validation_fraction}"
-                )
-            if self.validation_fraction + (self.test_fraction or 0) >= 1:
-                raise UserError("--test-fraction and --validation-fraction together leave no rows for training")
-        if self.rows_per_shard < 1:
-            raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
+        for name, item in ConversionFlags.options().items():
+            if (value := getattr(self, name, None)) is not None:
+                item.require(name, value)
+        if (self.validation_fraction or 0) + (self.test_fraction or 0) >= 1:
+            raise UserError("--test-fraction and --validation-fraction together leave no rows for training")
 
     def as_json(self) -> dict[str, Any]:
         """Return the options for the manifest, without those that have no effect."""
@@ -73,218 +59,60 @@ class Options:
         return found
 
 
-def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> None:
-    """Add flags for all fields of `Options` but the seed; the value of an absent flag is None."""
-    default = default or Options()
-    to.add_argument(
-        "--threshold",
-        type=int,
-        metavar="N",
-        help=f"a value seen at most N times in training rows is out of vocabulary (default {default.threshold})",
+def _require_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise UserError(f"--dense must be one of {', '.join(MODES)}, not {mode}")
+
+
+def _require_test(share: float) -> None:
+    if not 0 <= share < 1:
+        raise UserError(f"--test-fraction must be at least 0 and less than 1, not {share}")
+
+
+def _require_validation(share: float) -> None:
+    if not 0 < share < 1:
+        raise UserError(f"--validation-fraction must be more than 0 and less than 1, not {share}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionFlags(OptionGroup):
+    """How rows become shards: the values of `Options` that are given; None for the default."""
+
+    section: ClassVar[str] = "conversion"
+    title: ClassVar[str] = "conversion of rows to shards"
+    threshold: int | None = option(
+        "a value seen at most N times in training rows is out of vocabulary (default 1; 100 for Criteo's columns, 10 "
+        "in quickstart)",
+        int,
+        least=0,
+        unused_with={"hash_buckets": "", "ids=raw": "", "frozen_vocabulary": ""},
     )
-    to.add_argument(
-        "--hash-buckets", type=int, metavar="N", help="hash values into N ids instead of using a vocabulary"
+    hash_buckets: int | None = count(
+        "hash values into N ids instead of using a vocabulary", most=1 << 62, unused_with={"ids": ""}
     )
-    to.add_argument(
-        "--ids",
-        choices=("vocabulary", "raw"),
-        help="raw: hash values into 62 bits instead of using a vocabulary, for hostdev train --tables dynamic (default "
+    ids: str | None = choice(
+        "raw: hash values into 62 bits instead of using a vocabulary, for hostdev train --tables dynamic (default "
         "vocabulary)",
+        ("vocabulary", "raw"),
     )
-    to.add_argument("--dense", choices=MODES, help=f"scaling of the numeric columns (default {default.dense})")
-    to.add_argument(
-        "--test-fraction",
-        type=float,
-        metavar="F",
-        help=f"share of the rows for testing, 0 for none (default {default.test_fraction})",
+    dense: str | None = choice(f"scaling of the numeric columns (default {Options.dense})", MODES, check=_require_mode)
+    test_fraction: float | None = option(
+        f"share of the rows for testing, 0 for none (default {Options.test_fraction})", float, check=_require_test
     )
-    to.add_argument(
-        "--validation-fraction",
-        type=float,
-        metavar="F",
-        help="share of the rows for validation; training evaluates on these rows instead of test rows (default: none)",
+    validation_fraction: float | None = option(
+        "share of the rows for validation; training evaluates on these rows instead of test rows (default: none)",
+        float,
+        check=_require_validation,
     )
-    to.add_argument(
-        "--rows-per-shard", type=int, metavar="N", help=f"maximum rows per file (default {default.rows_per_shard})"
-    )
+    rows_per_shard: int | None = count(f"maximum rows per file (default {Options.rows_per_shard})")
 
-
-def add_seed(to: argparse.ArgumentParser, default: int | None) -> None:
-    """Add the flag --seed."""
-    to.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        default=default,
-        help=f"seed of the test split and of synthetic rows (default {Options().seed})",
-    )
-
-
-def parse_options(arguments: argparse.Namespace, **defaults: object) -> Options:
-    """Build `Options` from parsed flags; `defaults` override the fields' defaults."""
-    given = {name: getattr(arguments, name) for name in FLAGS if getattr(arguments, name) is not None}
-    option = "--hash-buckets"
-    if arguments.ids is not None:
-        option = f"--ids {arguments.ids}"
-        if "hash_buckets" in given:
-            raise UserError(f"--hash-buckets has no effect with {option}; leave out one of the two")
-        if arguments.ids == "raw":
+    def resolve(self, **defaults: Any) -> Options:
+        """Return the options; `defaults` override those of `Options`."""
+        given = {one.name: getattr(self, one.name, None) for one in fields(Options)}
+        if self.ids == "raw":
             given["hash_buckets"] = RAW
-    if "hash_buckets" in given:
-        if "threshold" in given:
-            raise UserError(f"--threshold has no effect with {option}; leave out one of the two")
-        given["threshold"] = None
-    if arguments.seed is not None:
-        given["seed"] = arguments.seed
-    return Options(**{**defaults, **given})
-
-
-def add_table(to: cli.Parser) -> None:
-    """Add the flags of `TableOptions`, except those of `add_split` and `add_split_files`."""
-    add_roles(to)
-    add_text(to)
-
-
-def add_text(to: argparse.ArgumentParser) -> None:
-    """Add the flags for reading text files."""
-    to.add_argument("--columns", metavar="NAMES", help="the columns' names, comma-separated, for text without a header")
-    to.add_argument(
-        "--delimiter", metavar="TEXT", help="separator of values in text, or the word tab (default: detected)"
-    )
-    to.add_argument("--no-quotes", action="store_true", help="treat quotes in text as ordinary characters")
-    to.add_argument("--encoding", metavar="NAME", help="the encoding of text, such as latin-1 (default utf-8)")
-    to.add_argument("--skip-lines", type=int, metavar="N", help="lines to skip at the start of each text file")
-
-
-def add_roles(to: cli.Parser) -> None:
-    """Add the flags for the roles of columns."""
-    unread = "--features {}: the file cannot be read (No such file or directory)"
-    to.inputs["features"] = partial(require_input, said=unread)
-
-    def add(flag: str, metavar: str, text: str) -> None:
-        to.add_argument(flag, action="append", metavar=metavar, help=text)
-
-    add("--label", "NAMES", "the column with the label, 0 or 1, true or false; or several columns, separated by commas")
-    to.add_argument(
-        "--task",
-        choices=TASKS,
-        help="binary: predict the probability of a positive label (default); regression: labels are any numbers",
-    )
-    to.add_argument("--weight", metavar="NAME", help="the column with each row's weight in the loss")
-    to.add_argument(
-        "--positive",
-        metavar="RULE",
-        help="which labels are positive: '>3', '>=3', '<3', '<=3', '!=no' or a value (default: 1 or true)",
-    )
-    add("--numeric", "NAMES", "numeric columns, separated by commas")
-    add("--vector", "NAME=N", "a column with a list of N numbers in each row, which become N numeric columns")
-    add("--categorical", "NAMES", "columns whose values become ids, separated by commas")
-    add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
-    add("--share", "NAME=OTHER", "let column NAME share the ids of column OTHER, so that equal values have equal ids")
-    add("--padding", "NAME=VALUE", "omit VALUE, which is only padding, from the lists of --bag NAME")
-    add("--last", "NAME=N", "keep only the last N values of each list of --bag NAME")
-    add("--bag-weights", "NAME=SEP", "the values of --bag NAME have weights after SEP, such as ':' in red:0.5")
-    add("--missing", "VALUES", "missing-value markers in every column, separated by commas, such as '\\N,?'")
-    to.add_argument("--decimal", choices=(".", ","), help="the decimal separator of numbers in text (default .)")
-    to.add_argument(
-        "--features",
-        type=cli.checked(local_path),
-        metavar="FILE",
-        help="a TOML file with the kind and the settings of every feature, instead of the column flags",
-    )
-
-
-def add_split(to: argparse.ArgumentParser) -> None:
-    """Add the flags that choose test and validation rows by the values of a column."""
-    to.add_argument("--test-column", metavar="NAME=VALUE", help="rows with this value in column NAME are for testing")
-    to.add_argument(
-        "--test-after",
-        metavar="NAME=VALUE",
-        help="rows with a larger number or a later time in column NAME are for testing",
-    )
-    to.add_argument(
-        "--validation-column",
-        metavar="NAME=VALUE",
-        help="rows with this value in column NAME are for validation; training monitors them instead of the test rows",
-    )
-    to.add_argument(
-        "--validation-after",
-        metavar="NAME=VALUE",
-        help="non-test rows with a larger number or a later time in column NAME are for validation",
-    )
-
-
-def add_split_files(to: argparse.ArgumentParser) -> None:
-    """Add the flags that give files of test and validation rows."""
-    for kind in ("test", "validation"):
-        to.add_argument(
-            f"--{kind}", dest=f"{kind}_files", action="append", metavar="FILE", help=f"a table with {kind} rows"
-        )
-
-
-def add_earlier(to: cli.Parser) -> None:
-    """Add --vocabulary and --frozen-vocabulary."""
-    to.inputs["vocabulary"] = folder.require_input
-    to.add_argument(
-        "--vocabulary",
-        type=cli.checked(local_path),
-        metavar="FROM",
-        help="an earlier data set, whose ids, columns and scaling are kept; new values get ids after the earlier ones",
-    )
-    to.add_argument(
-        "--frozen-vocabulary",
-        action="store_true",
-        help="with --vocabulary: new values get no ids and are out of vocabulary",
-    )
-
-
-def add_scheduler(to: argparse.ArgumentParser) -> None:
-    """Add --scheduler."""
-    to.add_argument(
-        "--scheduler",
-        metavar="ADDRESS",
-        help="work on a cluster with the workers of this Dask scheduler, such as tcp://HOST:8786; local:N starts N "
-        "worker processes on this machine (pip install 'hostdev[dask]')",
-    )
-
-
-def add_looking(to: Any) -> None:
-    """Add the subcommands `check`, `info` and `suggest` to `hostdev.data.preprocess`."""
-
-    def add(name: str, what: str) -> cli.Parser:
-        made: cli.Parser = to.add_parser(
-            name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False
-        )
-        made.inputs["path"] = partial(require_input, said="{} is not a data set: there is no such folder")
-        made.add_argument("path", type=cli.checked(local_path), metavar="DIR", help="a data set's folder")
-        cli.add_debug(made)
-        return made
-
-    add("check", "read a whole data set and report all damage; exit code 1 if there is any")
-    of_info = add("info", "print and draw a summary of a data set, from all of its rows")
-    of_info.inputs["path"] = folder.require_input
-    of_info.add_argument(
-        "--out",
-        type=cli.checked(local_path),
-        metavar="FILE",
-        help="a new file for the picture (default: info.png, or a numbered name if that exists)",
-    )
-    what = "look at a table's first rows and write a features file for --features"
-    made: cli.Parser = to.add_parser("suggest", help=what, description=what + ".", allow_abbrev=False)
-    made.inputs["file"] = partial(require_input, said="{}: no such file")
-    made.add_argument(
-        "file", type=cli.checked(local_path), metavar="FILE", help="a table in CSV, TSV, Parquet or Arrow"
-    )
-    made.add_argument("--label", metavar="NAME", help="the column with the label (default: chosen by its name)")
-    made.add_argument(
-        "--out",
-        type=cli.checked(local_path),
-        metavar="FILE",
-        default=Path("features.toml"),
-        help="the new file (default features.toml)",
-    )
-    add_text(made)
-    cli.add_debug(made)
+        found = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+        return Options(**found | ({"threshold": None} if given["hash_buckets"] is not None else {}))
 
 
 def parse_scheduler(text: str) -> int | None:
@@ -301,3 +129,166 @@ def parse_scheduler(text: str) -> int | None:
             "processes on this machine"
         )
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags(OptionGroup):
+    """What prepares the data set."""
+
+    section: ClassVar[str] = "run"
+    title: ClassVar[str] = "random draws, threads and workers"
+    seed: int | None = option(f"seed of the test split and of synthetic rows (default {Options.seed})", int)
+    threads: int | None = count(
+        "number of threads (default: all cores)",
+        unused_with={"scheduler": "whose workers have their own numbers of threads"},
+    )
+    scheduler: str | None = option(
+        "work on a cluster with the workers of this Dask scheduler, such as tcp://HOST:8786; local:N starts N worker "
+        "processes on this machine (pip install 'hostdev[dask]')",
+        str,
+        metavar="ADDRESS",
+        check=parse_scheduler,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierFlags(OptionGroup):
+    """What is kept of an earlier data set."""
+
+    section: ClassVar[str] = "earlier"
+    title: ClassVar[str] = "an earlier data set"
+    vocabulary: Path | None = option(
+        "an earlier data set, whose ids, columns and scaling are kept; new values get ids after the earlier ones",
+        checked(local_path),
+        metavar="FROM",
+    )
+    frozen_vocabulary: bool = switch("with --vocabulary: new values get no ids and are out of vocabulary")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleFlags(OptionGroup):
+    """Roles of columns, and how their values are read."""
+
+    section: ClassVar[str] = "roles"
+    title: ClassVar[str] = "roles of columns"
+    label: list[str] | None = option(
+        "the column with the label, 0 or 1, true or false; or several columns, separated by commas",
+        list,
+        metavar="NAMES",
+    )
+    task: str | None = choice(
+        "binary: predict the probability of a positive label (default); regression: labels are any numbers", TASKS
+    )
+    weight: str | None = option("the column with each row's weight in the loss", str, metavar="NAME")
+    positive: str | None = option(
+        "which labels are positive: '>3', '>=3', '<3', '<=3', '!=no' or a value (default: 1 or true)",
+        str,
+        metavar="RULE",
+    )
+    missing: list[str] | None = option(
+        "missing-value markers in every column, separated by commas, such as '\\N,?'", list, metavar="VALUES"
+    )
+    decimal: str | None = choice("the decimal separator of numbers in text (default .)", DECIMALS)
+    features: Path | None = option(
+        "a TOML file with the kind and the settings of every feature, instead of the column flags",
+        checked(local_path),
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnFlags(OptionGroup):
+    """Features by columns, which a features file replaces."""
+
+    section: ClassVar[str] = "columns"
+    title: ClassVar[str] = "features"
+    numeric: list[str] | None = option("numeric columns, separated by commas", list, metavar="NAMES")
+    vector: list[str] | None = option(
+        "a column with a list of N numbers in each row, which become N numeric columns", list, metavar="NAME=N"
+    )
+    categorical: list[str] | None = option(
+        "columns whose values become ids, separated by commas", list, metavar="NAMES"
+    )
+    bag: list[str] | None = option(
+        "a column with any number of values: text split by SEP, or a list in Parquet and Arrow",
+        list,
+        metavar="NAME=SEP",
+    )
+    share: list[str] | None = option(
+        "let column NAME share the ids of column OTHER, so that equal values have equal ids", list, metavar="NAME=OTHER"
+    )
+    padding: list[str] | None = option(
+        "omit VALUE, which is only padding, from the lists of --bag NAME", list, metavar="NAME=VALUE"
+    )
+    last: list[str] | None = option("keep only the last N values of each list of --bag NAME", list, metavar="NAME=N")
+    bag_weights: list[str] | None = option(
+        "the values of --bag NAME have weights after SEP, such as ':' in red:0.5", list, metavar="NAME=SEP"
+    )
+
+    def check(self) -> None:
+        """Raise OptionError if there is also a features file."""
+        for name in ColumnFlags.options():
+            if self.has(name) and self.has("features"):
+                raise OptionError(name, " has no effect with --features, whose file defines the columns; leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitFlags(OptionGroup):
+    """Columns whose values choose test and validation rows."""
+
+    section: ClassVar[str] = "split"
+    title: ClassVar[str] = "test and validation rows"
+    test_column: str | None = option("rows with this value in column NAME are for testing", str, metavar="NAME=VALUE")
+    test_after: str | None = option(
+        "rows with a larger number or a later time in column NAME are for testing", str, metavar="NAME=VALUE"
+    )
+    validation_column: str | None = option(
+        "rows with this value in column NAME are for validation; training monitors them instead of the test rows",
+        str,
+        metavar="NAME=VALUE",
+    )
+    validation_after: str | None = option(
+        "non-test rows with a larger number or a later time in column NAME are for validation",
+        str,
+        metavar="NAME=VALUE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFlags(OptionGroup):
+    """How text files are read."""
+
+    section: ClassVar[str] = "text"
+    title: ClassVar[str] = "text files"
+    columns: str | None = option("the columns' names, comma-separated, for text without a header", str, metavar="NAMES")
+    delimiter: str | None = option(
+        "separator of values in text, or the word tab (default: detected)", str, metavar="TEXT"
+    )
+    encoding: str | None = option("the encoding of text, such as latin-1 (default utf-8)", str, metavar="NAME")
+    skip_lines: int | None = option("lines to skip at the start of each text file", int, least=0)
+    no_quotes: bool = switch("treat quotes in text as ordinary characters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFlags(RoleFlags, ColumnFlags, SplitFlags, ConversionFlags, EarlierFlags, RunFlags):
+    """The options of a source of rows with named columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFlags(RowFlags, TextFlags):
+    """The options of `table`."""
+
+    section: ClassVar[str] = "files"
+    title: ClassVar[str] = "files of test and validation rows"
+    test: list[str] | None = option("a table with test rows", list, metavar="FILE")
+    validation: list[str] | None = option("a table with validation rows", list, metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriteoFlags(ConversionFlags, EarlierFlags, RunFlags):
+    """The options of `criteo`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticFlags(ConversionFlags, RunFlags):
+    """The options of `synthetic`."""

@@ -9,7 +9,7 @@ A piece is an Arrow file with a single row, in which each column holds one list.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -26,7 +26,7 @@ from hostdev.core.json_files import parse
 from hostdev.core.outputs import replacing
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.raw import RawRows, Rejected, SourceLayout, SourcePosition, read_rejected
+from hostdev.data.preprocess.raw import RawRows, Rejected, RejectedLines, SourceLayout, SourcePosition
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import columns_of
 from hostdev.kernels.arrays import Array
@@ -117,9 +117,9 @@ class PieceFile:
         found = self.values(name)
         return found if pa.types.is_large_string(found.type) else found.to_numpy()
 
-    def rejected(self) -> Iterator[Rejected]:
-        """Iterate over the malformed lines."""
-        return read_rejected({name: self._record[name].values for name in Rejected._fields})
+    def rejected(self) -> RejectedLines:
+        """Return the malformed lines."""
+        return RejectedLines.from_columns({name: self._record[name].values for name in Rejected._fields})
 
 
 class SplitDraw:

@@ -5,7 +5,7 @@ Malformed lines are stored compactly, because a file in an unexpected format has
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,13 @@ class RejectedLines:
         self, file: str = "", numbers: npt.ArrayLike = (), look: Callable[[int], tuple[str, str]] | None = None
     ) -> None:
         self.file, self.numbers, self._look = file, np.asarray(numbers, np.int64), look
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, pa.Array]) -> "RejectedLines":
+        """Return the lines in the result of `columns`, which are read one by one."""
+        [file] = columns["file"].to_pylist() or [""]
+        reasons, texts = columns["reason"], columns["text"]
+        return cls(file, columns["line"], lambda i: (reasons[i].as_py(), texts[i].as_py()))
 
     def __len__(self) -> int:
         """Return n."""
@@ -83,15 +90,6 @@ class RejectedLines:
         texts = {name: pa.concat_arrays(some or [pa.array([], pa.large_string())]) for name, some in parts.items()}
         file = self.file.encode(errors="replace").decode()  # a name may not be valid text
         return {"file": pa.array([file][: len(self)], pa.large_string()), "line": pa.array(self.numbers), **texts}
-
-
-def read_rejected(columns: dict[str, pa.Array]) -> Iterator[Rejected]:
-    """Iterate over the lines in the result of `RejectedLines.columns`."""
-    [file] = columns["file"].to_pylist() or [""]
-    for start in range(0, len(columns["line"]), _AT_ONCE):
-        some = (columns[name].slice(start, _AT_ONCE).to_pylist() for name in Rejected._fields[1:])
-        for line in zip(*some, strict=True):
-            yield Rejected(file, *line)
 
 
 @dataclass(frozen=True)
@@ -221,101 +219,85 @@ class InputRange(NamedTuple):
     begin: int | None = None
 
 
-class Source(Protocol):
-    """Rows in a fixed order, in blocks; block sizes do not affect results."""
+class Source:
+    """Rows in a fixed order, in blocks; block sizes do not affect results. The base class has no inputs.
+
+    Attributes:
+        layout: The columns.
+        total: Total size in `unit`s, for the progress bar; 0 if unknown.
+        unit: Unit of sizes.
+        most_rows: Upper bound on the number of well-formed rows.
+        has_validation: Whether the source itself assigns rows to validation.
+        signed: Whether negative numbers are scaled symmetrically to positive ones; false for Criteo, where they are
+            markers.
+        inputs: The inputs that are numbered in positions: files, or standard input (`inputs.AnyInput`).
+    """
 
     layout: SourceLayout
     total: int
-    """Total size in `unit`s, for the progress bar; 0 if unknown."""
     unit: str
     most_rows: int
-    """Upper bound on the number of well-formed rows."""
-    has_validation: bool
-    """Whether the source itself assigns rows to validation."""
-    signed: bool
-    """Whether negative numbers are scaled symmetrically to positive ones; false for Criteo, where they are markers."""
-
-    @property
-    def inputs(self) -> Sequence[Any]:
-        """The inputs that are numbered in positions: files, or standard input (`inputs.AnyInput`)."""
+    has_validation = False
+    signed = True
+    inputs: Sequence[Any] = ()
 
     @property
     def format_keys(self) -> Callable[[npt.NDArray[np.int64]], pa.Array] | None:
         """Function that maps keys to values ("" for a missing one), or None if rows have `texts`."""
+        return None
 
-    def blocks(self, start: SourcePosition) -> Iterator[RawBlock]:
+    def blocks(self, start: SourcePosition = BEGINNING) -> Iterator[RawBlock]:
         """Iterate over the blocks from `start` on; `start` must be BEGINNING or the `end` of a block."""
+        raise NotImplementedError
 
     def looks(self, number: int) -> list[range]:
         """Return the windows of an input that `look` must see before `ranges` can divide it; none for most inputs."""
+        return []
 
     def look(self, number: int, windows: range) -> list[Any]:  # Any: JSON
         """Return what `ranges` needs to know of some windows of an input."""
+        raise NotImplementedError
 
     def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
         """Divide an input into ranges that can be read alone; also return the error that follows them, if any.
 
         `looked` has the results of `look` for all windows of `looks`. Places of ranges are such as JSON can hold.
         """
+        raise NotImplementedError
 
     def blocks_of(self, one: InputRange) -> Iterator[RawBlock]:
         """Yield the blocks of a range that `blocks` yields."""
+        raise NotImplementedError
 
-    def parse(self, block: RawBlock, *, hashed: bool) -> RawRows:
+    def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Parse a block's rows; thread-safe.
 
         If `hashed` is true, keys may be hashes, which cannot be turned back into values.
         Raises WrongRowError for an invalid value, and UserError for unreadable input.
         """
-
-    @property
-    def kinds(self) -> Callable[[Mapping[str, Mapping[int, frozenset[int]]]], dict[str, Any]] | None:
-        """Function that returns the manifest's entry `kinds`, or None if there is no such entry.
-
-        Its argument has the forms of the values, by column, then by input number.
-        """
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Return the manifest's entry about where the rows come from."""
-
-    def stamp(self) -> list[Any] | None:
-        """Return a fingerprint of the inputs, or None if one can be read only once."""
-
-    def check_unchanged(self) -> None:
-        """Raise UserError if an input has changed since the source was opened."""
-
-    def options(self) -> dict[str, Any]:
-        """Return the manifest's entry about how the rows were read."""
-
-
-class FileSource:
-    """The part of a `Source` that is about its inputs."""
-
-    inputs: Sequence[Any] = ()
-    has_validation = False
-
-    def looks(self, number: int) -> list[range]:
-        """See `Source`."""
-        return []
-
-    def look(self, number: int, windows: range) -> list[Any]:
-        """See `Source`."""
         raise NotImplementedError
 
-    def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
-        """See `Source`: by default, one for the whole input."""
-        return [InputRange(number, None, self.inputs[number].size)], None
+    def kinds(self, forms: Mapping[str, Mapping[int, frozenset[int]]]) -> dict[str, Any]:
+        """Return the manifest's entry `kinds`, or an empty one if there is none.
+
+        `forms` has the forms of the values, by column, then by input number.
+        """
+        return {}
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return each file's absolute path and size."""
+        """Return the manifest's entry about where the rows come from: each file's absolute path and size."""
         return [source.describe() for source in self.inputs]
 
     def stamp(self) -> list[Any] | None:
-        """Return each file's path, size and modification time; None if an input can be read only once."""
+        """Return a fingerprint of the inputs: each file's path, size and time; None if one can be read only once."""
         stamps = [source.stamp() for source in self.inputs]
         return None if None in stamps else stamps
 
     def check_unchanged(self) -> None:
-        """Raise UserError if a file has changed since the source was opened."""
+        """Raise UserError if an input has changed since the source was opened."""
         for source in self.inputs:
             source.check_unchanged()
+
+    def options(self) -> dict[str, Any]:
+        """Return the manifest's entry about how the rows were read."""
+        raise NotImplementedError

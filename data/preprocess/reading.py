@@ -23,7 +23,6 @@ from hostdev.kernels.arrays import Array, Lengths, Mask, Numbers, Values
 from hostdev.kernels.strings import hash_texts
 
 ENDS = ("first", "last")
-DECIMALS = (".", ",")
 _QUOTED = "^(?s:'[^']*'|\"[^\"]*\"|[^'\"]*)$"  # one value of a list, quoted or not
 GetColumn = Callable[[str], pa.Array]  # from a column's name to the column [n]
 
@@ -58,6 +57,11 @@ class ReadSettings:
     weights: str | None = None
     weights_column: str | None = None
     element: int | None = None
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "ReadSettings":
+        """Return the settings in the result of `as_json`; raise TypeError, ValueError or AttributeError for others."""
+        return cls(**{**content, "missing": tuple(content.get("missing", ()))})
 
     @property
     def is_weighted(self) -> bool:
@@ -270,9 +274,7 @@ def own_settings(options: Mapping[str, Any]) -> dict[str, ReadSettings]:
     """Return the per-feature settings in a manifest's options; raise UserError if they are invalid."""
     try:
         features = dict(options.get("features") or {})
-        return {
-            name: ReadSettings(**{**one, "missing": tuple(one.get("missing", ()))}) for name, one in features.items()
-        }
+        return {name: ReadSettings.from_json(one) for name, one in features.items()}
     except (TypeError, ValueError, AttributeError):
         raise UserError("manifest.json has invalid feature settings; preprocess the data again") from None
 

@@ -10,7 +10,7 @@ other slot becomes a bag with the slot's name.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +18,12 @@ import pyarrow as pa
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
-from hostdev.data.preprocess.files import Chunk, DividedFile, UnparsedRows, unparsed
+from hostdev.data.preprocess.delimited import LineFile
+from hostdev.data.preprocess.files import Chunk, UnparsedRows
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.raw import RejectedLines
-from hostdev.data.preprocess.text import LONGEST, text_windows, whole_lines, window_lines
+from hostdev.data.preprocess.text import LONGEST
 
 _BLOCK = 1 << 22  # bytes
 _NUMBER = r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?"
@@ -53,11 +54,11 @@ def find_kind(source: AnyInput) -> str | None:
     return next((kind for kind, form in _KINDS.items() if lines and all(map(form.fullmatch, lines))), None)
 
 
-class SparseText(DividedFile):
+class SparseText(LineFile):
     """A file of sparse text; a line is malformed if it has a column that does not occur in the file's first MiB."""
 
     def __init__(self, source: AnyInput, kind: str) -> None:
-        self.input, self._kind = source, kind
+        self.input, self._kind, self.block_bytes = source, kind, _BLOCK
         self.most_rows = source.size // 4 + 1 if source.plain else 2**62
         head = source.head(HEAD_BYTES).decode("utf-8", "replace")
         lines = head.split("\n")[: -1 if len(head) == HEAD_BYTES else None]
@@ -82,20 +83,6 @@ class SparseText(DividedFile):
     def get_type(self, name: str) -> pa.DataType:
         """Return a column's type: text, or lists of text."""
         return pa.string() if name == self.names[0] or self._is_numeric else pa.list_(pa.string())
-
-    def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
-        """Iterate over the text from a byte offset on, some MiB of whole lines at a time."""
-        return map(unparsed, whole_lines(self.input, offset, _BLOCK, self._too_long))
-
-    def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
-        """See `DividedFile`: windows, if the text is a plain file."""
-        return (text_windows(self.input, _BLOCK), None) if self.input.plain else super().places(looked)
-
-    def parts_at(self, used: Sequence[str], place: Any) -> Iterator[UnparsedRows]:
-        """See `DividedFile`."""
-        if place is None:
-            return self.parts(used, 0)
-        return map(unparsed, window_lines(self.input, place, _BLOCK, self._too_long))
 
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part into rows and malformed lines."""
@@ -155,5 +142,8 @@ class SparseText(DividedFile):
             found.setdefault(column, []).append(index)
         return found
 
-    def _too_long(self) -> UserError:
-        return UserError(f"{self.input.name}: a line is longer than {LONGEST * _BLOCK} bytes; check its line ends")
+    def too_long(self) -> UserError:
+        """See `LineFile`."""
+        return UserError(
+            f"{self.input.name}: a line is longer than {LONGEST * self.block_bytes} bytes; check its line ends"
+        )

@@ -26,9 +26,9 @@ from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar
 from hostdev.data.manifest import FILE_NAME, VERSION
 from hostdev.data.preprocess.build import build
-from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text
+from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, CriteoSource, hex_text
 from hostdev.data.preprocess.options import Options
-from hostdev.data.preprocess.raw import BEGINNING, FileSource, InputRange, RawBlock, RawRows, SourcePosition
+from hostdev.data.preprocess.raw import BEGINNING, InputRange, RawBlock, RawRows, SourcePosition
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
 
@@ -59,14 +59,10 @@ _SEED = 2020
 _OPTIONS = Options(threshold=5, dense="log", seed=_SEED)
 
 
-class Synthetic(FileSource):
+class Synthetic(CriteoSource):
     """The first `rows` synthetic rows for this seed."""
 
-    layout = LAYOUT
     unit = "rows"
-    signed = False
-    format_keys = staticmethod(hex_text)
-    kinds = None
 
     def __init__(self, rows: int, seed: int) -> None:
         self.total = self.most_rows = rows

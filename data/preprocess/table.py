@@ -1,6 +1,7 @@
 """A source of rows from tables with named columns: CSV, TSV, sparse text, Parquet and Arrow files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ import pyarrow as pa
 
 from hostdev.core.addresses import source_path
 from hostdev.core.errors import UserError
+from hostdev.core.options import flag_of
 from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive
-from hostdev.data.preprocess.delimited import DelimitedFile
+from hostdev.data.preprocess.delimited import DelimitedFile, TextFormat
 from hostdev.data.preprocess.files import (
     ArrowTable,
-    DividedFile,
+    FileSource,
     ParquetTable,
     TableFile,
     UnparsedRows,
@@ -26,35 +28,24 @@ from hostdev.data.preprocess.forms import NUMBERS, Written
 from hostdev.data.preprocess.inputs import AnyInput, InputFile, open_input
 from hostdev.data.preprocess.lists import can_be_weights, elements
 from hostdev.data.preprocess.naming import about_blanks, listed, short
-from hostdev.data.preprocess.raw import BEGINNING, FileSource, InputRange, RawBlock, RawRows, SourcePosition
+from hostdev.data.preprocess.raw import RawBlock, RawRows
 from hostdev.data.preprocess.sparse_text import SparseText, find_kind
-from hostdev.data.preprocess.table_options import TEXT_OPTIONS, TableOptions
+from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
 from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
 
+_FLAGS = {"quotes": "--no-quotes", "skipped_lines": "--skip-lines"}  # of `TextFormat`, where names differ
 
-def open_file(
-    source: AnyInput,
-    found: str,
-    *,
-    columns: Sequence[str] | None,
-    delimiter: str | None,
-    quotes: bool,
-    encoding: str,
-    skipped_lines: int,
-) -> TableFile:
+
+def open_file(source: AnyInput, found: str, how: TextFormat) -> TableFile:
     """Open a file of format `found`, a result of `files.find_format`.
 
-    The options are those of `DelimitedFile`. Sparse text is recognized only if all options have their defaults.
+    `how` is for text; sparse text is recognized only if all its values are defaults.
     Raises UserError for a broken file, and for a pipe unless the format is text.
     """
     if found == "text":
-        is_told = columns is not None or delimiter is not None or skipped_lines or encoding != "utf-8" or not quotes
-        if not is_told and (kind := find_kind(source)) is not None:
-            return SparseText(source, kind)
-        return DelimitedFile(
-            source, columns=columns, delimiter=delimiter, quotes=quotes, encoding=encoding, skipped_lines=skipped_lines
-        )
+        kind = find_kind(source) if how == TextFormat() else None
+        return DelimitedFile(source, how) if kind is None else SparseText(source, kind)
     if not isinstance(source, InputFile):
         raise UserError(f"{source.name}: {found} can be read only from a file, not from a pipe")
     return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
@@ -70,10 +61,6 @@ class TableSource(FileSource):
     Raises UserError for unreadable files and wrong columns, in the constructor or while reading.
     """
 
-    unit = "B"
-    signed = True
-    format_keys = None
-
     def __init__(self, files: Sequence[Path | TableFile], options: TableOptions) -> None:
         chosen = (list(map(source_path, names)) for names in (options.test_files, options.validation_files))
         self._options = options
@@ -82,11 +69,9 @@ class TableSource(FileSource):
         self._owners = dict(options.share)  # columns that share another column's ids
         named = [[file for file in files if isinstance(file, Path)], *chosen]
         paths = [expand(group, is_table) if group else [] for group in named]
-        opened: list[list[TableFile]] = [[open_table(path, options) for path in group] for group in paths]
+        opened: list[list[TableFile]] = [[open_table(path, options.text) for path in group] for group in paths]
         opened[0] += [file for file in files if not isinstance(file, Path)]
-        self.files = [file for group in opened for file in group]  # in the order in which they are read
-        self.inputs = [file.input for file in self.files]
-        # The index of each file's split; 0 if the options select the split of each row.
+        super().__init__([file for group in opened for file in group])
         self._splits = [split for split, group in enumerate(opened) for _ in group]
         self._types: dict[
             str, tuple[str, pa.DataType, TableFile, str]
@@ -95,47 +80,14 @@ class TableSource(FileSource):
             self._check_columns(file)
         self.layout, self.has_validation = options.layout(), options.has_validation()
         self._parser = RowParser(options, self.files)
-        self.total = sum(file.input.size for file in self.files)
-        self.most_rows = sum(file.most_rows for file in self.files)
 
     def options(self) -> dict[str, Any]:
         """Return the manifest's entry about the columns' roles and how their values are read."""
         return {"preset": "table", **self._options.as_json()}
 
-    def blocks(self, start: SourcePosition = BEGINNING) -> Iterator[RawBlock]:
-        """Iterate over the rows from `start` on."""
-        for number, file in enumerate(self.files[start.input :], start.input):
-            for part in file.parts(self.used, start.offset if number == start.input else 0):
-                yield self.block(number, part)
-
-    def block(self, number: int, part: UnparsedRows) -> RawBlock:
-        """Return a part of file `number` as a block."""
-        file = self.files[number]
-        return RawBlock(
-            (file, part, self._splits[number]), file.input.name, SourcePosition(number, part.offset), part.taken
-        )
-
-    def looks(self, number: int) -> list[range]:
-        """See `Source`."""
-        return self._divided(number).looks()
-
-    def look(self, number: int, windows: range) -> list[Any]:
-        """See `Source`."""
-        return self._divided(number).look(self.used, windows)
-
-    def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
-        """See `Source`."""
-        found, error = self._divided(number).places(looked)
-        return [InputRange(number, *one) for one in found], error
-
-    def blocks_of(self, one: InputRange) -> Iterator[RawBlock]:
-        """See `Source`."""
-        return (self.block(one.input, part) for part in self._divided(one.input).parts_at(self.used, one.place))
-
-    def _divided(self, number: int) -> DividedFile:
-        file = self.files[number]
-        assert isinstance(file, DividedFile)
-        return file
+    def content(self, number: int, part: UnparsedRows) -> Any:
+        """Return the file, the part, and the file's split; 0 if the options select the split of each row."""
+        return self.files[number], part, self._splits[number]
 
     def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Parse a block's rows.
@@ -267,12 +219,12 @@ def _type_name(found: pa.DataType) -> str:
     return "text" if arrow.classify_type(found) == "text" and not pa.types.is_null(found) else str(found)
 
 
-def open_table(path: Path, options: TableOptions) -> TableFile:
+def open_table(path: Path, how: TextFormat) -> TableFile:
     """Open a file in the format that its first bytes show; raise UserError for options that have no effect on it."""
     source = open_input(path)
     found = find_format(source)
-    text = {name: getattr(options, name) for name in TEXT_OPTIONS}
-    for name, flag in TEXT_OPTIONS.items():
-        if found != "text" and text[name] != TableOptions.__dataclass_fields__[name].default:
+    for one in fields(how):
+        if found != "text" and getattr(how, one.name) != one.default:
+            flag = _FLAGS.get(one.name, flag_of(one.name))
             raise UserError(f"{flag} has no effect on {source.name}, which is {found}; leave out {flag}")
-    return open_file(source, found, **text)
+    return open_file(source, found, how)

@@ -4,7 +4,6 @@ They name columns, a --features file (TOML with the kind and the settings of eve
 (--vocabulary), whose columns are kept.
 """
 
-import argparse
 import codecs
 import difflib
 import tomllib
@@ -14,13 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core.errors import UserError, in_words
-from hostdev.core.outputs import is_text
+from hostdev.core.options import flag_of
 from hostdev.data.preprocess import scaling
+from hostdev.data.preprocess.delimited import TextFormat
 from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
 from hostdev.data.preprocess.lists import Vector, check_length, elements, vectors_in
 from hostdev.data.preprocess.naming import listed, parse_names, short
-from hostdev.data.preprocess.options import TASKS
-from hostdev.data.preprocess.reading import DECIMALS, ENDS, ReadSettings, own_settings
+from hostdev.data.preprocess.options import (
+    DECIMALS,
+    TASKS,
+    CriteoFlags,
+    RowFlags,
+    SplitFlags,
+    TableFlags,
+    TextFlags,
+)
+from hostdev.data.preprocess.reading import ENDS, ReadSettings, own_settings
 from hostdev.data.preprocess.scaling import ColumnScaling
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.schema import Targets
@@ -46,16 +54,6 @@ _KINDS: dict[str, dict[str, type]] = {
 }
 _TYPES = {str: "a quoted string", int: "an integer", list: 'a list, such as ["NA", "?"]', dict: "a table"}
 _ESCAPES = {"\\t": "\t", "tab": "\t"}
-_ROLES = (
-    "numeric",
-    "vector",
-    "categorical",
-    "bag",
-    "share",
-    "padding",
-    "last",
-    "bag_weights",
-)  # flags that a features file replaces
 _MOST = 120  # characters of a column list in a message
 _SAME = "leave the flag out: --vocabulary takes the columns from that data set"
 
@@ -147,7 +145,7 @@ def _labels(where: str, content: Mapping[str, Any]) -> dict[str, Any]:
         "numeric_labels": tuple(name for name, task in tasks.items() if task == "regression"),
         "positives": {name: one["positive"] for name, one in settings.items() if "positive" in one},
         "readings": {
-            name: ReadSettings(column=one.get("column"), missing=tuple(one.get("missing", ())))
+            name: ReadSettings.from_json({key: one[key] for key in ("column", "missing") if key in one})
             for name, one in settings.items()
         },
     }
@@ -184,15 +182,10 @@ def _feature(where: str, settings: Any) -> dict[str, Any]:
         )
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    reading = ReadSettings(
-        column=settings.get("column"),
-        missing=tuple(settings.get("missing", ())),
-        length=settings.get("length") if kind == "bag" else None,
-        end=settings.get("end", "last"),
-        buckets=settings.get("buckets"),
-        weights=settings.get("weights"),
-        weights_column=settings.get("weights_column"),
-    )
+    read = {key for key in _KINDS["bag"] if key not in ("kind", "share", "threshold", "separator")}
+    if kind == "vector":
+        read -= {"length"}
+    reading = ReadSettings.from_json({key: value for key, value in settings.items() if key in read})
     return {**settings, "reading": reading, "scaled": scaled}
 
 
@@ -209,17 +202,12 @@ def _check_keys(where: str, content: Mapping[str, Any], known: Mapping[str, type
         raise UserError(f"{where}: the values of missing must be quoted strings, also those that are numbers")
 
 
-def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:
+def parse_table_options(flags: RowFlags, earlier: Earlier | None = None) -> TableOptions:
     """Build `TableOptions` from parsed flags; an earlier data set, if given, determines the columns' roles."""
-    for name, given in vars(arguments).items():
-        for text in given if isinstance(given, list) else [given]:
-            if isinstance(text, str) and not is_text(text):
-                raise UserError(f"{_flag(name)} {text!r} is not text in UTF-8")
-    has_files = arguments.command == "table"
-    what = _roles(arguments)
+    what = _roles(flags)
     task = what.pop("task")
     if earlier is not None:
-        if arguments.features is not None:
+        if flags.features is not None:
             raise UserError("--features has no effect with --vocabulary, which sets the features; leave out --features")
         what = keep_columns(what, earlier)
         if task is not None and set(what["numeric_labels"]) != set(what["labels"] if task == "regression" else ()):
@@ -227,8 +215,8 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
                 f"--task {task} differs from the task of {earlier.folder}, which --vocabulary keeps; leave out --task"
             )
     elif not what["labels"]:
-        if arguments.features is not None:
-            raise UserError(f'{arguments.features} names no label; add label = "NAME" to it, or give --label NAME')
+        if flags.features is not None:
+            raise UserError(f'{flags.features} names no label; add label = "NAME" to it, or give --label NAME')
         raise UserError("the following arguments are required: --label")
     else:
         what["decimal"] = what.get("decimal") or "."
@@ -236,76 +224,74 @@ def parse_table_options(arguments: argparse.Namespace, earlier: Earlier | None =
     what["label"] = label
     numeric, weight = what.pop("numeric_labels"), what.pop("weight")
     what["targets"] = Targets(more=tuple(more), numeric=tuple(numeric), weight=weight)
-    how = text_options(arguments) if has_files else {}
-    for name in ("test_column", "test_after", "validation_column", "validation_after"):
-        value = getattr(arguments, name)
-        how[name] = None if value is None else _pair(_flag(name), value)
+    how: dict[str, Any] = vars(text_format(flags)) if isinstance(flags, TableFlags) else {}
+    if isinstance(flags, TableFlags):
+        how = how | {"test_files": tuple(flags.test or ()), "validation_files": tuple(flags.validation or ())}
+    for name in SplitFlags.options():
+        value = getattr(flags, name)
+        how[name] = None if value is None else _pair(flag_of(name), value)
     return TableOptions(
         **what,
-        test_files=tuple(arguments.test_files or ()) if has_files else (),
-        validation_files=tuple(arguments.validation_files or ()) if has_files else (),
         **how,
     )
 
 
-def text_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `TableOptions` for reading text files."""
-    return {
-        "columns": None if arguments.columns is None else parse_names([arguments.columns]),
-        "delimiter": None if arguments.delimiter is None else _parse_delimiter(arguments.delimiter),
-        "quotes": not arguments.no_quotes,
-        "encoding": _parse_encoding(arguments.encoding),
-        "skipped_lines": arguments.skip_lines or 0,
-    }
+def text_format(flags: TextFlags) -> TextFormat:
+    """Return how text files are written."""
+    return TextFormat(
+        columns=None if flags.columns is None else parse_names([flags.columns]),
+        delimiter=None if flags.delimiter is None else _parse_delimiter(flags.delimiter),
+        quotes=not flags.no_quotes,
+        encoding=_parse_encoding(flags.encoding),
+        skipped_lines=flags.skip_lines or 0,
+    )
 
 
-def _roles(arguments: argparse.Namespace) -> dict[str, Any]:
+def _roles(flags: RowFlags) -> dict[str, Any]:
     """Return the arguments of `TableOptions` about labels, weight and features, and how their values are read."""
-    named = {"label": parse_names(arguments.label), "positive": arguments.positive}
-    named |= {"weight": arguments.weight, "task": arguments.task}
-    named |= {"missing": parse_names(arguments.missing), "decimal": arguments.decimal}
-    if arguments.features is not None:
-        if flag := next((_flag(name) for name in _ROLES if getattr(arguments, name)), None):
-            raise UserError(f"{flag} has no effect with --features, whose file defines the columns; leave out {flag}")
-        found = read_features(arguments.features)
+    named = {"label": parse_names(flags.label), "positive": flags.positive}
+    named |= {"weight": flags.weight, "task": flags.task}
+    named |= {"missing": parse_names(flags.missing), "decimal": flags.decimal}
+    if flags.features is not None:
+        found = read_features(flags.features)
         for name in found.given:
             if named[name]:
-                raise UserError(f"--{name} and {name} in {arguments.features} are both given; leave out one of the two")
+                raise UserError(f"--{name} and {name} in {flags.features} are both given; leave out one of the two")
         kept = {
             name: value for name, value in named.items() if value or name in ("label", "positive", "weight", "task")
         }
         return _with_labels({**kept, **found.roles})
     features: dict[str, ReadSettings] = {}
-    for text in arguments.padding or ():
+    for text in flags.padding or ():
         name, value = _pair("--padding", text)
         before = features.get(name, ReadSettings())
         features[name] = replace(before, missing=(*before.missing, value))
-    for text in arguments.last or ():
+    for text in flags.last or ():
         name, length = _number("--last", text)
         features[name] = replace(features.get(name, ReadSettings()), length=length)
-    for text in arguments.bag_weights or ():
+    for text in flags.bag_weights or ():
         name, separator = _pair("--bag-weights", text)
         features[name] = replace(features.get(name, ReadSettings()), weights=separator)
     bags = tuple(
         (name, separator or (None if "=" not in text else ""))
-        for text in arguments.bag or ()
+        for text in flags.bag or ()
         for name, _, separator in [text.partition("=")]
     )
     for name in features:
         if name not in dict(bags):
             raise UserError(f"--padding, --last and --bag-weights apply only to --bag columns, but {name!r} is not one")
     vectors: dict[str, Vector] = {}
-    for text in arguments.vector or ():
+    for text in flags.vector or ():
         name, length = _number("--vector", text)
         check_length(f"--vector {text}", length)
         vectors[name] = Vector(length)
     roles = {
         **named,
-        "numeric": (*parse_names(arguments.numeric), *elements(vectors)),
+        "numeric": (*parse_names(flags.numeric), *elements(vectors)),
         "vectors": vectors,
-        "categorical": parse_names(arguments.categorical),
+        "categorical": parse_names(flags.categorical),
         "bags": bags,
-        "share": tuple(_pair("--share", text) for text in arguments.share or ()),
+        "share": tuple(_pair("--share", text) for text in flags.share or ()),
         "features": features,
     }
     return _with_labels(roles)
@@ -339,11 +325,6 @@ def _parse_encoding(name: str | None) -> str:
         raise UserError(f"--encoding {name}: unknown to Python; give an encoding such as latin-1 or cp1252") from None
 
 
-def _flag(name: str) -> str:
-    """Return the flag whose value argparse stores under a name."""
-    return "--" + name.replace("_", "-")
-
-
 def _number(flag: str, text: str) -> tuple[str, int]:
     name, value = _pair(flag, text)
     if not value.isdecimal() or int(value) < 1:
@@ -358,30 +339,23 @@ def _pair(flag: str, text: str) -> tuple[str, str]:
     return name, value
 
 
-def has_columns(arguments: argparse.Namespace) -> bool:
-    """Return whether the command's rows have named columns: `table`, and the registered sources."""
-    return arguments.command == "table" or getattr(arguments, "source", None) is not None
-
-
-def find_earlier(arguments: argparse.Namespace) -> Earlier | None:
+def find_earlier(flags: CriteoFlags | RowFlags) -> Earlier | None:
     """Read the data set that --vocabulary names; raise UserError for flags that conflict with it."""
-    folder: Path | None = arguments.vocabulary
+    folder: Path | None = flags.vocabulary
     if folder is None:
-        if arguments.frozen_vocabulary:
+        if flags.frozen_vocabulary:
             raise UserError("--frozen-vocabulary has no effect without --vocabulary FROM; give both")
         return None
-    if arguments.frozen_vocabulary and arguments.threshold is not None:
-        raise UserError("--threshold has no effect with --frozen-vocabulary; leave one of them out")
-    earlier = read_earlier(folder, frozen=arguments.frozen_vocabulary)
-    if earlier.is_table != has_columns(arguments):
+    earlier = read_earlier(folder, frozen=flags.frozen_vocabulary)
+    if earlier.is_table != isinstance(flags, RowFlags):
         command = "table or query" if earlier.is_table else "criteo"
         raise UserError(f"--vocabulary {folder}: this data set was made by another command; use preprocess {command}")
-    if earlier.buckets is not None and arguments.threshold is not None:
+    if earlier.buckets is not None and flags.threshold is not None:
         raise UserError(f"--threshold has no effect with --vocabulary {folder}, whose ids are hashed; omit --threshold")
-    if arguments.hash_buckets not in (None, earlier.buckets):
+    if flags.hash_buckets not in (None, earlier.buckets):
         there = "a vocabulary" if earlier.buckets is None else f"{earlier.buckets} buckets"
         raise UserError(
-            f"--hash-buckets {arguments.hash_buckets}: {folder} has {there}, whose ids --vocabulary keeps; omit "
+            f"--hash-buckets {flags.hash_buckets}: {folder} has {there}, whose ids --vocabulary keeps; omit "
             "--hash-buckets"
         )
     return earlier

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess.delimited import TextFormat
 from hostdev.data.preprocess.lists import Vector, with_elements
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import SourceLayout
@@ -14,23 +15,10 @@ from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.scaling import ColumnScaling
 from hostdev.data.schema import SINGLE_LABEL, Column, Targets
 
-TEXT_OPTIONS = {  # options for reading text files, with their flags
-    "columns": "--columns",
-    "delimiter": "--delimiter",
-    "quotes": "--no-quotes",
-    "encoding": "--encoding",
-    "skipped_lines": "--skip-lines",
-}
-PLAIN_TEXT: dict[str, Any] = {"delimiter": None, "quotes": True, "encoding": "utf-8", "skipped_lines": 0}
 _ALWAYS = {  # in the manifest also with their default values
     *("label", "positive", "numeric", "categorical", "bags", "share", "test_column", "test_after"),
     *("columns", "delimiter", "quotes"),
 }
-
-
-def get_text_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a data set's text files were read, from the manifest's entry, but for the columns' names."""
-    return {name: options.get(name, usual) for name, usual in PLAIN_TEXT.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +87,7 @@ class TableOptions:
             if reading.weights is not None and reading.weights in ("", dict(self.bags).get(name)):
                 what = "empty" if not reading.weights else "also the separator of its values"
                 raise UserError(f"bag {name!r}: the separator of weights is {what}; give another, such as ':'")
-        if self.columns is not None and len(set(self.columns)) < len(self.columns):
-            raise UserError("--columns has the same name twice; give each column a different name")
-        for one_of, value in (("--delimiter", self.delimiter), ("--columns", self.columns)):
-            if value is not None and not value:
-                raise UserError(f"{one_of} is empty")
-        if self.skipped_lines < 0:
-            raise UserError(f"--skip-lines must be at least 0, not {self.skipped_lines}")
+        _ = self.text  # raises errors
         for name, vector in self.vectors.items():
             if vector.separator == "":
                 raise UserError(f"vector {name!r}: the separator is empty; leave it out for lists and commas")
@@ -122,6 +104,11 @@ class TableOptions:
                 raise UserError(
                     f"{name!r} shares the ids of {owners[name]!r}; set the threshold of that column instead"
                 )
+
+    @property
+    def text(self) -> TextFormat:
+        """How text files are written."""
+        return TextFormat(**{one.name: getattr(self, one.name) for one in fields(TextFormat)})
 
     def layout(self) -> SourceLayout:
         """Return the columns of the data set."""

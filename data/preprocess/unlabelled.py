@@ -13,13 +13,12 @@ from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.preprocess.delimited import DelimitedFile
+from hostdev.data.preprocess.delimited import DelimitedFile, TextFormat
 from hostdev.data.preprocess.encoding import Encoding, WrongRowError
 from hostdev.data.preprocess.files import Chunk, TableFile, chunks, find_format
 from hostdev.data.preprocess.inputs import HEAD_BYTES, STANDARD_INPUT, AnyInput, open_input
 from hostdev.data.preprocess.naming import about_blanks, listed
 from hostdev.data.preprocess.table import open_file
-from hostdev.data.preprocess.table_options import get_text_options
 
 if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawQuery
@@ -167,8 +166,8 @@ def rows_in(
                 f"{source.name} is Criteo text, whose columns have no names; there is no column {more[0]!r}"
             )
         return _Criteo(source, encoding)
-    text = get_text_options(options)
-    file = open_file(source, found, columns=_columns(source, options) if found == "text" else None, **text)
+    how = TextFormat.of_options(options)
+    file = open_file(source, found, replace(how, columns=_columns(source, options)) if found == "text" else how)
     if not set(encoding.columns()) <= set(file.names) and (computing := query()) is not None:
         return _computed(path, encoding, computing, more)
     return _Table(file, encoding, more)
@@ -184,7 +183,7 @@ def _computed(path: Path, encoding: Encoding, query: "RawQuery", more: Sequence[
     return _Table(open_raw(path, query, [*encoding.label_columns, *more]), encoding, more, computes=True)
 
 
-def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
+def _columns(source: AnyInput, options: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the column names for text without a header, or None if the text has one.
 
     The labels, or the labels and the weight, are left out if the first line has just one value for each other column.
@@ -192,10 +191,10 @@ def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
     names = options.get("columns")
     if names is None:
         return None
-    first = DelimitedFile(source, **get_text_options(options)).names
+    first = DelimitedFile(source, replace(TextFormat.of_options(options), columns=None)).names
     targets = options.get("targets", {})
     labels = [options["label"], *targets.get("more", ())]
     for absent in (labels, [*labels, targets.get("weight")]):
-        if len(first) == len(left := [name for name in names if name not in absent]):
+        if len(first) == len(left := tuple(name for name in names if name not in absent)):
             return left
-    return list(names)
+    return tuple(names)

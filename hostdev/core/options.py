@@ -51,7 +51,8 @@ class Option(NamedTuple):
 
     Attributes:
         help: Text for --help.
-        type: Parses the flag's text; None for a switch, which is True if it is given.
+        type: Parses the flag's text; None for a switch, which is True if it is given; `list` for a flag that may be
+            repeated, whose value is the list of its texts.
         default: The value if the option is not given.
         choices: All values.
         aliases: Other words for some of the choices, by word. Files have the choices.
@@ -65,6 +66,7 @@ class Option(NamedTuple):
         off: Values that have the same effect as the default: they need nothing, and exclude nothing.
         needs: Conditions that must hold if the option is given, with the reason or "".
         excludes: Conditions that must not hold if the option is given, with the reason or "".
+        unused_with: Conditions under which the option has no effect, with the reason or "".
         implies: Values of other options, by name, if the option is given.
         is_flag: Whether the option is also a flag. New options are keys of a file only.
         is_fixed: Whether results depend on the option: a resumed run must have the same value.
@@ -90,6 +92,7 @@ class Option(NamedTuple):
     off: Collection[Any] | Callable[[Any], bool] = ()
     needs: Mapping[str | When, str] = {}
     excludes: Mapping[str | When, str] = {}
+    unused_with: Mapping[str | When, str] = {}
     implies: Mapping[str, Any] = {}
     is_flag: bool = True
     is_fixed: bool = False
@@ -235,6 +238,11 @@ class OptionGroup:
             if condition.holds(self) and not self._is_harmless(condition):
                 text = f"cannot be combined with {condition.show(self)}{because and ': '}{because}"
                 raise OptionError(name, f"{value} {text}; leave out one of the two")
+        for unused, because in item.unused_with.items():
+            condition = parse_when(unused)
+            if condition.holds(self):
+                text = f"has no effect with {condition.show(self)}{because and ', '}{because}"
+                raise OptionError(name, f"{value} {text}; leave one of them out")
 
     def _is_harmless(self, condition: When) -> bool:
         """Return whether an option is given a value that has the effect of the default."""
@@ -349,7 +357,8 @@ def _add_flag(to: Any, name: str, item: Option) -> None:
     if item.metavar is None and item.choices is None and item.type is not str:
         more["metavar"] = _METAVARS.get(item.type, "DIR")
     shown = item.help if item.default is None else f"{item.help} (default {item.default})"
-    to.add_argument(flag_of(name), type=item.type, default=item.default, help=shown, **more)
+    how = {"action": "append"} if item.type is list else {"type": item.type}
+    to.add_argument(flag_of(name), default=item.default, help=shown, **how, **more)
 
 
 def describe(groups: Iterable[type[OptionGroup]]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:

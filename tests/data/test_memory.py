@@ -12,7 +12,7 @@ from hostdev.core.errors import TransientError
 from hostdev.data.preprocess import criteo, files, second_pass, vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.preprocess.raw import SourceLayout, read_rejected
+from hostdev.data.preprocess.raw import RejectedLines, SourceLayout
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vocabulary import CountedValues, make_values, write_values
@@ -65,7 +65,7 @@ def test_malformed_lines_are_no_objects(tmp_path, take):
     first = 1 + (take == "table")
     places = (0, 4095, 4096, n - 1)
     assert [rows.rejected[i] for i in places] == [(str(tmp_path / "t.csv"), first + i, *about) for i in places]
-    written = read_rejected(rows.rejected.after(1000).columns())
+    written = RejectedLines.from_columns(rows.rejected.after(1000).columns())
     assert [line.line for line in written] == list(range(first + 1000, first + 1000 + n))
     with pytest.raises(
         UserError, match=f"{n:,} rows cannot be read, more than 1% of all; the first is .*t.csv:{first}: "

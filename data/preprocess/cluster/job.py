@@ -202,14 +202,12 @@ def read_rows(path: Path) -> RawRows:
     keys = np.empty((len(columns), len(small.label)), np.int64)
     for i, column in enumerate(columns):
         keys[i] = column
-    reasons, texts = lines["reason"], lines["text"]
-    [file] = lines["file"].to_pylist() or [""]
     rows: RawRows = replace(
         small,
         numbers=small.numbers.astype(np.float64),
         keys=keys.T,
         bags=tuple((values.astype(np.int64), lengths) for values, lengths in small.bags),
-        rejected=RejectedLines(file, lines["line"], lambda i: (reasons[i].as_py(), texts[i].as_py())),
+        rejected=RejectedLines.from_columns(lines),
     )
     return rows
 

@@ -15,10 +15,11 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import scaling, table_flags
 from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.delimited import TextFormat
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.raw import RawRows, Source, SourceLayout
 from hostdev.data.preprocess.table import TableSource
-from hostdev.data.preprocess.table_options import TableOptions, get_text_options
+from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Targets
 
@@ -94,9 +95,8 @@ def _table_options(found: Manifest, roles: dict[str, Any]) -> TableOptions:
     """Return the options to read files like those of a data set; all their rows are for training."""
     label, *more = roles.pop("labels")
     targets = Targets(more=tuple(more), numeric=tuple(roles.pop("numeric_labels")), weight=roles.pop("weight"))
-    how = get_text_options(found.options)
-    names = found.options.get("columns")
-    return TableOptions(label=label, targets=targets, columns=None if names is None else tuple(names), **roles, **how)
+    how = vars(TextFormat.of_options(found.options))
+    return TableOptions(label=label, targets=targets, **roles, **how)
 
 
 def _written_form(shown: str) -> str | None:

@@ -9,7 +9,7 @@ from hostdev.core import cli
 from hostdev.core.addresses import local_path, require_input
 from hostdev.core.errors import UserError
 from hostdev.data import folder
-from hostdev.data.preprocess.options import Options, add_options, parse_options
+from hostdev.data.preprocess.options import ConversionFlags
 from hostdev.ext.training.config import CommandConfig
 
 PROG = "hostdev.train.quickstart"
@@ -40,7 +40,7 @@ def parser(prog: str = PROG) -> cli.Parser:
         metavar="DIR",
         help="folder of the data sets (default %(default)s)",
     )
-    add_options(made, Options(threshold=THRESHOLD))
+    ConversionFlags.add_flags(made)
     CommandConfig.add_flags(made)
     made.inputs["data"] = folder.require_input
     for action in made._actions:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     if arguments.epochs is None:
         arguments.epochs = EPOCHS
     CommandConfig.from_flags(arguments)  # check the options before the work begins
-    options = parse_options(arguments, threshold=THRESHOLD)
+    options = ConversionFlags.from_flags(arguments).resolve(threshold=THRESHOLD, seed=arguments.seed)
     with cli.importing(prog):
         from hostdev.ext.training.command import quickstart
     quickstart(arguments, options, ROWS)

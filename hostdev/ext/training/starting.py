@@ -25,6 +25,7 @@ from hostdev.core.progress import counted
 from hostdev.data import manifest
 from hostdev.data.manifest import FILE_NAME, Manifest
 from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.delimited import TextFormat
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.files import TableFile, chunks, find_format
 from hostdev.data.preprocess.inputs import open_input
@@ -34,7 +35,6 @@ from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.reading import ReadSettings, own_settings
 from hostdev.data.preprocess.stored import StoredVocabulary
 from hostdev.data.preprocess.table import open_file
-from hostdev.data.preprocess.table_options import PLAIN_TEXT
 from hostdev.data.schema import Schema
 from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.kernels.arrays import LongIds, Rows
@@ -143,7 +143,7 @@ def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[L
             or of another length.
     """
     source = open_input(path)
-    file = open_file(source, find_format(source), columns=None, **PLAIN_TEXT)
+    file = open_file(source, find_format(source), TextFormat())
     column = encoding.source(name)
     for one in file.names:
         if file.names.count(one) > 1:
