@@ -1,73 +1,96 @@
 """The text forms that a column's values had in training; manifests record them so that prediction finds equal values.
 
-A form is a way to write a value, such as 1.0 for a number; a manifest names it by an example. `hostdev.kernels.forms`
-defines the forms' numbers. Served dates and times are formatted in the forms that occurred.
+A form is a way to write a value, such as 1.0 for a number. It has a number, and a manifest names it by an example.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.columns import WrongValueError
-from hostdev.kernels import forms as kernel
-from hostdev.kernels.forms import classify_texts
+from hostdev.kernels.arrays import Mask
 
-_ZONES = ("", "Z", "+00:00", "+0000", "+00", "+01:00", "+0100", "+01")
-_SECONDS = 19  # characters of a date and a time to the second
-_NANOSECONDS = 9  # digits
+Forms = npt.NDArray[np.uint16]
+
+EMPTY = 0
+TEXT = 1  # any other text
+INTEGER = 2  # 12, -3
+NUMBER = 4  # other ways to write a number: +1, .5, 1., 1e5, -0, 01.5
+LARGE_FLOAT = 5  # as Python writes floats of 2^53 and more: 9007199254740992.0, 1e+16, 1.5e+18
+TITLE, LOWER, UPPER = 6, 7, 8  # True, true, TRUE; and False, false, FALSE
+DATE = 9  # 2024-12-31
+WHOLE = 10  # + digits after the point, 1 to 18, all 0: 1.0 is WHOLE + 1
+FRACTION = 30  # + digits after the point, 1 to 18, not all 0
+MOST_DIGITS = 18
+TIMESTAMP = 50  # + an index of separator, precision and zone, see `timestamp_form`
+PRECISIONS, ZONES = 11, 8
+TIME = TIMESTAMP + 2 * PRECISIONS * ZONES  # + precision; a time of day
+MISSING_WORD = TIME + PRECISIONS  # + an index into MISSING_WORDS, which mean a missing value among numbers
+MISSING_WORDS = ["NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "NaN", "nan", "-NaN", "-nan", "NaT", "<NA>"]
+PADDED_TO = MISSING_WORD + len(MISSING_WORDS) - 2  # + digits, from 2: 012 is PADDED_TO + 3
+WIDEST = 20
+# Ways to write a time zone: none, Z, +00:00, +0000, +00, and other offsets such as +01:30, +0130, +01.
+NAIVE, ZULU, UTC_COLON, UTC_PLAIN, UTC_HOUR, COLON, PLAIN, HOUR = range(ZONES)
+_ZONES = ["", "Z", "+00:00", "+0000", "+00", "+01:00", "+0100", "+01"]
+
+BOOLS = frozenset({TITLE, LOWER, UPPER})
+FRACTIONS = frozenset(range(FRACTION + 1, FRACTION + MOST_DIGITS + 1))
+PADDED = frozenset(range(PADDED_TO + 2, PADDED_TO + WIDEST + 1))
+WHOLES = frozenset(range(WHOLE + 1, WHOLE + MOST_DIGITS + 1))
+NUMBERS = frozenset({INTEGER, NUMBER, LARGE_FLOAT}) | WHOLES | FRACTIONS | PADDED
+TIMESTAMPS = frozenset({DATE, *range(TIMESTAMP, TIME)})
+TIMES = frozenset(range(TIME, MISSING_WORD))
+MISSING = frozenset({EMPTY, *range(MISSING_WORD, PADDED_TO + 2)})
+
+_WORDS = {"True": TITLE, "False": TITLE, "true": LOWER, "false": LOWER, "TRUE": UPPER, "FALSE": UPPER}
+_WORDS |= {word: MISSING_WORD + number for number, word in enumerate(MISSING_WORDS)}
+_DATE_PATTERN = r"\d{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])"
+_TIME_PATTERN = r"(?:[01]\d|2[0-3]):[0-5]\d(?::(?:[0-5]\d|60)(?:\.\d{1,9})?)?"
+_AT_ONCE = 1 << 20  # texts
+
+
+def timestamp_form(is_t: Any, precision: Any, zone: Any) -> Any:
+    """Return the number of a timestamp's form, or the numbers for arrays of arguments.
+
+    Args:
+        is_t: Whether date and time are separated by a T; otherwise, by a space.
+        precision: 0 for hours and minutes, 1 for seconds, 1 + n for seconds with n decimals.
+        zone: How the time zone is written: NAIVE, ZULU, ..., HOUR.
+    """
+    return TIMESTAMP + (is_t * PRECISIONS + precision) * ZONES + zone
+
+
+def find_zone(form: Any) -> Any:
+    """Return how a timestamp's form writes the time zone, or the same for an array of forms; NAIVE for dates."""
+    return np.where(form == DATE, NAIVE, (form - TIMESTAMP) % ZONES)
 
 
 def _examples() -> dict[int, str]:
     """Return an example of each form."""
+    found = {EMPTY: "", TEXT: "text", INTEGER: "1", NUMBER: "1e5", LARGE_FLOAT: "1e+16", DATE: "2024-12-31"}
+    found |= {TITLE: "True", LOWER: "true", UPPER: "TRUE"}
+    for digits in range(1, MOST_DIGITS + 1):
+        found[WHOLE + digits] = "1." + "0" * digits
+        found[FRACTION + digits] = "0." + "0" * (digits - 1) + "5"
     times = ["23:59", "23:59:58", *(f"23:59:58.{'123456789'[:digits]}" for digits in range(1, 10))]
-    found = {
-        kernel.EMPTY: "",
-        kernel.TEXT: "text",
-        kernel.INTEGER: "1",
-        kernel.NUMBER: "1e5",
-        kernel.LARGE_FLOAT: "1e+16",
-        kernel.TITLE: "True",
-        kernel.LOWER: "true",
-        kernel.UPPER: "TRUE",
-        kernel.DATE: "2024-12-31",
-    }
-    for digits in range(1, kernel.MOST_DIGITS + 1):
-        found[kernel.WHOLE + digits] = "1." + "0" * digits
-        found[kernel.FRACTION + digits] = "0." + "0" * (digits - 1) + "5"
     for precision, time in enumerate(times):
-        found[kernel.TIME + precision] = time
-        for is_t in (False, True):
-            for number, zone in enumerate(_ZONES):
-                form = kernel.timestamp_form(is_t, precision, number)
-                found[form] = f"2024-12-31{'T' if is_t else ' '}{time}{zone}"
-    found |= {kernel.PADDED + digits: "1".zfill(digits) for digits in range(2, kernel.WIDEST + 1)}
-    found |= {kernel.MISSING + number: word.decode() for number, word in enumerate(kernel.MISSING_WORDS)}
-    return found
+        found[TIME + precision] = time
+        for zone, suffix in enumerate(_ZONES):
+            found[timestamp_form(False, precision, zone)] = f"2024-12-31 {time}{suffix}"
+            found[timestamp_form(True, precision, zone)] = f"2024-12-31T{time}{suffix}"
+    found |= {PADDED_TO + digits: "1".zfill(digits) for digits in range(2, WIDEST + 1)}
+    return found | {MISSING_WORD + number: word for number, word in enumerate(MISSING_WORDS)}
 
 
 EXAMPLES = _examples()
 _BY_EXAMPLE = {example: form for form, example in EXAMPLES.items()}
-BOOLS = frozenset({kernel.TITLE, kernel.LOWER, kernel.UPPER})
-NUMBERS = frozenset(
-    {
-        kernel.INTEGER,
-        kernel.NUMBER,
-        kernel.LARGE_FLOAT,
-        *range(kernel.PADDED + 2, kernel.FORMS),
-        *(start + digits for start in (kernel.WHOLE, kernel.FRACTION) for digits in range(1, kernel.MOST_DIGITS + 1)),
-    }
-)
-TIMESTAMPS = frozenset({kernel.DATE, *range(kernel.TIMESTAMP, kernel.TIME)})
-TIMES = frozenset(range(kernel.TIME, kernel.MISSING))
-MISSING = frozenset({kernel.EMPTY, *range(kernel.MISSING, kernel.PADDED + 2)})
-PADDED = frozenset(range(kernel.PADDED + 2, kernel.FORMS))
 
 
 @dataclass(frozen=True)
@@ -83,7 +106,7 @@ class Written:
 
     @cached_property
     def kind(self) -> str:
-        """The kind of the values: "number", "bool", "timestamp" (also dates), "time", "unknown", or else "text"."""
+        """The type of the values: "number", "bool", "timestamp" (also dates), "time", "unknown", or else "text"."""
         seen = self.forms - MISSING
         if not seen:
             return "unknown"
@@ -98,13 +121,13 @@ class Written:
     @cached_property
     def has_plain_integers(self) -> bool:
         """Whether all numbers, if any, were written as plain integers such as 1."""
-        return self.kind in ("number", "text", "unknown") and self.forms & NUMBERS <= {kernel.INTEGER}
+        return self.kind in ("number", "text", "unknown") and self.forms & NUMBERS <= {INTEGER}
 
     @cached_property
     def missing(self) -> str | None:
         """The text that missing values had, or None if it varied."""
         words = self.forms & MISSING
-        if kernel.EMPTY in words or not words or self.kind in ("text", "unknown"):
+        if EMPTY in words or not words or self.kind in ("text", "unknown"):
             return ""
         return EXAMPLES[next(iter(words))] if len(words) == 1 else None
 
@@ -119,7 +142,7 @@ class Written:
         """A description of the values for messages."""
         if self.is_typed:
             return f"of type {' or '.join(self.types)}"
-        examples = [EXAMPLES[form] for form in sorted(self.forms - MISSING - {kernel.TEXT})][:3]
+        examples = [EXAMPLES[form] for form in sorted(self.forms - MISSING - {TEXT})][:3]
         if self.kind == "text" or not examples:
             return "text"
         return "text such as " + " and ".join(map(repr, examples))
@@ -133,24 +156,6 @@ class Written:
         return {"types": list(self.types), "forms": format_names(self.forms)}
 
 
-def find_zone(form: int) -> int | None:
-    """Return the number of a timestamp form's zone, `kernel.NAIVE` if it has none; None for other forms."""
-    return (form - kernel.TIMESTAMP) % kernel.ZONES if kernel.TIMESTAMP <= form < kernel.TIME else None
-
-
-class Texts(NamedTuple):
-    """The texts that N values may have had in training.
-
-    `texts` has an array [N] for each form, with null where a value cannot have that form; the first array also has the
-    text of missing values. `fallback` [N] has the texts to use where all these arrays have null. `doubtful` [N] marks
-    values that may have had yet another form.
-    """
-
-    texts: list[pa.StringArray]
-    fallback: pa.StringArray
-    doubtful: npt.NDArray[np.bool_]
-
-
 def format_names(forms: Iterable[int]) -> list[str]:
     """Return the names of forms, in a fixed order."""
     return [EXAMPLES[form] for form in sorted(forms)]
@@ -158,131 +163,92 @@ def format_names(forms: Iterable[int]) -> list[str]:
 
 def from_json(content: Mapping[str, Any]) -> Written:
     """Read the result of `as_json`; forms that this version does not know become `TEXT`."""
-    return Written(frozenset(_BY_EXAMPLE.get(name, kernel.TEXT) for name in content["forms"]), tuple(content["types"]))
+    return Written(frozenset(_BY_EXAMPLE.get(name, TEXT) for name in content["forms"]), tuple(content["types"]))
 
 
 def find_forms(texts: pa.Array) -> frozenset[int]:
     """Return the set of forms in `texts`, which must not have nulls."""
-    return frozenset(np.unique(each_form(texts)).tolist())
+    parts = (texts.slice(start, _AT_ONCE) for start in range(0, len(texts), _AT_ONCE))
+    return frozenset().union(*(np.unique(each_form(part)).tolist() for part in parts))
 
 
-def each_form(texts: pa.Array) -> npt.NDArray[np.uint16]:
+def each_form(texts: pa.Array) -> Forms:
     """Return the form of each text [N], uint16."""
-    return classify_texts(*arrow.get_buffers(texts))
+    offsets, data = arrow.get_buffers(texts)
+    starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
+    data = data[offsets[0] : offsets[-1]]
+    others = ragged.offsets_of(data - np.uint8(ord("0")) > 9)  # bytes that are no digits, before each byte
+    filled = np.flatnonzero(lengths)
+    first, length = data[starts[filled]], lengths[filled]
+    has_digits = others[starts[filled] + length] == others[starts[filled]]
+    is_integer = has_digits & ((first != ord("0")) | (length == 1))
+    may_be_known = (first <= ord("9")) | (length <= max(map(len, _WORDS)))
+    forms = np.full(len(texts), EMPTY, np.uint16)
+    forms[filled] = np.where(is_integer, INTEGER, TEXT)
+    rest = filled[may_be_known & ~is_integer]
+    if len(rest):
+        forms[rest] = _classify(texts.take(pa.array(rest)).cast(pa.string()))
+    return forms
 
 
-def timestamps_from_text(texts: pa.StringArray, *, zoned: bool) -> pa.Array:
-    """Parse timestamps, all with or all without a zone, to Arrow's type, in nanoseconds if needed.
-
-    Raises WrongValueError for a nonexistent date.
-    """
-    fine = pc.any(pc.match_substring_regex(texts, r"\.\d{7,9}(Z|[+-]|$)")).as_py()
-    to = pa.timestamp("ns" if fine else "us", "UTC" if zoned else None)
-    try:
-        return texts.cast(to)
-    except pa.ArrowInvalid:
-        for row in range(len(texts)):
-            try:
-                texts[row : row + 1].cast(to)
-            except pa.ArrowInvalid:
-                raise WrongValueError(row, f"{texts[row].as_py()!r} is not an existing date") from None
-        raise
+def _classify(texts: pa.StringArray) -> Forms:
+    """Return the form of each text [N]."""
+    words = pc.index_in(texts, value_set=pa.array(_WORDS)).fill_null(-1).to_numpy()
+    forms = np.array([*_WORDS.values(), TEXT], np.uint16)[words]
+    zone = r"(?:Z|[+-]\d\d(?::?\d\d)?)?"
+    for pattern, classify in (
+        (r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", _classify_numbers),
+        (rf"{_DATE_PATTERN}(?:[ T]{_TIME_PATTERN}{zone})?", _classify_timestamps),
+        (_TIME_PATTERN, lambda times: TIME + _precisions(_lengths(times))),
+    ):
+        rows = np.flatnonzero(_match(texts, pattern))
+        if len(rows):
+            forms[rows] = classify(texts.take(pa.array(rows)))
+    return forms
 
 
-def timestamp_texts(values: pa.Array, written: Written) -> Texts:
-    """Format dates or timestamps in each form that occurred in training: the forms with a time zone if the values have
-    one, otherwise the forms without.
-
-    Raises WrongValueError if training had only dates and a value has a time.
-    """
-    aware = getattr(values.type, "tz", None) is not None
-    fallback = values.cast(pa.string())
-    if aware:
-        utc = values.cast(pa.timestamp(values.type.unit, "UTC")).cast(pa.string())
-        base, fraction = _pieces(pc.utf8_rtrim(utc, "Z"))
-        mine = values.cast(pa.timestamp(values.type.unit, written.zone)) if written.zone else values
-        here = mine.cast(pa.string())
-        here = pc.if_else(
-            pc.ends_with(here, "Z"), pc.binary_join_element_wise(pc.utf8_rtrim(here, "Z"), "+0000", ""), here
-        )
-        local, _ = _pieces(pc.utf8_slice_codeunits(here, 0, -5))
-        offset = pc.utf8_slice_codeunits(here, -5)
-    else:
-        whole = pc.binary_join_element_wise(fallback, " 00:00:00", "") if pa.types.is_date(values.type) else fallback
-        base, fraction = _pieces(whole)
-    found = []
-    for form in sorted(written.forms):
-        if form == kernel.DATE and not aware:
-            found.append(_dates(base, fraction))
-        zone = find_zone(form)
-        if zone is None or (zone != kernel.NAIVE) != aware:
-            continue
-        is_t, precision = divmod((form - kernel.TIMESTAMP) // kernel.ZONES, kernel.PRECISIONS)
-        text = _with_precision(local if zone >= kernel.COLON else base, fraction, precision)
-        if is_t:
-            text = pc.utf8_replace_slice(text, 10, 11, "T")
-        if zone >= kernel.COLON:
-            hours, minutes = pc.utf8_slice_codeunits(offset, 0, 3), pc.utf8_slice_codeunits(offset, 3)
-            suffix = {
-                kernel.COLON: pc.binary_join_element_wise(hours, minutes, ":"),
-                kernel.PLAIN: offset,
-                kernel.HOUR: pc.if_else(pc.equal(minutes, "00"), hours, None),
-            }[zone]
-            text = pc.binary_join_element_wise(text, suffix, "")
-        elif zone != kernel.NAIVE:
-            suffix = {kernel.ZULU: "Z", kernel.UTC_COLON: "+00:00", kernel.UTC_PLAIN: "+0000", kernel.UTC_HOUR: "+00"}
-            text = pc.binary_join_element_wise(text, suffix[zone], "")
-        found.append(text)
-    if all(find_zone(form) is None for form in written.forms):  # only dates
-        wrong = pc.and_(values.is_valid(), found[0].is_null()).to_numpy(zero_copy_only=False)
-        if len(rows := np.flatnonzero(wrong)):
-            raise WrongValueError(
-                int(rows[0]),
-                f"{fallback[int(rows[0])].as_py()} has a time, but the column's values were dates in training",
-            )
-    offsets = any((find_zone(form) or 0) >= kernel.COLON for form in written.forms)
-    doubtful = np.full(len(values), aware and offsets and written.zone is None)
-    return Texts(found, fallback, doubtful)
+def _classify_numbers(texts: pa.StringArray) -> Any:
+    lengths, digits = _lengths(texts), pc.utf8_ltrim(texts, "-")
+    decimals = lengths - 1 - pc.find_substring(texts, ".").to_numpy()
+    forms = np.full(len(texts), NUMBER)
+    long = (_lengths(digits) > 18) | pc.greater_equal(digits, str(2.0**53)).to_numpy(zero_copy_only=False)
+    for pattern, form in (
+        (r"0|-?[1-9]\d*", INTEGER),
+        (rf"0\d{{1,{WIDEST - 1}}}", PADDED_TO + lengths),
+        (rf"-?(?:0|[1-9]\d*)\.\d{{1,{MOST_DIGITS}}}", FRACTION + decimals),
+        (rf"-?(?:0|[1-9]\d*)\.0{{1,{MOST_DIGITS}}}", WHOLE + decimals),
+        (r"-0\.0+", NUMBER),
+        (r"-?[1-9]\d{15,}\.0", np.where(long, LARGE_FLOAT, WHOLE + 1)),
+        (r"-?\d(?:\.\d+)?e\+0*(?:1[6-9]|[2-9]\d|[1-9]\d{2,})", LARGE_FLOAT),
+    ):
+        forms = np.where(_match(texts, pattern), form, forms)
+    return forms
 
 
-def time_texts(texts: pa.StringArray, forms: Any) -> Texts:
-    """Return the texts that times of day, given as text, may have had in training."""
-    dated = pc.binary_join_element_wise("2000-01-01", texts, " ")
-    short = pc.equal(pc.utf8_length(texts), 5)
-    base, fraction = _pieces(pc.if_else(short, pc.binary_join_element_wise(dated, ":00", ""), dated))
-    found = [
-        pc.utf8_slice_codeunits(_with_precision(base, fraction, form - kernel.TIME), 11)
-        for form in sorted(forms)
-        if form >= kernel.TIME
+def _classify_timestamps(texts: pa.StringArray) -> Any:
+    suffixes = pc.replace_substring_regex(texts, rf"^.{{10}}(?:.{_TIME_PATTERN})?", "").dictionary_encode()
+    by_length = {len(_ZONES[zone]): zone for zone in (COLON, PLAIN, HOUR)}
+    zones = [
+        _ZONES.index(suffix) if suffix in _ZONES[:COLON] else by_length[len(suffix)]
+        for suffix in suffixes.dictionary.to_pylist()
     ]
-    return Texts(found, texts, np.zeros(len(texts), np.bool_))
+    is_t = pc.equal(pc.utf8_slice_codeunits(texts, 10, 11), "T").to_numpy(zero_copy_only=False)
+    precisions = _precisions(_lengths(texts) - 11 - _lengths(suffixes.dictionary_decode()))
+    forms = timestamp_form(is_t, precisions, np.array(zones)[suffixes.indices.to_numpy()])
+    return np.where(_lengths(texts) == 10, DATE, forms)
 
 
-def _pieces(texts: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Split timestamps into the part up to the second (null unless the year has 4 digits) and 9 digits of fraction."""
-    base = pc.utf8_slice_codeunits(texts, 0, _SECONDS)
-    usual = pc.and_(
-        pc.equal(pc.utf8_slice_codeunits(texts, 4, 5), "-"), pc.equal(pc.utf8_slice_codeunits(texts, 16, 17), ":")
-    )
-    digits = pc.utf8_slice_codeunits(texts, _SECONDS + 1, _SECONDS + 1 + _NANOSECONDS)
-    fraction = pc.utf8_rpad(digits, _NANOSECONDS, "0")
-    return pc.if_else(usual, base, None), fraction
+def _precisions(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Return the precisions (see `timestamp_form`) of times with these numbers of characters."""
+    return np.where(lengths == 5, 0, np.maximum(1, lengths - 8))
 
 
-def _dates(base: pa.Array, fraction: pa.Array) -> pa.Array:
-    midnight = pc.and_(pc.ends_with(base, " 00:00:00"), pc.equal(fraction, "0" * _NANOSECONDS))
-    return pc.if_else(midnight, pc.utf8_slice_codeunits(base, 0, 10), None)
+def _lengths(texts: pa.StringArray) -> npt.NDArray[np.int32]:
+    found: npt.NDArray[np.int32] = pc.binary_length(texts).to_numpy()
+    return found
 
 
-def _with_precision(base: pa.Array, fraction: pa.Array, precision: int) -> pa.Array:
-    """Format times with a form's precision (`kernels.forms`); null if a value is more precise."""
-    digits = max(0, precision - 1)
-    rest = "0" * (_NANOSECONDS - digits)
-    fits = pc.equal(pc.utf8_slice_codeunits(fraction, digits), rest) if rest else pc.is_valid(fraction)
-    text = base
-    if precision == 0:
-        fits = pc.and_(fits, pc.ends_with(base, ":00"))
-        text = pc.utf8_slice_codeunits(base, 0, _SECONDS - 3)
-    elif digits:
-        text = pc.binary_join_element_wise(base, pc.utf8_slice_codeunits(fraction, 0, digits), ".")
-    return pc.if_else(fits, text, None)
+def _match(texts: pa.StringArray, pattern: str) -> Mask:
+    """Return the mask of the texts that match a pattern as a whole."""
+    found: Mask = pc.match_substring_regex(texts, f"^(?:{pattern})$").to_numpy(zero_copy_only=False)
+    return found

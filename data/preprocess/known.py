@@ -39,7 +39,7 @@ class ValueIds:
     """Map from values to ids.
 
     Attributes:
-        written: For each id space, how its values in the vocabulary were written in the training files.
+        written: For each id space with columns of which the manifest does not record it, how its values were written.
         rates: For each id space, the share of out-of-vocabulary values in training rows.
 
     Raises:
@@ -64,9 +64,13 @@ class ValueIds:
         if values.slice(self._first).null_count:
             raise self._broken("it has missing values")
         self._prefixes = {space.name: f"{space.oov}\0" for space in spaces if space.values}
+        unrecorded = {column.space for column in schema.columns if column.name not in data.kinds}
         forms: dict[str, frozenset[int]] = {space.name: frozenset() for space in spaces}
         for first, size, name in sorted((*segment, space.name) for space in spaces for segment in space.segments):
-            forms[name] |= self._add(name, values.slice(first, size))  # in the order of the ids
+            for chunk in values.slice(first, size).chunks if size else ():  # in the order of the ids
+                self._texts.add(*arrow.get_buffers(self._named(name, chunk)))
+                if name in unrecorded and is_table(data):
+                    forms[name] |= find_forms(chunk)
         self.written = {name: Written(found) for name, found in forms.items()}
         self.rates: dict[str, float] = {}
         for space in spaces:
@@ -74,14 +78,6 @@ class ValueIds:
             self.rates[space.name] = rare / max(1, known + rare)
         if len(self._texts) != len(values) - self._first:
             raise self._broken("a value has two ids in one id space")
-
-    def _add(self, space: str, values: pa.ChunkedArray) -> frozenset[int]:
-        """Add values of an id space to the map; return the forms in which they are written."""
-        forms: frozenset[int] = frozenset()
-        for chunk in values.chunks if len(values) else ():
-            self._texts.add(*arrow.get_buffers(self._named(space, chunk)))
-            forms |= find_forms(chunk)
-        return forms
 
     def _broken(self, why: str) -> UserError:
         return UserError(f"{self._path} is broken ({why})")
@@ -105,6 +101,11 @@ class ValueIds:
         """Return the ids of prefixed texts, -1 for unknown ones; the map numbers texts in the order of their ids."""
         found = self._texts.find(offsets, data).astype(np.int64)
         return np.where(found < 0, -1, found + self._first)
+
+
+def is_table(data: Manifest) -> bool:
+    """Return whether a data set was made of a table, not of Criteo text."""
+    return bool(data.options.get("preset") == "table")
 
 
 def written_by_space(data: Manifest, inferred: Mapping[str, Written]) -> dict[str, Written]:
@@ -185,7 +186,7 @@ class PlainRows:
         self._spaces = [column.space for column in self._columns]
         self._is_trimmed = any(column.reading.trimmed for column in self._columns)
         self._known, self._scaling, self._largest = known, scaling, largest
-        self._is_criteo = data.options.get("preset") != "table"
+        self._is_criteo = not is_table(data)
         self._type, self._labels = np.dtype(data.id_type), (len(schema.labels),) if schema.targets.more else ()
 
     def encode(self, rows: Mapping[Any, Any]) -> Batch | None:

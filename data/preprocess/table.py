@@ -22,7 +22,7 @@ from hostdev.data.preprocess.files import (
     is_table,
 )
 from hostdev.data.preprocess.folders import expand
-from hostdev.data.preprocess.forms import NUMBERS, Written
+from hostdev.data.preprocess.forms import INTEGER, NUMBERS, TEXT, WHOLE, Written
 from hostdev.data.preprocess.inputs import AnyInput, InputFile, open_input
 from hostdev.data.preprocess.lists import can_be_weights, elements
 from hostdev.data.preprocess.naming import about_blanks, listed, short
@@ -30,7 +30,6 @@ from hostdev.data.preprocess.raw import BEGINNING, FileSource, InputRange, RawBl
 from hostdev.data.preprocess.sparse_text import SparseText, find_kind
 from hostdev.data.preprocess.table_options import TEXT_OPTIONS, TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
-from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
 
 
 def open_file(

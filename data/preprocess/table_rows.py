@@ -19,7 +19,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.comparing import is_after, is_after_where_readable
 from hostdev.data.preprocess.files import Chunk, TableFile
-from hostdev.data.preprocess.forms import PADDED, each_form
+from hostdev.data.preprocess.forms import EMPTY, INTEGER, LARGE_FLOAT, PADDED, TEXT, WHOLES, each_form
 from hostdev.data.preprocess.lists import (
     WrongNumberError,
     encode_weighted,
@@ -35,7 +35,6 @@ from hostdev.data.preprocess.serving import large_float
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.schema import columns_of
 from hostdev.kernels.arrays import Mask
-from hostdev.kernels.forms import EMPTY, FRACTION, INTEGER, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts
 
 _NOTHING = np.zeros(2, np.int32), np.zeros(0, np.uint8)  # the text "", for a missing value
@@ -237,7 +236,7 @@ class RowParser:
             wrong = LARGE_FLOAT
         where = self._typed_numbers.get(self._owners.get(name, name))
         if wrong is None and where and arrow.classify_type(value_type(file.get_type(self._columns[name]))) == "text":
-            wrong = next((form for form in sorted(forms) if form in PADDED or WHOLE < form < FRACTION), None)
+            wrong = next((form for form in sorted(forms) if form in PADDED | WHOLES), None)
         if wrong is not None:
             number = int(np.flatnonzero(each == wrong)[0])
             row = 0 if codes is None else int(np.flatnonzero(codes == number)[0])
