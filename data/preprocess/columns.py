@@ -33,7 +33,7 @@ _BINARY = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.st
 TEXT_OR_WHOLE = "text or integers"  # a result of `get_written_form`
 _FEW_LABELS = 20  # `distinct_numbers` examines at most this many distinct values
 _SHOWN = 40  # characters of a wrong value in a message
-_NO_INTEGER = "is not an integer; categorical values must be integers or text"
+NO_INTEGER = "is not an integer; categorical values must be integers or text"
 
 
 def get_buffers(texts: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
@@ -266,7 +266,7 @@ def _whole(values: pa.Array) -> pa.Array:
     whole_numbers_below_limit(values)
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     missing = np.isnan(numbers)
-    reject(~missing & ~(np.floor(numbers) == numbers), lambda row: f"{numbers[row]:g} {_NO_INTEGER}")
+    reject(~missing & ~(np.floor(numbers) == numbers), lambda row: f"{numbers[row]:g} {NO_INTEGER}")
     return pa.array(np.where(missing, 0, numbers).astype(np.int64), mask=missing)
 
 
@@ -274,7 +274,7 @@ def whole_numbers_below_limit(values: pa.Array) -> None:
     """Raise WrongValueError for a float that is infinite, or so large that it may represent several integers."""
     digits = {16: 11, 32: 24, 64: 53}[values.type.bit_width]
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
-    reject(np.isinf(numbers), lambda row: f"{numbers[row]} {_NO_INTEGER}")
+    reject(np.isinf(numbers), lambda row: f"{numbers[row]} {NO_INTEGER}")
     large = f"is a {values.type} of 2^{digits} or more, which may represent several integers"
     reject(
         np.abs(numbers) >= 2.0**digits,
