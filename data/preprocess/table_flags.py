@@ -373,8 +373,8 @@ def find_earlier(arguments: argparse.Namespace) -> Earlier | None:
     if arguments.frozen_vocabulary and arguments.threshold is not None:
         raise UserError("--threshold has no effect with --frozen-vocabulary; leave one of them out")
     earlier = read_earlier(folder, frozen=arguments.frozen_vocabulary)
-    if earlier.is_table != has_columns(arguments):
-        command = "table or query" if earlier.is_table else "criteo"
+    if earlier.found.is_table != has_columns(arguments):
+        command = "table or query" if earlier.found.is_table else "criteo"
         raise UserError(f"--vocabulary {folder}: this data set was made by another command; use preprocess {command}")
     if earlier.buckets is not None and arguments.threshold is not None:
         raise UserError(f"--threshold has no effect with --vocabulary {folder}, whose ids are hashed; omit --threshold")
