@@ -21,7 +21,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
 from hostdev.data.preprocess.columns import WrongValueError, reject
 from hostdev.data.preprocess.forms import EMPTY, TEXT, Written
-from hostdev.data.preprocess.known import PlainRows, ValueIds, is_table, written_by_space
+from hostdev.data.preprocess.known import PlainRows, ValueIds, written_by_space
 from hostdev.data.preprocess.lists import (
     WeightedValues,
     WrongNumberError,
@@ -62,7 +62,7 @@ class Encoding:
     def __init__(self, data: Manifest, vocabulary: Path | None) -> None:
         self._data, self.schema = data, data.schema
         _require_learned(data)
-        self.is_criteo = not is_table(data)
+        self.is_criteo = not data.is_table
         scaled = data.options["dense"]
         of = scaled, self.schema.dense, scaling.own(data.options)
         self._scaling = scaling.fixed(*of, data.statistics, signed=not self.is_criteo)
@@ -94,8 +94,8 @@ class Encoding:
         return ValueIds(self._path, self._data)
 
     @cached_property
-    def _written(self) -> dict[str, Written]:
-        """How the values of each id space were written in training."""
+    def written(self) -> dict[str, Written]:
+        """How the values of each id space were written in training, by the space's name."""
         if self.is_criteo:
             return {space.name: Written(frozenset({TEXT}), ("text",)) for space in self.schema.spaces}
         known = self._known
@@ -103,7 +103,7 @@ class Encoding:
 
     def prepare(self) -> None:
         """Read the vocabulary now instead of on first use."""
-        _ = self._known, self._written
+        _ = self._known, self.written
 
     @property
     def separators(self) -> Mapping[str, str | None]:
@@ -129,10 +129,6 @@ class Encoding:
         """The columns for ids whose values were text in training's files."""
         kinds = {name: kind["types"] for name, kind in self._data.kinds.items()}
         return {self._sources[name] for name in self._sources if kinds.get(name) == ["text"]}
-
-    def written(self, space: str) -> Written:
-        """Return how the values of an id space were written in training."""
-        return self._written[space]
 
     @property
     def rates(self) -> Mapping[str, float]:
@@ -172,9 +168,8 @@ class Encoding:
         except WrongNumberError as error:
             raise WrongRowError(error.row, error.column, str(error)) from None
         for i, name in enumerate(self.schema.dense):
-            column = self._sources[name]
             if len(large := np.flatnonzero(np.abs(numbers[:, i]) > self._most[i])):
-                raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large")
+                raise WrongRowError(int(large[0]), self._sources[name], f"{numbers[large[0], i]:g} is too large")
         labels = np.full(
             (len(rows), len(self.schema.labels)) if self.schema.targets.more else len(rows), np.nan, np.float32
         )
@@ -236,7 +231,7 @@ class Encoding:
                         raise UserError(
                             f"column {weights!r} is of type {of_weights}; expected a list of weights per row"
                         )
-                require_type(found.value_type if kind == "list" else found, self._written[column.space])
+                require_type(found.value_type if kind == "list" else found, self.written[column.space])
             except WrongTypeError as error:
                 raise UserError(f"column {name!r} {error}") from None
 
@@ -295,7 +290,7 @@ class Encoding:
             or any(reading.missing or reading.buckets is not None for reading in readings)
         ):
             return None
-        return PlainRows(self._data, self._readings, self._written, self._known, self._scaling, self._most)
+        return PlainRows(self._data, self._readings, self.written, self._known, self._scaling, self._most)
 
     def encode_criteo(self, rows: Any) -> Batch:
         """Encode the `raw.RawRows` of Criteo's parser as a batch."""
@@ -336,7 +331,7 @@ class Encoding:
 
     def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[LongIds, Mask]:
         """Return the ids of distinct values [N], and a mask of the missing values [N], which are omitted from bags."""
-        known, written, reading = self._known, self._written[column.space], self._readings[column.name]
+        known, written, reading = self._known, self.written[column.space], self._readings[column.name]
         if column.kind == "bag" or reading.missing:  # training skips a bag's missing values
             written = Written(written.forms | {EMPTY}, written.types)
         hashed = isinstance(known, HashBuckets) or reading.buckets is not None
@@ -373,7 +368,7 @@ def _require_learned(data: Manifest) -> None:
     shape = len(data.schema.dense), len(data.schema.ids)
     try:
         check_learned(data.options, data.statistics, data.schema, data.id_type, data.vocabulary)
-        if not is_table(data) and shape != (criteo.DENSE, criteo.CATEGORICAL):
+        if not data.is_table and shape != (criteo.DENSE, criteo.CATEGORICAL):
             raise ValueError("an invalid value of preset")
     except ValueError as error:
         raise UserError(f"the data set's manifest.json is broken ({error}); preprocess the data again") from None

@@ -3,7 +3,7 @@
 A form is a way to write a value, such as 1.0 for a number. It has a number, and a manifest names it by an example.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -113,6 +113,11 @@ class Written:
         kinds = (("number", NUMBERS), ("bool", BOOLS), ("timestamp", TIMESTAMPS), ("time", TIMES))
         return next((kind for kind, forms in kinds if seen <= forms), "text")
 
+    @property
+    def has_type(self) -> bool:
+        """Whether all values have the same type, which is not text; equal values may be written differently."""
+        return self.kind not in ("text", "unknown")
+
     @cached_property
     def is_typed(self) -> bool:
         """Whether the files stored typed values, not text."""
@@ -127,7 +132,7 @@ class Written:
     def missing(self) -> str | None:
         """The text that missing values had, or None if it varied."""
         words = self.forms & MISSING
-        if EMPTY in words or not words or self.kind in ("text", "unknown"):
+        if EMPTY in words or not words or not self.has_type:
             return ""
         return EXAMPLES[next(iter(words))] if len(words) == 1 else None
 
@@ -153,12 +158,7 @@ class Written:
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry that the manifest stores."""
-        return {"types": list(self.types), "forms": format_names(self.forms)}
-
-
-def format_names(forms: Iterable[int]) -> list[str]:
-    """Return the names of forms, in a fixed order."""
-    return [EXAMPLES[form] for form in sorted(forms)]
+        return {"types": list(self.types), "forms": [EXAMPLES[form] for form in sorted(self.forms)]}
 
 
 def from_json(content: Mapping[str, Any]) -> Written:
@@ -193,8 +193,8 @@ def each_form(texts: pa.Array) -> Forms:
 
 def _classify(texts: pa.StringArray) -> Forms:
     """Return the form of each text [N]."""
-    words = pc.index_in(texts, value_set=pa.array(_WORDS)).fill_null(-1).to_numpy()
-    forms = np.array([*_WORDS.values(), TEXT], np.uint16)[words]
+    words = pc.index_in(texts, value_set=pa.array(list(_WORDS))).fill_null(-1).to_numpy()
+    forms: Forms = np.array([*_WORDS.values(), TEXT], np.uint16)[words]
     zone = r"(?:Z|[+-]\d\d(?::?\d\d)?)?"
     for pattern, classify in (
         (r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", _classify_numbers),

@@ -23,6 +23,14 @@ from hostdev.kernels.arrays import Mask
 _SHOWN = 40
 _LARGEST_EXPONENT = 400  # decimal; the exponents of floats are smaller
 _BOOLS = {form.TITLE: ("True", "False"), form.LOWER: ("true", "false"), form.UPPER: ("TRUE", "FALSE")}
+_BITS = pa.array(["false", "0", "0.0", "true", "1", "1.0"])
+_TRUE = 3  # index of the first that means true
+_READABLE = {"number": form.NUMBERS | form.BOOLS, "time": form.TIMES, "timestamp": form.TIMESTAMPS}
+_SHOWN_KINDS = {
+    "bool": "true or false",
+    "time": "a time of day such as 23:59:58",
+    "timestamp": "a date or time such as 2024-12-31",
+}
 _DAY = 10  # characters of a date
 _MIDNIGHT = " 00:00:00.000000000"  # which follow them
 
@@ -99,7 +107,7 @@ def require_type(found: pa.DataType, written: Written) -> None:
 def _convert_text(values: pa.StringArray, written: Written) -> Texts:
     """Convert texts whose form did not occur in training to forms that did, where possible; leave others unchanged."""
     plain = Texts([values], values, np.zeros(len(values), np.bool_))
-    if written.kind in ("text", "unknown"):
+    if not written.has_type:
         return plain
     forms = form.each_form(values)
     unlike = ~np.isin(forms, list(written.forms))
@@ -112,8 +120,7 @@ def _convert_text(values: pa.StringArray, written: Written) -> Texts:
         values = pc.if_else(pa.array(unlike), pc.utf8_trim_whitespace(values), values)
         forms = form.each_form(values)
     missing = unlike & np.isin(forms, list(form.MISSING))
-    [first], values, doubtful = _with_missing(Texts([values], values, plain.doubtful), missing, written)
-    texts = [first]
+    texts, values, doubtful = _with_missing(Texts([values], values, plain.doubtful), missing, written)
     for chosen, found in _parse(values, forms, unlike & ~missing, written):
         texts += [pa.nulls(len(values), pa.string()) for _ in found.texts[len(texts) :]]
         for i, each in enumerate(found.texts):
@@ -124,28 +131,23 @@ def _convert_text(values: pa.StringArray, written: Written) -> Texts:
 
 def _parse(values: pa.Array, forms: Forms, some: Mask, written: Written) -> Iterator[tuple[Mask, Texts]]:
     """Cast the selected texts to the column's type: yield masks, and the texts that these values may have had."""
-    if written.kind == "number":
-        chosen = some & np.isin(forms, list(form.NUMBERS | form.BOOLS))
+    kind = written.kind
+    bits = pc.index_in(pc.utf8_lower(values), value_set=_BITS).fill_null(-1).to_numpy()
+    readable = bits >= 0 if kind == "bool" else np.isin(forms, list(_READABLE[kind]))
+    if written.is_typed and kind in _SHOWN_KINDS:
+        was = f"{_SHOWN_KINDS[kind]}, but the column's values were {written.shown} in training"
+        reject(some & ~readable, lambda row: f"{values[row].as_py()[:_SHOWN]!r} is not {was}")
+    chosen = some & readable
+    texts = values.filter(pa.array(chosen))
+    if kind == "bool":
+        yield chosen, _bool_texts(pa.array(bits[chosen] >= _TRUE), written.forms)
+    elif kind == "time":
+        yield chosen, _time_texts(texts, written.forms)
+    elif kind == "number":
         reject(chosen & (forms == form.LARGE_FLOAT), lambda row: large_float(values[row].as_py()))
-        bits = {"true": "1", "false": "0"}
-        numbers = (bits.get(text.lower(), text) for text in values.filter(pa.array(chosen)).to_pylist())
+        numbers = ({"true": "1", "false": "0"}.get(text.lower(), text) for text in texts.to_pylist())
         yield chosen, _number_texts(_shortest(numbers), written.forms)
-    elif written.kind == "bool":
-        lower = pc.utf8_lower(values)
-        true, false = (
-            pc.is_in(lower, value_set=pa.array(words)).to_numpy(zero_copy_only=False)
-            for words in (["true", "1", "1.0"], ["false", "0", "0.0"])
-        )
-        chosen = some & (true | false)
-        _require_readable(values, some & ~chosen, written, "true or false")
-        yield chosen, _bool_texts(pa.array(true[chosen]), written.forms)
-    elif written.kind == "time":
-        chosen = some & np.isin(forms, list(form.TIMES))
-        _require_readable(values, some & ~chosen, written, "a time of day such as 23:59:58")
-        yield chosen, _time_texts(values.filter(pa.array(chosen)), written.forms)
     else:
-        chosen = some & np.isin(forms, list(form.TIMESTAMPS))
-        _require_readable(values, some & ~chosen, written, "a date or time such as 2024-12-31")
         zoned = form.find_zone(forms) != form.NAIVE
         for part, zone in ((chosen & zoned, "UTC"), (chosen & ~zoned, None)):
             if part.any():
@@ -162,13 +164,6 @@ def _parse_timestamps(texts: pa.Array, zone: str | None, rows: npt.NDArray[np.in
         raise WrongValueError(int(rows[0]), str(error)) from None
     except WrongValueError as error:
         raise WrongValueError(int(rows[error.row]), str(error)) from None
-
-
-def _require_readable(values: pa.Array, wrong: Mask, written: Written, what: str) -> None:
-    """Raise WrongValueError for text that cannot be parsed as the type that the column had in training."""
-    if written.is_typed:
-        was = f"{what}, but the column's values were {written.shown} in training"
-        reject(wrong, lambda row: f"{values[row].as_py()[:_SHOWN]!r} is not {was}")
 
 
 def _format(values: pa.Array, written: Written, shown: str | None = None) -> Texts:
@@ -197,7 +192,7 @@ def _format(values: pa.Array, written: Written, shown: str | None = None) -> Tex
         return _bool_texts(pc.equal(numbers, "1"), written.forms)
     if not written.forms & form.FRACTIONS:
         fractions = pc.fill_null(pc.match_substring(numbers, "."), False).to_numpy(zero_copy_only=False)
-        reject(fractions, lambda row: f"{numbers[row]} is not an integer; categorical values must be integers or text")
+        reject(fractions, lambda row: f"{numbers[row]} {arrow.NO_INTEGER}")
     found = _number_texts(numbers, written.forms)
     found.doubtful[:] = form.NUMBER in written.forms and written.kind == "number"
     return found
