@@ -184,6 +184,11 @@ class Manifest:
     validation: list[Shard] = field(default_factory=list)  # empty if there are no validation rows
 
     @property
+    def is_table(self) -> bool:
+        """Whether the data set was made by `preprocess table` or `query`, not by `criteo` or `synthetic`."""
+        return bool(self.options.get("preset") == "table")
+
+    @property
     def vocabulary_size(self) -> int:
         """Total number of ids, including the fixed ones: those of dense columns and of out-of-vocabulary values."""
         return self.schema.rows

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.data import ragged
+from hostdev.kernels.arrays import Mask
 from hostdev.kernels.unique import id_map
 
 Codes = npt.NDArray[np.int32]
@@ -32,6 +33,7 @@ _BINARY = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.st
 TEXT_OR_WHOLE = "text or integers"  # a result of `get_written_form`
 _FEW_LABELS = 20  # `distinct_numbers` examines at most this many distinct values
 _SHOWN = 40  # characters of a wrong value in a message
+NO_INTEGER = "is not an integer; categorical values must be integers or text"
 
 
 def get_buffers(texts: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
@@ -56,6 +58,12 @@ class WrongValueError(Exception):
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(reason)
         self.row = row
+
+
+def reject(wrong: Mask, describe: Callable[[int], str]) -> None:
+    """Raise WrongValueError for the first row that a mask has, if any; `describe` returns the reason."""
+    for row in np.flatnonzero(wrong)[:1].tolist():
+        raise WrongValueError(row, describe(row))
 
 
 def check_text(array: pa.Array) -> None:
@@ -258,10 +266,7 @@ def _whole(values: pa.Array) -> pa.Array:
     whole_numbers_below_limit(values)
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     missing = np.isnan(numbers)
-    wrong = np.flatnonzero(~missing & ~(np.floor(numbers) == numbers))
-    if len(wrong):
-        at = int(wrong[0])
-        raise WrongValueError(at, f"{numbers[at]:g} is not an integer; categorical values must be integers or text")
+    reject(~missing & ~(np.floor(numbers) == numbers), lambda row: f"{numbers[row]:g} {NO_INTEGER}")
     return pa.array(np.where(missing, 0, numbers).astype(np.int64), mask=missing)
 
 
@@ -269,17 +274,12 @@ def whole_numbers_below_limit(values: pa.Array) -> None:
     """Raise WrongValueError for a float that is infinite, or so large that it may represent several integers."""
     digits = {16: 11, 32: 24, 64: 53}[values.type.bit_width]
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
-    if len(wrong := np.flatnonzero(np.isinf(numbers))):
-        raise WrongValueError(
-            int(wrong[0]), f"{numbers[wrong[0]]} is not an integer; categorical values must be integers or text"
-        )
-    if len(wrong := np.flatnonzero(np.abs(numbers) >= 2.0**digits)):
-        at = int(wrong[0])
-        raise WrongValueError(
-            at,
-            f"{numbers[at]:.17g} is a {values.type} of 2^{digits} or more, which may represent "
-            "several integers; write the column as integers or text",
-        )
+    reject(np.isinf(numbers), lambda row: f"{numbers[row]} {NO_INTEGER}")
+    large = f"is a {values.type} of 2^{digits} or more, which may represent several integers"
+    reject(
+        np.abs(numbers) >= 2.0**digits,
+        lambda row: f"{numbers[row]:.17g} {large}; write the column as integers or text",
+    )
 
 
 def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
@@ -299,13 +299,11 @@ def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
             raise
         found = cast(_booleans_as_digits(array), pa.float64(), "a number", safe=False)
     numbers: npt.NDArray[np.float64] = found.to_numpy(zero_copy_only=False)
-    wrong = np.flatnonzero(np.isinf(numbers))
-    if len(wrong):
-        raise WrongValueError(int(wrong[0]), f"{numbers[wrong[0]]} is not a finite number")
+    reject(np.isinf(numbers), lambda row: f"{numbers[row]} is not a finite number")
     return numbers
 
 
-def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], Mask]:
     """Convert like `as_numbers`, but convert invalid values to NaN.
 
     Returns the numbers, float64 [n], and a mask of the invalid values, bool [n].
@@ -346,8 +344,7 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
     """
     if positive is not None and positive.orders:
         numbers = as_numbers(array)
-        if len(missing := np.flatnonzero(np.isnan(numbers))):
-            raise WrongValueError(int(missing[0]), "the value is missing")
+        reject(np.isnan(numbers), lambda row: "the value is missing")
         return _ORDERS[positive.op](numbers, float(positive.value)).astype(np.float32)  # type: ignore[no-any-return]
     array = decoded(array)
     if positive is None and pa.types.is_integer(array.type) and not array.null_count:
@@ -359,19 +356,21 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
     codes, values = as_text(array)
     texts = [text.strip() for text in values.to_pylist()]
     labels = _parse_labels(texts, positive)[codes]
-    if len(wrong := np.flatnonzero(np.isnan(labels))):
-        text = texts[codes[wrong[0]]]
-        raise WrongValueError(
-            int(wrong[0]),
-            "the value is missing"
-            if text in MISSING_NUMBERS
-            else f"{text[:_SHOWN]!r} is not 0 or 1, true or false; give a rule for positive labels, "
-            "such as --positive '>3' or --positive yes"
-            if positive is None
-            else f"{text[:_SHOWN]!r} is not a number, so it cannot be compared with --positive {positive.value}; "
-            "remove the row, or select rows with `preprocess query`",
-        )
+    reject(np.isnan(labels), lambda row: _label_reason(texts[codes[row]], positive))
     return labels
+
+
+def _label_reason(text: str, positive: Positive | None) -> str:
+    """Return why a text is no label."""
+    if text in MISSING_NUMBERS:
+        return "the value is missing"
+    if positive is None:
+        hint = "give a rule for positive labels, such as --positive '>3' or --positive yes"
+        return f"{text[:_SHOWN]!r} is not 0 or 1, true or false; {hint}"
+    return (
+        f"{text[:_SHOWN]!r} is not a number, so it cannot be compared with --positive {positive.value}; "
+        "remove the row, or select rows with `preprocess query`"
+    )
 
 
 def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
@@ -450,7 +449,7 @@ def cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> p
         raise WrongValueError(low, f"{shown} is not {what}") from None
 
 
-def cast_where_possible(array: pa.Array, to: pa.DataType) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+def cast_where_possible(array: pa.Array, to: pa.DataType) -> tuple[pa.Array, Mask]:
     """Cast an array. Return it with null for each value that cannot be cast, and a mask of those values, bool [n]."""
     is_text = pa.types.is_string(to)
     encoded = _encode(

@@ -52,11 +52,6 @@ class Earlier:
         """The number of hash buckets, or None if there is a vocabulary."""
         return self.found.options.get("hash_buckets")
 
-    @property
-    def is_table(self) -> bool:
-        """Whether the data set was made by `preprocess table` or `query`, not by `criteo` or `synthetic`."""
-        return bool(self.found.options.get("preset") == "table")
-
     def as_json(self) -> dict[str, Any]:
         """Return this data set's entry for the manifest of a later data set."""
         return {
@@ -124,7 +119,7 @@ class Earlier:
             return None
         stored = self.open()
         by_space = (self.keys(stored, number) for number in range(len(self.schema.spaces)))
-        return survey_values(by_space, texts=self.is_table)
+        return survey_values(by_space, texts=self.found.is_table)
 
     def open(self) -> StoredVocabulary:
         """Open the vocabulary; raise DamagedError if it has changed since `read_earlier`."""
@@ -140,7 +135,7 @@ class Earlier:
                 values = chunk.slice(start, _AT_ONCE)
                 if values.null_count:
                     raise DamagedError(stored.path, f"values of {self.schema.spaces[number].name!r} are missing")
-                if self.is_table:
+                if self.found.is_table:
                     yield values
                     continue
                 keys, wrong = criteo.hex_values(values.cast(pa.binary()))
@@ -210,15 +205,17 @@ def read_earlier(folder: Path, *, frozen: bool = False) -> Earlier:
 def _require_whole(folder: Path, found: Manifest) -> None:
     """Raise UserError if the manifest lacks an entry that a later data set reuses."""
     options = found.options
-    is_table = options.get("preset") == "table"
     try:
         check_learned(options, found.statistics, found.schema, found.id_type, found.vocabulary)
         for what, right in (
             ("threshold", found.vocabulary is None or type(options.get("threshold")) is int),
-            ("label", not is_table or isinstance(options.get("label"), str)),
-            ("bags", not is_table or set(found.schema.bags) == set(_mapping(options.get("bags")))),
-            ("share", not is_table or isinstance(options.get("share", {}), dict)),
-            *((name, not is_table or isinstance(options.get(name, []), list)) for name in ("numeric", "categorical")),
+            ("label", not found.is_table or isinstance(options.get("label"), str)),
+            ("bags", not found.is_table or set(found.schema.bags) == set(_mapping(options.get("bags")))),
+            ("share", not found.is_table or isinstance(options.get("share", {}), dict)),
+            *(
+                (name, not found.is_table or isinstance(options.get(name, []), list))
+                for name in ("numeric", "categorical")
+            ),
         ):
             if not right:
                 raise ValueError(f"an invalid value of {what}")
@@ -246,7 +243,7 @@ def _identity(folder: Path, found: Manifest, schema: Schema) -> str:
             "schema": schema.as_json(),
             "vocabulary": vocabulary,
             "scaling": [found.options["dense"], learned],
-            "preset": found.options.get("preset") == "table",
+            "preset": found.is_table,
         }
     )
 

@@ -19,7 +19,7 @@ from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest, check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
-from hostdev.data.preprocess.columns import WrongValueError
+from hostdev.data.preprocess.columns import WrongValueError, reject
 from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.known import PlainRows, ValueIds, written_by_space
 from hostdev.data.preprocess.lists import (
@@ -36,11 +36,11 @@ from hostdev.data.preprocess.lists import (
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.reading import Labels, all_readings, own_settings
-from hostdev.data.preprocess.serving import WrongTypeError, format_texts, require_type
+from hostdev.data.preprocess.serving import Texts, WrongTypeError, format_texts, require_type
+from hostdev.data.preprocess.text_forms import EMPTY, TEXT
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
 from hostdev.kernels.arrays import Array, LongIds, Mask, Values
-from hostdev.kernels.forms import EMPTY, TEXT
 from hostdev.kernels.strings import hash_texts
 
 
@@ -63,8 +63,7 @@ class Encoding:
     def __init__(self, data: Manifest, vocabulary: Path | None) -> None:
         self._data, self.schema = data, data.schema
         _require_learned(data)
-        preset = data.options.get("preset")
-        self.is_criteo = preset != "table"
+        self.is_criteo = not data.is_table
         scaled = data.options["dense"]
         of = scaled, self.schema.dense, scaling.own(data.options)
         self._scaling = scaling.fixed(*of, data.statistics, signed=not self.is_criteo)
@@ -96,8 +95,8 @@ class Encoding:
         return ValueIds(self._path, self._data)
 
     @cached_property
-    def _written(self) -> dict[str, Written]:
-        """How the values of each id space were written in training."""
+    def written(self) -> dict[str, Written]:
+        """How the values of each id space were written in training, by the space's name."""
         if self.is_criteo:
             return {space.name: Written(frozenset({TEXT}), ("text",)) for space in self.schema.spaces}
         known = self._known
@@ -105,7 +104,7 @@ class Encoding:
 
     def prepare(self) -> None:
         """Read the vocabulary now instead of on first use."""
-        _ = self._known, self._written
+        _ = self._known, self.written
 
     @property
     def separators(self) -> Mapping[str, str | None]:
@@ -131,10 +130,6 @@ class Encoding:
         """The columns for ids whose values were text in training's files."""
         kinds = {name: kind["types"] for name, kind in self._data.kinds.items()}
         return {self._sources[name] for name in self._sources if kinds.get(name) == ["text"]}
-
-    def written(self, space: str) -> Written:
-        """Return how the values of an id space were written in training."""
-        return self._written[space]
 
     @property
     def rates(self) -> Mapping[str, float]:
@@ -174,9 +169,8 @@ class Encoding:
         except WrongNumberError as error:
             raise WrongRowError(error.row, error.column, str(error)) from None
         for i, name in enumerate(self.schema.dense):
-            column = self._sources[name]
             if len(large := np.flatnonzero(np.abs(numbers[:, i]) > self._most[i])):
-                raise WrongRowError(int(large[0]), column, f"{numbers[large[0], i]:g} is too large")
+                raise WrongRowError(int(large[0]), self._sources[name], f"{numbers[large[0], i]:g} is too large")
         labels = np.full(
             (len(rows), len(self.schema.labels)) if self.schema.targets.more else len(rows), np.nan, np.float32
         )
@@ -238,7 +232,7 @@ class Encoding:
                         raise UserError(
                             f"column {weights!r} is of type {of_weights}; expected a list of weights per row"
                         )
-                require_type(found.value_type if kind == "list" else found, self._written[column.space])
+                require_type(found.value_type if kind == "list" else found, self.written[column.space])
             except WrongTypeError as error:
                 raise UserError(f"column {name!r} {error}") from None
 
@@ -297,7 +291,7 @@ class Encoding:
             or any(reading.missing or reading.buckets is not None for reading in readings)
         ):
             return None
-        return PlainRows(self._data, self._readings, self._written, self._known, self._scaling, self._most)
+        return PlainRows(self._data, self._readings, self.written, self._known, self._scaling, self._most)
 
     def encode_criteo(self, rows: Any) -> Batch:
         """Encode the `raw.RawRows` of Criteo's parser as a batch."""
@@ -338,7 +332,7 @@ class Encoding:
 
     def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[LongIds, Mask]:
         """Return the ids of distinct values [N], and a mask of the missing values [N], which are omitted from bags."""
-        known, written, reading = self._known, self._written[column.space], self._readings[column.name]
+        known, written, reading = self._known, self.written[column.space], self._readings[column.name]
         if column.kind == "bag" or reading.missing:  # training skips a bag's missing values
             written = Written(written.forms | {EMPTY}, written.types)
         hashed = isinstance(known, HashBuckets) or reading.buckets is not None
@@ -346,37 +340,28 @@ class Encoding:
         missing = pc.equal(pc.fill_null(found.texts[0], "-"), "").to_numpy(zero_copy_only=False)
         if hashed:
             texts = reading.in_buckets(pc.coalesce(*found.texts, found.fallback))
-        if not isinstance(known, HashBuckets) and hashed:
-            ids = known.find(column.space, texts)
-            return np.where(ids < 0, self._spaces[column.space].oov, ids), missing
         if isinstance(known, HashBuckets):
             keys = _criteo_keys(texts) if self.is_criteo else hash_texts(*arrow.get_buffers(texts)).view(np.int64)
             return known.ids_of(keys, self.schema.columns.index(column)), missing
-        ids, verbatim = np.full(len(values), -1, np.int64), np.zeros(len(values), np.bool_)
-        if arrow.classify_type(values.type) == "text" and found.texts[0] is not found.fallback:
-            ids = known.find(column.space, found.fallback)  # the exact text occurred in training
-            verbatim = ids >= 0
-        for texts in found.texts:
-            there = texts.is_valid().to_numpy(zero_copy_only=False)
-            texts = pc.utf8_lower(texts) if self.is_criteo else texts
-            these = np.where(there, known.find(column.space, pc.fill_null(texts, "")), -1)
-            several = np.flatnonzero((ids >= 0) & (these >= 0) & ~verbatim)
-            if len(several):
-                shown = found.fallback[int(several[0])].as_py()
-                raise WrongValueError(
-                    int(several[0]),
-                    f"{shown} was written in several ways in training, each with "
-                    "its own id; give it as text, in one of these ways",
-                )
-            ids = np.where(ids < 0, these, ids)
-        unknown = np.flatnonzero(found.doubtful & (ids < 0))
-        if len(unknown):
-            shown = found.fallback[int(unknown[0])].as_py()
-            raise WrongValueError(
-                int(unknown[0]),
-                f"{shown} may have been written differently in training; give it as the text that it was in training",
-            )
+        ids = known.find(column.space, texts) if hashed else self._look_up(known, column.space, found, values.type)
         return np.where(ids < 0, self._spaces[column.space].oov, ids), missing
+
+    def _look_up(self, known: ValueIds, space: str, found: Texts, of: pa.DataType) -> LongIds:
+        """Return the ids of values, given by the texts that they may have had; -1 for unknown ones."""
+        ids = np.full(len(found.fallback), -1, np.int64)
+        if arrow.classify_type(of) == "text" and found.texts[0] is not found.fallback:
+            ids = known.find(space, found.fallback)  # the exact text occurred in training
+        verbatim = ids >= 0
+        several = "was written in several ways in training, each with its own id; give it as text, in one of these ways"
+        for texts in found.texts:
+            texts = pc.utf8_lower(texts) if self.is_criteo else texts
+            these = known.find(space, pc.fill_null(texts, ""))
+            these[texts.is_null().to_numpy(zero_copy_only=False)] = -1
+            reject((ids >= 0) & (these >= 0) & ~verbatim, lambda row: f"{found.fallback[row]} {several}")
+            ids = np.where(ids < 0, these, ids)
+        unsure = "may have been written differently in training; give it as the text that it was in training"
+        reject(found.doubtful & (ids < 0), lambda row: f"{found.fallback[row]} {unsure}")
+        return ids
 
 
 def _require_learned(data: Manifest) -> None:
@@ -384,7 +369,7 @@ def _require_learned(data: Manifest) -> None:
     shape = len(data.schema.dense), len(data.schema.ids)
     try:
         check_learned(data.options, data.statistics, data.schema, data.id_type, data.vocabulary)
-        if data.options.get("preset") != "table" and shape != (criteo.DENSE, criteo.CATEGORICAL):
+        if not data.is_table and shape != (criteo.DENSE, criteo.CATEGORICAL):
             raise ValueError("an invalid value of preset")
     except ValueError as error:
         raise UserError(f"the data set's manifest.json is broken ({error}); preprocess the data again") from None

@@ -39,7 +39,7 @@ class ValueIds:
     """Map from values to ids.
 
     Attributes:
-        written: For each id space, how its values in the vocabulary were written in the training files.
+        written: For each id space with columns of which the manifest does not record it, how its values were written.
         rates: For each id space, the share of out-of-vocabulary values in training rows.
 
     Raises:
@@ -64,9 +64,13 @@ class ValueIds:
         if values.slice(self._first).null_count:
             raise self._broken("it has missing values")
         self._prefixes = {space.name: f"{space.oov}\0" for space in spaces if space.values}
+        unrecorded = {column.space for column in schema.columns if column.name not in data.kinds}
         forms: dict[str, frozenset[int]] = {space.name: frozenset() for space in spaces}
         for first, size, name in sorted((*segment, space.name) for space in spaces for segment in space.segments):
-            forms[name] |= self._add(name, values.slice(first, size))  # in the order of the ids
+            for chunk in values.slice(first, size).chunks if size else ():  # in the order of the ids
+                self._texts.add(*arrow.get_buffers(self._named(name, chunk)))
+                if name in unrecorded and data.is_table:
+                    forms[name] |= find_forms(chunk)
         self.written = {name: Written(found) for name, found in forms.items()}
         self.rates: dict[str, float] = {}
         for space in spaces:
@@ -74,14 +78,6 @@ class ValueIds:
             self.rates[space.name] = rare / max(1, known + rare)
         if len(self._texts) != len(values) - self._first:
             raise self._broken("a value has two ids in one id space")
-
-    def _add(self, space: str, values: pa.ChunkedArray) -> frozenset[int]:
-        """Add values of an id space to the map; return the forms in which they are written."""
-        forms: frozenset[int] = frozenset()
-        for chunk in values.chunks if len(values) else ():
-            self._texts.add(*arrow.get_buffers(self._named(space, chunk)))
-            forms |= find_forms(chunk)
-        return forms
 
     def _broken(self, why: str) -> UserError:
         return UserError(f"{self._path} is broken ({why})")
@@ -182,10 +178,9 @@ class PlainRows:
         self._numbers = [readings[name].column or name for name in schema.dense]
         self.names = list(dict.fromkeys([*self._numbers, *(column.source for column in self._columns)]))
         self._needed = frozenset(self.names)
-        self._spaces = [column.space for column in self._columns]
         self._is_trimmed = any(column.reading.trimmed for column in self._columns)
         self._known, self._scaling, self._largest = known, scaling, largest
-        self._is_criteo = data.options.get("preset") != "table"
+        self._is_criteo = not data.is_table
         self._type, self._labels = np.dtype(data.id_type), (len(schema.labels),) if schema.targets.more else ()
 
     def encode(self, rows: Mapping[Any, Any]) -> Batch | None:
@@ -193,24 +188,23 @@ class PlainRows:
 
         `rows` has columns by name; they are read if each is a list of the same length.
         """
-        if not self._needed <= rows.keys():
+        try:
+            return self._encode(rows)
+        except (_UnusualError, OverflowError, UnicodeEncodeError):
             return None
+
+    def _encode(self, rows: Mapping[Any, Any]) -> Batch:
+        """Do the work of `encode`; raise an error for what only `Encoding.encode` can read."""
+        _require(self._needed <= rows.keys())
         columns = [rows[name] for name in self.names]
-        if set(map(type, columns)) != {list} or len(lengths := set(map(len, columns))) > 1:
-            return None
+        _require(set(map(type, columns)) == {list})
+        lengths = set(map(len, columns))
         n = lengths.pop()
-        if not 0 < n <= _MOST_PLAIN:
-            return None
+        _require(not lengths and 0 < n <= _MOST_PLAIN)
         numbers = self._read_numbers(list(chain.from_iterable([rows[name] for name in self._numbers])), n)
-        if numbers is None:
-            return None
         texts, bag_lengths = self._read_texts(rows)
-        if texts is None:
-            return None
         edges = [0, *accumulate(map(len, texts))]
         ids = self._find(texts, edges, n)
-        if ids is None:
-            return None
         first = len(self._single)
         bags = {}
         for column, of_rows, start, stop in zip(
@@ -224,72 +218,47 @@ class PlainRows:
         dense = np.ascontiguousarray(self._scaling.transform(numbers))  # the order of memory may change last bits
         return Batch(np.full((n, *self._labels), np.nan, np.float32), dense, single, bags)
 
-    def _read_numbers(self, values: list[Any], n: int) -> Numbers | None:
-        """Return numbers, float64 [n, numbers], NaN if missing, or None if only `Encoding.encode` can read them."""
+    def _read_numbers(self, values: list[Any], n: int) -> Numbers:
+        """Return numbers, float64 [n, numbers], NaN if missing."""
         kinds = set(map(type, values))
-        if not kinds <= {int, float, _NONE}:
-            return None
-        try:
-            numbers = np.array(values, np.float64).reshape(len(self._numbers), n).T  # None becomes NaN
-        except OverflowError:
-            return None
+        _require(kinds <= {int, float, _NONE})
+        numbers = np.array(values, np.float64).reshape(len(self._numbers), n).T  # None becomes NaN
         sizes = np.abs(numbers)
-        return None if (sizes > self._largest).any() or (int in kinds and (sizes >= LARGEST).any()) else numbers
+        _require(not (sizes > self._largest).any() and not (int in kinds and (sizes >= LARGEST).any()))
+        return numbers
 
-    def _read_texts(self, rows: Mapping[str, Sequence[Any]]) -> tuple[list[Sequence[str]] | None, list[Lengths]]:
-        """Return the texts that each column's values had in training, and each bag's number of values in each row.
+    def _read_texts(self, rows: Mapping[str, Sequence[Any]]) -> tuple[list[Sequence[str]], list[Lengths]]:
+        """Return the texts that each column's values had in training, and each bag's number of values in each row."""
+        bags = [_split(column.reading, rows[column.source]) for column in self._bags]
+        values = [*(rows[column.source] for column in self._single), *(flat for flat, _ in bags)]
+        _require(not self._is_trimmed or _have_plain_ends(values))
+        texts = [_texts(column.written, some) for column, some in zip(self._columns, values, strict=True)]
+        return texts, [lengths for _, lengths in bags]
 
-        The texts are None if only `Encoding.encode` can read the values.
-        """
-        values: list[Sequence[Any]] = [rows[column.source] for column in self._single]
-        lengths = []
-        for column in self._bags:
-            parts = _split(column.reading, rows[column.source])
-            if parts is None:
-                return None, []
-            values.append(parts[0])
-            lengths.append(parts[1])
-        if self._is_trimmed and not _have_plain_ends(values):
-            return None, []
-        texts = []
-        for column, some in zip(self._columns, values, strict=True):
-            as_text = _texts(column.written, some)
-            if as_text is None:
-                return None, []
-            texts.append(as_text)
-        return texts, lengths
-
-    def _find(self, texts: Sequence[Sequence[str]], edges: Sequence[int], n: int) -> LongIds | None:
-        """Return the ids of texts, one column after the other, or None if only `Encoding.encode` can find them.
-
-        The ids of column i are at edges[i] to edges[i + 1].
-        """
-        try:
-            if isinstance(self._known, HashBuckets):
-                return self._hash(self._known, texts, edges, n)
-            if self._is_criteo:
-                texts = [[text.lower() for text in some] for some in texts]
-            ids = self._known.find_few(self._spaces, texts)
-        except UnicodeEncodeError:
-            return None
+    def _find(self, texts: Sequence[Sequence[str]], edges: Sequence[int], n: int) -> LongIds:
+        """Return the ids of texts, one column after the other; those of column i are at edges[i] to edges[i + 1]."""
+        if isinstance(self._known, HashBuckets):
+            return self._hash(self._known, texts, edges, n)
+        if self._is_criteo:
+            texts = [[text.lower() for text in some] for some in texts]
+        ids = self._known.find_few([column.space for column in self._columns], texts)
         if (ids < 0).any():
             for column, start, stop in zip(self._columns, edges[:-1], edges[1:], strict=True):
                 is_unknown = ids[start:stop] < 0
                 if is_unknown.any():
-                    if column.written.kind not in ("text", "unknown"):
-                        return None  # it may have been written differently in training
+                    _require(not column.written.has_type)  # it may have been written differently in training
                     ids[start:stop][is_unknown] = column.oov
         return ids
 
-    def _hash(self, known: HashBuckets, texts: Sequence[Sequence[str]], edges: Sequence[int], n: int) -> LongIds | None:
+    def _hash(self, known: HashBuckets, texts: Sequence[Sequence[str]], edges: Sequence[int], n: int) -> LongIds:
         """Do the work of `_find` for a data set whose ids are hash buckets."""
         if self._is_criteo:
             keys = criteo.hex_keys(list(chain.from_iterable(texts)))
             if keys is None:
-                return None
+                raise _UnusualError
         else:
-            if any(_may_be_reformatted(of.written, some) for of, some in zip(self._columns, texts, strict=True)):
-                return None
+            for column, some in zip(self._columns, texts, strict=True):
+                _require_as_trained(column.written, some)
             keys = hash_texts(*_buffers([text.encode() for some in texts for text in some])).view(np.int64)
         if not self._bags:
             missing = [0] * len(self._columns)  # which values are missing does not matter here
@@ -300,58 +269,58 @@ class PlainRows:
 
 def _buffers(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
     """Return texts as `columns.get_buffers` does: offsets, int64 [n + 1], and bytes."""
-    return ragged.offsets_of(np.fromiter(map(len, texts), np.int64, len(texts))), np.frombuffer(
-        b"".join(texts), np.uint8
-    )
+    offsets = ragged.offsets_of(np.fromiter(map(len, texts), np.int64, len(texts)))
+    return offsets, np.frombuffer(b"".join(texts), np.uint8)
 
 
-def _split(reading: ReadSettings, rows: Sequence[Any]) -> tuple[list[Any], Lengths] | None:
+class _UnusualError(Exception):
+    """Only `Encoding.encode` can read the rows."""
+
+
+def _require(is_usual: bool) -> None:
+    if not is_usual:
+        raise _UnusualError
+
+
+def _split(reading: ReadSettings, rows: Sequence[Any]) -> tuple[list[Any], Lengths]:
     """Return the values of bags that are not missing, one row after the other, and their number in each row."""
     kinds = set(map(type, rows)) - {_NONE}
     if kinds == {str} and reading.separator is not None:
-        if reading.trimmed and "[" in "".join(filter(None, rows)):  # it may be a list in text
-            return None
+        _require(not reading.trimmed or "[" not in "".join(filter(None, rows)))  # it may be a list in text
         lists = [text.split(reading.separator) if text else [] for text in rows]
-    elif kinds <= {list}:
-        lists = [values or [] for values in rows]
     else:
-        return None
+        _require(kinds <= {list})
+        lists = [values or [] for values in rows]
     flat = list(chain.from_iterable(lists))
-    if set(map(type, flat)) - {_NONE} not in ({str}, {int}, set()):
-        return None
+    _require(set(map(type, flat)) - {_NONE} in ({str}, {int}, set()))
     if None in flat or "" in flat:
         lists = [[value for value in values if value is not None and value != ""] for values in lists]
         flat = list(chain.from_iterable(lists))
     return flat, np.fromiter(map(len, lists), np.int32, len(lists))
 
 
-def _texts(written: Written, values: Sequence[Any]) -> Sequence[str] | None:
-    """Return the texts that values had in training, or None if only `Encoding.encode` can read them."""
+def _texts(written: Written, values: Sequence[Any]) -> Sequence[str]:
+    """Return the texts that values had in training."""
     kinds = set(map(type, values))
     if kinds <= {str}:
         return values
-    if (
-        kinds - {_NONE} not in ({str}, {int}, set())
-        or (int in kinds and not (written.has_plain_integers and _fit_64_bits(values)))
-        or (_NONE in kinds and written.missing is None)
-    ):
-        return None
+    _require(kinds - {_NONE} in ({str}, {int}, set()))
+    if int in kinds:
+        some = [value for value in values if value is not None]
+        _require(written.has_plain_integers and min(some) >= -(1 << 63) and max(some) < 1 << 63)
+    _require(_NONE not in kinds or written.missing is not None)
     return [
         value if type(value) is str else written.missing if value is None else str(value)  # type: ignore[misc]
         for value in values
     ]
 
 
-def _fit_64_bits(values: Sequence[int | None]) -> bool:
-    some = [value for value in values if value is not None]
-    return min(some) >= -(1 << 63) and max(some) < 1 << 63
-
-
-def _may_be_reformatted(written: Written, texts: Sequence[str]) -> bool:
-    """Return whether training may have hashed different texts for these values."""
+def _require_as_trained(written: Written, texts: Sequence[str]) -> None:
+    """Require that training cannot have hashed different texts for these values."""
     if written.kind == "number" and written.has_plain_integers:
-        return any(_PLAIN_INTEGER.fullmatch(text) is None for text in texts)
-    return written.kind not in ("text", "unknown")
+        _require(all(map(_PLAIN_INTEGER.fullmatch, texts)))
+    else:
+        _require(not written.has_type)
 
 
 def _have_plain_ends(columns: Sequence[Sequence[Any]]) -> bool:

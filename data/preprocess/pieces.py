@@ -51,7 +51,7 @@ class Facts:
         end: Position in the source after the piece's rows.
         size: Size of the piece's rows in the source, in the source's `unit`.
         checksum: CRC-32 of the piece's file.
-        forms: For each column with ids, the forms in which its values are written (`kernels.forms`).
+        forms: For each column with ids, the forms in which its values are written (`preprocess.forms`).
     """
 
     rows: tuple[int, ...]

@@ -1,42 +1,56 @@
 """Conversion of served values of any type to the texts that they may have had in training, for lookup or hashing.
 
-A value may be served with a different type than in training: 1.0 for "1", or a timestamp in another unit.
-A served value is therefore formatted in each form in which the column's values were written in training. Values of
-types that cannot match are rejected.
+A value may be served with a different type than in training: 1.0 for "1", or a timestamp in another unit. A served
+value is therefore cast to its column's type, and formatted in each form in which the column's values were written in
+training. Values of types that cannot match are rejected.
 """
 
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.columns import WrongValueError
-from hostdev.data.preprocess.forms import (
-    BOOLS,
-    MISSING,
-    NUMBERS,
-    PADDED,
-    TIMES,
-    TIMESTAMPS,
-    Texts,
-    Written,
-    each_form,
-    find_zone,
-    time_texts,
-    timestamp_texts,
-    timestamps_from_text,
-)
-from hostdev.kernels import forms as kernel
+from hostdev.data.preprocess import forms as form
+from hostdev.data.preprocess import text_forms
+from hostdev.data.preprocess.columns import WrongValueError, reject
+from hostdev.data.preprocess.forms import Forms, Written
 from hostdev.kernels.arrays import Mask
 
 _SHOWN = 40
+_LARGEST_EXPONENT = 400  # decimal; the exponents of floats are smaller
+_BOOLS = {text_forms.TITLE: ("True", "False"), text_forms.LOWER: ("true", "false"), text_forms.UPPER: ("TRUE", "FALSE")}
+_BITS = pa.array(["false", "0", "0.0", "true", "1", "1.0"])
+_TRUE = 3  # index of the first that means true
+_READABLE = {"number": form.NUMBERS | form.BOOLS, "time": form.TIMES, "timestamp": form.TIMESTAMPS}
+_SHOWN_KINDS = {
+    "bool": "true or false",
+    "time": "a time of day such as 23:59:58",
+    "timestamp": "a date or time such as 2024-12-31",
+}
+_DAY = 10  # characters of a date
+_MIDNIGHT = " 00:00:00.000000000"  # which follow them
 
 
 class WrongTypeError(Exception):
     """A column's values, because of their type, cannot match values in training, or could match several of them."""
+
+
+class Texts(NamedTuple):
+    """The texts that N values may have had in training.
+
+    `texts` has an array [N] for each form, with null where a value cannot have that form; the first array also has the
+    text of missing values. `fallback` [N] has the texts to use where all these arrays have null. `doubtful` [N] marks
+    values that may have had yet another form.
+    """
+
+    texts: list[pa.StringArray]
+    fallback: pa.StringArray
+    doubtful: npt.NDArray[np.bool_]
 
 
 def format_texts(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
@@ -46,21 +60,19 @@ def format_texts(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
     Raises WrongTypeError if the type does not fit the values in training, and WrongValueError if a single value does
     not.
     """
-    kind = arrow.classify_type(values.type)
-    if kind == "text":
-        return _format_text(arrow.cast(values, pa.string(), "text in UTF-8"), written, hashed=hashed)
-    missing = values.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
-    if written.kind == "unknown":
-        found = Texts([arrow.as_plain_text(values)], arrow.as_plain_text(values), np.zeros(len(values), np.bool_))
-    elif kind == "number":
-        found = _format_numbers(values, written)
-    elif kind == "bool":
-        found = _format_bools(values, written)
+    if arrow.classify_type(values.type) == "text":
+        values = pc.fill_null(arrow.cast(values, pa.string(), "text in UTF-8"), "")
+        found = _convert_text(values, written)
     else:
-        found = _format_times(values, written)
-    found = _with_missing(found, missing, written)
+        missing = values.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
+        found = _with_missing(_format(values, written), missing, written)
     if hashed:
-        _require_one(found, values.type, written)
+        several = sum(each.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) for each in found.texts) > 1
+        if several.any() or found.doubtful.any():
+            raise WrongTypeError(
+                f"is of type {values.type}, but its values were {written.shown} in training, so the match is "
+                "ambiguous; give it as text, as written in training"
+            )
     return found
 
 
@@ -69,10 +81,8 @@ def _with_missing(found: Texts, missing: Mask, written: Written) -> Texts:
     if not missing.any():
         return found
     if written.missing is None:
-        raise WrongValueError(
-            int(np.flatnonzero(missing)[0]),
-            "the value is missing, but missing values had several texts in training; give the text that applies",
-        )
+        several = "the value is missing, but missing values had several texts in training; give the text that applies"
+        reject(missing, lambda row: several)
     mask, word = pa.array(missing), pa.scalar(written.missing)
     texts = [pc.if_else(mask, word, found.texts[0]), *(pc.if_else(mask, None, each) for each in found.texts[1:])]
     return Texts(texts, pc.if_else(mask, word, found.fallback), found.doubtful & ~missing)
@@ -85,8 +95,8 @@ def require_type(found: pa.DataType, written: Written) -> None:
         return
     right = {
         "number": was in ("number", "bool", "text"),
-        "bool": bool(written.forms & BOOLS) or was == "number",
-        "other": bool(written.forms & (TIMES if pa.types.is_time(found) else TIMESTAMPS)),
+        "bool": bool(written.forms & form.BOOLS) or was == "number",
+        "other": bool(written.forms & (form.TIMES if pa.types.is_time(found) else form.TIMESTAMPS)),
     }
     if not right[kind]:
         raise WrongTypeError(
@@ -95,232 +105,231 @@ def require_type(found: pa.DataType, written: Written) -> None:
         )
 
 
-def _require_one(found: Texts, of: pa.DataType, written: Written) -> None:
-    """Raise WrongTypeError if a value may match several values in training."""
-    several = sum(each.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) for each in found.texts) > 1
-    if several.any() or found.doubtful.any():
-        raise WrongTypeError(
-            f"is of type {of}, but its values were {written.shown} in training, so the match is "
-            "ambiguous; give it as text, as written in training"
-        )
-
-
-def _format_text(values: pa.StringArray, written: Written, *, hashed: bool) -> Texts:
+def _convert_text(values: pa.StringArray, written: Written) -> Texts:
     """Convert texts whose form did not occur in training to forms that did, where possible; leave others unchanged."""
-    values = pc.fill_null(values, "")
     plain = Texts([values], values, np.zeros(len(values), np.bool_))
-    kind, typed = written.kind, written.is_typed
-    if kind in ("text", "unknown"):
+    if not written.has_type:
         return plain
-    forms = each_form(values)
+    forms = form.each_form(values)
     unlike = ~np.isin(forms, list(written.forms))
-    if widths := written.forms & PADDED:  # training may have written 1 as 01
-        short = pc.less(pc.utf8_length(values), max(widths) - kernel.PADDED).to_numpy(zero_copy_only=False)
-        unlike |= (forms == kernel.INTEGER) & short
+    if widths := written.forms & form.PADDED:  # training may have written 1 as 01
+        short = pc.less(pc.utf8_length(values), max(widths) - text_forms.PADDED_TO).to_numpy(zero_copy_only=False)
+        unlike |= (forms == text_forms.INTEGER) & short
     if not unlike.any():
         return plain
-    if typed:
+    if written.is_typed:
         values = pc.if_else(pa.array(unlike), pc.utf8_trim_whitespace(values), values)
-        forms = each_form(values)
-    missing = unlike & np.isin(forms, list(MISSING))
-    plain = _with_missing(Texts([values], values, plain.doubtful), missing, written)
-    values, unlike = plain.fallback, unlike & ~missing
-    parse = {"number": _parse_numbers, "bool": _parse_bools, "timestamp": _parse_timestamps, "time": _parse_times}[kind]
-    chosen, found = parse(values, forms, unlike, written)
-    if not chosen.any():
-        return plain
-    if hashed:
-        _require_one(found, pa.string(), written)
-    mask = pa.array(chosen)
-    nulls = pa.nulls(len(values), pa.string())
-    texts = [pc.replace_with_mask(values if i == 0 else nulls, mask, each) for i, each in enumerate(found.texts)]
-    doubtful = np.zeros(len(values), np.bool_)
-    doubtful[chosen] = found.doubtful
+        forms = form.each_form(values)
+    missing = unlike & np.isin(forms, list(form.MISSING))
+    texts, values, doubtful = _with_missing(Texts([values], values, plain.doubtful), missing, written)
+    for chosen, found in _parse(values, forms, unlike & ~missing, written):
+        texts += [pa.nulls(len(values), pa.string()) for _ in found.texts[len(texts) :]]
+        for i, each in enumerate(found.texts):
+            texts[i] = pc.replace_with_mask(texts[i], pa.array(chosen), each)
+        doubtful[chosen] = found.doubtful
     return Texts(texts, values, doubtful)
 
 
-def _parse_numbers(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
-    chosen = unlike & np.isin(forms, [*NUMBERS, *BOOLS])
-    large = np.flatnonzero(chosen & (forms == kernel.LARGE_FLOAT))
-    if len(large):
-        raise WrongValueError(int(large[0]), large_float(values[int(large[0])].as_py()))
-    bits = {"true": "1", "false": "0"}
-    texts = [bits.get(text.lower()) or _shortest(text) for text in values.filter(pa.array(chosen)).to_pylist()]
-    found = _numbers(pa.array(texts, pa.string()), written)
-    return chosen, Texts(found.texts, found.fallback, np.zeros(len(texts), np.bool_))
+def _parse(values: pa.Array, forms: Forms, some: Mask, written: Written) -> Iterator[tuple[Mask, Texts]]:
+    """Cast the selected texts to the column's type: yield masks, and the texts that these values may have had."""
+    kind = written.kind
+    bits = pc.index_in(pc.utf8_lower(values), value_set=_BITS).fill_null(-1).to_numpy()
+    readable = bits >= 0 if kind == "bool" else np.isin(forms, list(_READABLE[kind]))
+    if written.is_typed and kind in _SHOWN_KINDS:
+        was = f"{_SHOWN_KINDS[kind]}, but the column's values were {written.shown} in training"
+        reject(some & ~readable, lambda row: f"{values[row].as_py()[:_SHOWN]!r} is not {was}")
+    chosen = some & readable
+    texts = values.filter(pa.array(chosen))
+    if kind == "bool":
+        yield chosen, _bool_texts(pa.array(bits[chosen] >= _TRUE), written.forms)
+    elif kind == "time":
+        yield chosen, _time_texts(texts, written.forms)
+    elif kind == "number":
+        reject(chosen & (forms == text_forms.LARGE_FLOAT), lambda row: large_float(values[row].as_py()))
+        numbers = ({"true": "1", "false": "0"}.get(text.lower(), text) for text in texts.to_pylist())
+        yield chosen, _number_texts(_shortest(numbers), written.forms)
+    else:
+        zoned = form.find_zone(forms) != text_forms.NAIVE
+        for part, zone in ((chosen & zoned, "UTC"), (chosen & ~zoned, None)):
+            if part.any():
+                yield part, _parse_timestamps(values.filter(pa.array(part)), zone, np.flatnonzero(part), written)
 
 
-def _parse_bools(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
-    lower = pc.utf8_lower(values)
-    true = pc.is_in(lower, value_set=pa.array(["true", "1", "1.0"])).to_numpy(zero_copy_only=False)
-    false = pc.is_in(lower, value_set=pa.array(["false", "0", "0.0"])).to_numpy(zero_copy_only=False)
-    _require_readable(values, unlike & ~(true | false), written, "true or false")
-    chosen = unlike & (true | false)
-    return chosen, _format_bools(pa.array(true[chosen]), written)
-
-
-def _parse_timestamps(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
-    _require_readable(values, unlike & ~np.isin(forms, list(TIMESTAMPS)), written, "a date or time such as 2024-12-31")
-    chosen = unlike & np.isin(forms, list(TIMESTAMPS))
-    row = np.flatnonzero(chosen)
-
-    zoned = np.zeros(len(values), np.bool_)
-    zoned[chosen] = (forms[chosen] >= kernel.TIMESTAMP) & ((forms[chosen] - kernel.TIMESTAMP) % kernel.ZONES > 0)
-    with_zone = _part(values, chosen & zoned, written, zoned=True)
-    without = _part(values, chosen & ~zoned, written, zoned=False)
-    order = np.argsort(np.concatenate([np.flatnonzero(chosen & zoned), np.flatnonzero(chosen & ~zoned)]))
-    parts = [part for part in (with_zone, without) if part is not None]
-    n = max(len(part.texts) for part in parts) if parts else 0
-    if not len(row):
-        return chosen, Texts([], pa.nulls(0, pa.string()), np.zeros(0, np.bool_))
-
-    def joined(arrays: list[pa.Array]) -> pa.Array:
-        return pa.concat_arrays(arrays).take(pa.array(order))
-
-    texts = [
-        joined([part.texts[i] if i < len(part.texts) else pa.nulls(len(part.fallback), pa.string()) for part in parts])
-        for i in range(n)
-    ]
-    doubtful = np.concatenate([part.doubtful for part in parts])[order]
-    return chosen, Texts(texts, joined([part.fallback for part in parts]), doubtful)
-
-
-def _part(values: pa.Array, some: Mask, written: Written, *, zoned: bool) -> Texts | None:
-    """Return the texts that the timestamps selected by `some` may have had in training, or None if none is selected.
-
-    `zoned` tells whether they have a time zone.
-    """
-    if not some.any():
-        return None
-    texts = values.filter(pa.array(some))
+def _parse_timestamps(texts: pa.Array, zone: str | None, rows: npt.NDArray[np.int64], written: Written) -> Texts:
+    """Return the texts that timestamps, all with or all without a zone, may have had; `rows` has their row numbers."""
+    fine = pc.any(pc.match_substring_regex(texts, r"\.\d{7,9}(Z|[+-]|$)")).as_py()
     try:
-        return _format_times(timestamps_from_text(texts, zoned=zoned), written, shown=repr(texts[0].as_py()))
+        stamps = arrow.cast(texts, pa.timestamp("ns" if fine else "us", zone), "an existing date")
+        return _format(stamps, written, shown=repr(texts[0].as_py()))
     except WrongTypeError as error:
-        raise WrongValueError(int(np.flatnonzero(some)[0]), str(error)) from None
+        raise WrongValueError(int(rows[0]), str(error)) from None
     except WrongValueError as error:
-        error.row = int(np.flatnonzero(some)[error.row])
-        raise
+        raise WrongValueError(int(rows[error.row]), str(error)) from None
 
 
-def _parse_times(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
-    is_time = np.isin(forms, list(TIMES))
-    _require_readable(values, unlike & ~is_time, written, "a time of day such as 23:59:58")
-    chosen = unlike & is_time
-    some = values.filter(pa.array(chosen))
-    return chosen, time_texts(some, written.forms)
+def _format(values: pa.Array, written: Written, shown: str | None = None) -> Texts:
+    """Return the texts that values of a type other than text may have had in training.
 
-
-def _require_readable(values: pa.Array, wrong: Mask, written: Written, what: str) -> None:
-    """Raise WrongValueError for text that cannot be parsed as the type that the column had in training."""
-    if written.is_typed and len(rows := np.flatnonzero(wrong)):
-        shown = values[int(rows[0])].as_py()[:_SHOWN]
-        raise WrongValueError(
-            int(rows[0]), f"{shown!r} is not {what}, but the column's values were {written.shown} in training"
-        )
-
-
-def _format_numbers(values: pa.Array, written: Written) -> Texts:
-    """Return the texts that integers, floats or decimals may have had in training."""
+    `shown` is the value to name in an error message about its time zone; None to name the type.
+    """
+    if written.kind == "unknown":
+        return _plain([arrow.as_plain_text(values)])
     require_type(values.type, written)
+    kind = arrow.classify_type(values.type)
+    if kind == "other":
+        if pa.types.is_time(values.type):
+            return _time_texts(values.cast(pa.string()), written.forms)
+        return _timestamp_texts(values, written, shown)
+    if kind == "bool":
+        if written.forms & form.BOOLS:
+            return _bool_texts(values, written.forms)
+        numbers = pc.if_else(values, "1", "0")
+    else:
+        numbers = _shortest_numbers(values)
+    if written.kind == "bool":
+        wrong = pc.invert(pc.is_in(numbers, value_set=pa.array(["0", "1", None])))
+        was = f"is neither true nor false, but the column's values were {written.shown} in training"
+        reject(wrong.to_numpy(zero_copy_only=False), lambda row: f"{numbers[row]} {was}")
+        return _bool_texts(pc.equal(numbers, "1"), written.forms)
+    if not written.forms & form.FRACTIONS:
+        fractions = pc.fill_null(pc.match_substring(numbers, "."), False).to_numpy(zero_copy_only=False)
+        reject(fractions, lambda row: f"{numbers[row]} {arrow.NO_INTEGER}")
+    found = _number_texts(numbers, written.forms)
+    found.doubtful[:] = text_forms.NUMBER in written.forms and written.kind == "number"
+    return found
+
+
+def _shortest_numbers(values: pa.Array) -> pa.StringArray:
+    """Return integers, floats or decimals as text without trailing zeros and exponents; null if missing."""
     if pa.types.is_floating(values.type):
         arrow.whole_numbers_below_limit(values)
         numbers = values.to_numpy(zero_copy_only=False)
-        texts = [
-            None if np.isnan(number) else _shortest(np.format_float_positional(number, unique=True, trim="-"))
-            for number in numbers
-        ]
-    else:
-        texts = values.cast(pa.string()).to_pylist()
-        if pa.types.is_decimal(values.type):
-            texts = [None if text is None else _shortest(text) for text in texts]
-    if written.kind == "bool":
-        wrong = [i for i, text in enumerate(texts) if text not in (None, "0", "1")]
-        if wrong:
-            raise WrongValueError(
-                wrong[0],
-                f"{texts[wrong[0]]} is neither true nor false, but the column's values were "
-                f"{written.shown} in training",
+        return _shortest(None if np.isnan(one) else np.format_float_positional(one, trim="-") for one in numbers)
+    texts = values.cast(pa.string())
+    return _shortest(texts.to_pylist()) if pa.types.is_decimal(values.type) else texts
+
+
+def _shortest(texts: Iterable[str | None]) -> pa.StringArray:
+    """Normalize decimal numbers: no trailing zeros, no exponent.
+
+    A number beyond the largest exponent stays unchanged; it is out of vocabulary either way.
+    """
+
+    def normalize(text: str) -> str:
+        number = Decimal(text)
+        if abs(number.adjusted()) > _LARGEST_EXPONENT:
+            return text
+        found = format(number, "f")
+        if "." in found:
+            found = found.rstrip("0").rstrip(".")
+        return "0" if found == "-0" else found
+
+    return pa.array([None if text is None else normalize(text) for text in texts], pa.string())
+
+
+def _number_texts(numbers: pa.StringArray, forms: frozenset[int]) -> Texts:
+    """Return the texts that numbers, given by their shortest texts, may have had in training."""
+    is_fraction = pc.match_substring(numbers, ".")
+    integers, fractions = pc.if_else(is_fraction, None, numbers), pc.if_else(is_fraction, numbers, None)
+    texts = [integers] if text_forms.INTEGER in forms else []
+    for number in sorted(forms & (form.WHOLES | form.FRACTIONS | form.PADDED)):
+        if number in form.WHOLES:
+            texts.append(_join(integers, "." + "0" * (number - text_forms.WHOLE)))
+        elif number in form.FRACTIONS:
+            end = rf"\.\d{{{number - text_forms.FRACTION}}}"  # with more digits, a number cannot have the form
+            padded = pc.replace_substring_regex(
+                _join(fractions, "0" * (number - text_forms.FRACTION)), f"({end})0*$", r"\1"
             )
-        return _format_bools(pa.array([None if text is None else text == "1" for text in texts], pa.bool_()), written)
-    fraction = next((i for i, text in enumerate(texts) if text is not None and "." in text), None)
-    if fraction is not None and not any(
-        form > kernel.FRACTION and form <= kernel.FRACTION + kernel.MOST_DIGITS for form in written.forms
-    ):
-        raise WrongValueError(
-            fraction, f"{texts[fraction]} is not an integer; categorical values must be integers or text"
-        )
-    return _numbers(pa.array(texts, pa.string()), written)
+            texts.append(pc.if_else(pc.match_substring_regex(padded, f"{end}$"), padded, None))
+        else:  # negative integers, and those with as many digits, are written otherwise
+            width = number - text_forms.PADDED_TO
+            is_shorter = pc.and_(pc.less(pc.utf8_length(integers), width), pc.invert(pc.starts_with(integers, "-")))
+            texts.append(pc.if_else(is_shorter, pc.utf8_lpad(integers, width, "0"), None))
+    return _plain(texts or [numbers], numbers)
 
 
-def _numbers(texts: pa.StringArray, written: Written) -> Texts:
-    """Return the texts that numbers may have had in training; `texts` has the shortest text of each number."""
-    forms = written.forms
-    whole = pc.invert(pc.match_substring(texts, "."))
-    integers = pc.if_else(whole, texts, None)
-    found = [integers] if kernel.INTEGER in forms else []
-    for digits in range(1, kernel.MOST_DIGITS + 1):
-        if kernel.WHOLE + digits in forms:
-            found.append(pc.binary_join_element_wise(integers, "." + "0" * digits, ""))
-        if kernel.FRACTION + digits in forms:
-            found.append(_with_digits(pc.if_else(whole, None, texts), digits))
-    found += [_padded(integers, form - kernel.PADDED) for form in sorted(forms & PADDED)]
-    doubtful = np.zeros(len(texts), np.bool_)
-    if kernel.NUMBER in forms and written.kind == "number":
-        doubtful[:] = True
-    return Texts(found or [texts], texts, doubtful)
-
-
-def _with_digits(texts: pa.Array, digits: int) -> pa.Array:
-    """Pad numbers with zeros to `digits` digits after the point; return null for a number with more digits."""
-    after = pc.subtract(pc.utf8_length(texts), pc.add(pc.find_substring(texts, "."), 1))
-    padded = [
-        None if text is None or n > digits else text + "0" * (digits - n)
-        for text, n in zip(texts.to_pylist(), after.to_pylist(), strict=True)
-    ]
-    return pa.array(padded, pa.string())
-
-
-def _padded(integers: pa.Array, width: int) -> pa.Array:
-    """Pad integers with zeros to `width` digits.
-
-    Returns null for negative integers and for integers that already have `width` or more digits.
-    """
-    shorter = pc.and_(pc.less(pc.utf8_length(integers), width), pc.invert(pc.starts_with(integers, "-")))
-    return pc.if_else(shorter, pc.utf8_lpad(integers, width, "0"), None)
-
-
-def _format_bools(values: pa.Array, written: Written) -> Texts:
+def _bool_texts(values: pa.BooleanArray, forms: frozenset[int]) -> Texts:
     """Return the texts that booleans may have had in training."""
-    require_type(values.type, written)
-    if not written.forms & BOOLS:
-        return _numbers(pc.if_else(values, "1", "0"), written)
-    names = {kernel.TITLE: ("True", "False"), kernel.LOWER: ("true", "false"), kernel.UPPER: ("TRUE", "FALSE")}
-    found = [pc.if_else(values, *names[form]) for form in sorted(written.forms & BOOLS)]
-    return Texts(found, found[0], np.zeros(len(values), np.bool_))
+    return _plain([pc.if_else(values, *_BOOLS[number]) for number in sorted(forms & form.BOOLS)])
 
 
-def _format_times(values: pa.Array, written: Written, shown: str | None = None) -> Texts:
-    """Return the texts that dates, timestamps or times of day may have had in training.
+def _time_texts(times: pa.StringArray, forms: frozenset[int]) -> Texts:
+    """Return the texts that times of day, given as text, may have had in training."""
+    with_seconds = pc.if_else(pc.equal(pc.utf8_length(times), 5), _join(times, ":00"), times)
+    full = _full(_join("2000-01-01 ", with_seconds))
+    ends = [_end(number - text_forms.TIME) for number in sorted(forms & form.TIMES)]
+    return _plain([pc.utf8_slice_codeunits(_cut(full, end), _DAY + 1) for end in ends], times)
 
-    `shown` is the value to name in an error message; None to name the type.
+
+def _timestamp_texts(values: pa.Array, written: Written, shown: str | None) -> Texts:
+    """Format dates or timestamps in each form that occurred in training: the forms with a time zone if the values have
+    one, otherwise the forms without.
+
+    Raises WrongValueError if training had only dates and a value has a time.
     """
-    require_type(values.type, written)
-    if pa.types.is_time(values.type):
-        return time_texts(values.cast(pa.string()), written.forms)
-    zones = {kernel.NAIVE if form == kernel.DATE else find_zone(form) for form in written.forms} - {None}
-    zoned, naive = bool(zones - {kernel.NAIVE}), kernel.NAIVE in zones
-    zone = getattr(values.type, "tz", None)
-    if zone is not None and not zoned:
+    fallback, is_aware = values.cast(pa.string()), getattr(values.type, "tz", None) is not None
+    forms = {number: int(form.find_zone(number)) for number in sorted(written.forms & form.TIMESTAMPS)}
+    forms = {number: zone for number, zone in forms.items() if (zone != text_forms.NAIVE) == is_aware}
+    if not forms:
+        has, had, give = ("a", "no", "without") if is_aware else ("no", "a", "with")
+        typed = f"is of type {values.type}, with{'' if is_aware else 'out'} a"
         raise WrongTypeError(
-            f"{f'{shown} has a' if shown else f'is of type {values.type}, with a'} time zone, but the column's values "
-            "had no time zone in training; give it without one"
+            f"{f'{shown} has {has}' if shown else typed} time zone, but the column's values had {had} time zone in "
+            f"training; give it {give} one"
         )
-    if zone is None and not naive:
-        raise WrongTypeError(
-            f"{f'{shown} has no' if shown else f'is of type {values.type}, without a'} time zone, but the column's "
-            "values had a time zone in training; give it with one"
-        )
-    return timestamp_texts(values, written)
+    suffixes = [""]
+    if is_aware:
+        full = _full(pc.utf8_rtrim(values.cast(pa.timestamp(values.type.unit, "UTC")).cast(pa.string()), "Z"))
+        here = values.cast(pa.timestamp(values.type.unit, written.zone)).cast(pa.string()) if written.zone else fallback
+        here = pc.replace_substring_regex(here, "Z$", "+0000")
+        local, offset = _full(pc.utf8_slice_codeunits(here, 0, -5)), pc.utf8_slice_codeunits(here, -5)
+        hours, minutes = pc.utf8_slice_codeunits(offset, 0, 3), pc.utf8_slice_codeunits(offset, 3)
+        whole_hours = pc.if_else(pc.equal(minutes, "00"), hours, None)
+        suffixes += ["Z", "+00:00", "+0000", "+00", _join(hours, ":", minutes), offset, whole_hours]
+    else:
+        full = local = _full(_join(fallback, " 00:00:00") if pa.types.is_date(values.type) else fallback)
+    texts = []
+    for number, zone in forms.items():
+        if number == text_forms.DATE:
+            texts.append(_cut(full, _DAY))
+            continue
+        is_t, precision = divmod((number - text_forms.TIMESTAMP) // text_forms.ZONES, text_forms.PRECISIONS)
+        text = _cut(local if zone >= text_forms.COLON else full, _end(precision))
+        text = pc.utf8_replace_slice(text, _DAY, _DAY + 1, "T") if is_t else text
+        texts.append(_join(text, suffixes[zone]))
+    if written.forms & form.TIMESTAMPS == {text_forms.DATE}:
+        has_time = pc.and_(values.is_valid(), texts[0].is_null()).to_numpy(zero_copy_only=False)
+        reject(has_time, lambda row: f"{fallback[row]} has a time, but the column's values were dates in training")
+    found = _plain(texts, fallback)
+    found.doubtful[:] = is_aware and max(forms.values()) >= text_forms.COLON and written.zone is None
+    return found
+
+
+def _plain(texts: list[pa.Array], fallback: pa.Array | None = None) -> Texts:
+    """Return texts of which none is doubtful; `fallback` is the first if it is None."""
+    return Texts(texts, texts[0] if fallback is None else fallback, np.zeros(len(texts[0]), np.bool_))
+
+
+def _full(texts: pa.Array) -> pa.Array:
+    """Return timestamps with nine decimals of the second; null unless the year has 4 digits."""
+    usual = pc.match_substring_regex(texts, r"^\d{4}-.{11}:")
+    with_point = pc.replace_substring_regex(texts, r"^([^.]*)$", r"\1.")
+    return pc.if_else(usual, pc.utf8_rpad(with_point, _DAY + len(_MIDNIGHT), "0"), None)
+
+
+def _end(precision: int) -> int:
+    """Return the number of characters of a timestamp in a precision (see `forms.timestamp_form`)."""
+    return _DAY + (6 if precision == 0 else 9 if precision == 1 else 9 + precision)
+
+
+def _cut(full: pa.Array, end: int) -> pa.Array:
+    """Return the first characters of timestamps from `_full`; null where the others are not those of midnight."""
+    fits = pc.equal(pc.utf8_slice_codeunits(full, end), _MIDNIGHT[end - _DAY :])
+    return pc.if_else(fits, pc.utf8_slice_codeunits(full, 0, end), None)
+
+
+def _join(*texts: pa.Array | str) -> pa.Array:
+    return pc.binary_join_element_wise(*texts, "")
 
 
 def large_float(shown: str) -> str:
@@ -329,20 +338,3 @@ def large_float(shown: str) -> str:
         f"{shown} is a float of 2^53 or more, which may stand for several integers; write the column as "
         "integers, or as integers in text"
     )
-
-
-_LARGEST_EXPONENT = 400  # decimal; the exponents of floats are smaller
-
-
-def _shortest(text: str) -> str:
-    """Normalize a decimal number: no trailing zeros, no exponent.
-
-    A number beyond the largest exponent stays unchanged; it is out of vocabulary either way.
-    """
-    number = Decimal(text)
-    if abs(number.adjusted()) > _LARGEST_EXPONENT:
-        return text
-    found = format(number, "f")
-    if "." in found:
-        found = found.rstrip("0").rstrip(".")
-    return "0" if found == "-0" else found

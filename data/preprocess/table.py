@@ -32,7 +32,7 @@ from hostdev.data.preprocess.raw import RawBlock, RawRows
 from hostdev.data.preprocess.sparse_text import SparseText, find_kind
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
-from hostdev.kernels.forms import INTEGER, TEXT, WHOLE
+from hostdev.data.preprocess.text_forms import INTEGER, TEXT, WHOLE
 
 _FLAGS = {"quotes": "--no-quotes", "skipped_lines": "--skip-lines"}  # of `TextFormat`, where names differ
 

@@ -347,8 +347,8 @@ def find_earlier(flags: CriteoFlags | RowFlags) -> Earlier | None:
             raise UserError("--frozen-vocabulary has no effect without --vocabulary FROM; give both")
         return None
     earlier = read_earlier(folder, frozen=flags.frozen_vocabulary)
-    if earlier.is_table != isinstance(flags, RowFlags):
-        command = "table or query" if earlier.is_table else "criteo"
+    if earlier.found.is_table != isinstance(flags, RowFlags):
+        command = "table or query" if earlier.found.is_table else "criteo"
         raise UserError(f"--vocabulary {folder}: this data set was made by another command; use preprocess {command}")
     if earlier.buckets is not None and flags.threshold is not None:
         raise UserError(f"--threshold has no effect with --vocabulary {folder}, whose ids are hashed; omit --threshold")

@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.columns import WrongValueError
+from hostdev.data.preprocess.columns import WrongValueError, reject
 from hostdev.data.preprocess.comparing import is_after, is_after_where_readable
 from hostdev.data.preprocess.files import Chunk, TableFile
-from hostdev.data.preprocess.forms import PADDED, each_form
+from hostdev.data.preprocess.forms import PADDED, WHOLES, each_form
 from hostdev.data.preprocess.lists import (
     WrongNumberError,
     encode_weighted,
@@ -33,9 +33,9 @@ from hostdev.data.preprocess.raw import InvalidRowError, RawRows, RejectedLines,
 from hostdev.data.preprocess.reading import Labels, ReadSettings, WrongLabelError
 from hostdev.data.preprocess.serving import large_float
 from hostdev.data.preprocess.table_options import TableOptions
+from hostdev.data.preprocess.text_forms import EMPTY, INTEGER, LARGE_FLOAT, TEXT
 from hostdev.data.schema import columns_of
 from hostdev.kernels.arrays import Mask
-from hostdev.kernels.forms import EMPTY, FRACTION, INTEGER, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts
 
 _NOTHING = np.zeros(2, np.int32), np.zeros(0, np.uint8)  # the text "", for a missing value
@@ -232,23 +232,20 @@ class RowParser:
             return _INTEGERS if pc.all(pc.not_equal(texts, "")).as_py() else _INTEGERS | {EMPTY}
         each = each_form(texts)
         forms = frozenset(np.unique(each).tolist())
-        wrong = None
-        if LARGE_FLOAT in forms and TEXT not in forms:
-            wrong = LARGE_FLOAT
         where = self._typed_numbers.get(self._owners.get(name, name))
-        if wrong is None and where and arrow.classify_type(value_type(file.get_type(self._columns[name]))) == "text":
-            wrong = next((form for form in sorted(forms) if form in PADDED or WHOLE < form < FRACTION), None)
-        if wrong is not None:
-            number = int(np.flatnonzero(each == wrong)[0])
-            row = 0 if codes is None else int(np.flatnonzero(codes == number)[0])
-            shown = texts[number].as_py()
-            raise WrongValueError(
-                row,
-                large_float(shown)
-                if wrong == LARGE_FLOAT
-                else f"the column has text such as {shown!r}, but {where}, so that one value would get two ids; "
-                "write equal values the same way",
-            )
+        is_text = arrow.classify_type(value_type(file.get_type(self._columns[name]))) == "text"
+        try:
+            if TEXT not in forms:
+                reject(each == LARGE_FLOAT, lambda number: large_float(texts[number].as_py()))
+            if where and is_text:
+                two = f"{where}, so that one value would get two ids; write equal values the same way"
+                reject(
+                    np.isin(each, list(PADDED | WHOLES)),
+                    lambda number: f"the column has text such as {texts[number].as_py()!r}, but {two}",
+                )
+        except WrongValueError as error:
+            error.row = 0 if codes is None else int(np.flatnonzero(codes == error.row)[0])
+            raise
         return forms
 
     @cached_property

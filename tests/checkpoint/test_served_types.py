@@ -19,10 +19,10 @@ from hostdev.core.checksums import checksum, json_checksum
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.serving import format_texts
+from hostdev.data.preprocess.text_forms import INTEGER
 from hostdev.ext.predict import cli as predict
 from hostdev.ext.predict.rows import as_columns
 from hostdev.ext.training import cli as train
-from hostdev.kernels import forms as kernel
 from hostdev.models.deepfm import DeepFM
 
 OPTIONS = ["--batch-size", 50, "--emb-dim", 4, "--epochs", 1, "--device", "cpu", "--table-lr", 0.01]
@@ -299,7 +299,7 @@ def test_a_row_of_bags_alone_is_not_two_rows():
 
 def test_a_number_with_a_huge_exponent_is_a_value_as_any_other():
     """Once, it was expanded: 11 characters became 100 million."""
-    written = Written(frozenset({kernel.INTEGER}), ("text",))
+    written = Written(frozenset({INTEGER}), ("text",))
     found = format_texts(pa.array(["12", "1e9000000000", "1.2e1", "-1e-9000000000"]), written, hashed=False)
     assert max(len(text or "") for column in [*found.texts, found.fallback] for text in column.to_pylist()) < 100
     assert found.texts[0].to_pylist()[2] == "12"

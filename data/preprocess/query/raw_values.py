@@ -6,12 +6,11 @@ training files are kept. No value is changed: text that is no such number, or 3.
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.core.printable import printable
-from hostdev.data.preprocess.columns import WrongValueError, combined
+from hostdev.data.preprocess.columns import WrongValueError, combined, reject
 from hostdev.data.preprocess.query.engine import Engine, in_one_line
 from hostdev.data.preprocess.query.spelling import quoted
 
@@ -96,11 +95,9 @@ def _parse(engine: Engine, texts: pa.Array, wanted: RawType) -> pa.Array:
         found = engine.connection.sql(f'SELECT {value} AS value FROM "{_TEXTS}"').to_arrow_table()["value"]
     array = combined(found) if found.num_chunks else pa.nulls(0, wanted.kind)
     wrong = pc.and_(array.is_null(), texts.is_valid()).to_numpy(zero_copy_only=False)
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        shown = printable(texts[row].as_py(), _SHOWN)
-        form = "" if wanted.format is None else f" in the format {wanted.format}"
-        raise WrongValueError(row, f"{shown!r} is not of type {name}{form}, as the column was in training")
+    form = "" if wanted.format is None else f" in the format {wanted.format}"
+    was = f"of type {name}{form}, as the column was in training"
+    reject(wrong, lambda row: f"{printable(texts[row].as_py(), _SHOWN)!r} is not {was}")
     return array
 
 

@@ -90,7 +90,7 @@ class UnknownValues:
                 continue
             self._warned.add(column.name)
             share, before = self._unknown[place] / uses, self._rates[place]
-            shown = self._encoding.written(column.space).shown
+            shown = self._encoding.written[column.space].shown
             yield (
                 f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, but only {before:.1%} "
                 f"were in training, where values were {shown}; are these values written the same way?"

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import counted
+from hostdev.data.preprocess.columns import combined
 
 if TYPE_CHECKING:
     from hostdev.data.preprocess.encoding import Encoding
@@ -89,7 +90,7 @@ def as_batch(rows: Any, encoding: "Columns") -> pa.RecordBatch:
         arrays = []
         for name in names:
             _require_valid(name, rows[name])
-            arrays.append(_combine_chunks(rows[name]))
+            arrays.append(combined(rows[name]))
     else:
         numbers = encoding.numeric_columns
         arrays = [_array(name, rows[name], "numbers" if name in numbers else "values") for name in names]
@@ -145,7 +146,7 @@ def _array(name: str, values: Any, what: str) -> pa.Array:
     """Return values as an Arrow array; None and NaN become nulls."""
     if isinstance(values, pa.Array | pa.ChunkedArray):
         _require_valid(name, values)
-        return _combine_chunks(values)
+        return combined(values)
     if getattr(values, "ndim", 1) == 2:
         values = list(values)
     elif hasattr(values, "__array__") and not _is_pandas(values, "Series"):
@@ -157,7 +158,7 @@ def _array(name: str, values: Any, what: str) -> pa.Array:
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"column {name!r} does not have {what} of one type: {first}") from None
-    return _combine_chunks(array)
+    return combined(array)
 
 
 def _round_integers(values: Sequence[Any]) -> Sequence[Any]:
@@ -203,12 +204,6 @@ def _require_valid(name: str, values: Any) -> None:
         values.validate(full=True)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"column {name!r} is not a valid Arrow array: {in_words(error)}") from None
-
-
-def _combine_chunks(array: Any) -> pa.Array:
-    """Return a chunked array as a single array; return others unchanged."""
-    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-    return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
 
 
 def _is_scalar(value: Any) -> bool:

@@ -102,7 +102,7 @@ def names_in(content: Any) -> list[str] | None:
 
 
 def _is_integer(encoding: Encoding, space: str) -> bool:
-    types = encoding.written(space).types
+    types = encoding.written[space].types
     return bool(types) and set(types) <= _INTEGERS
 
 

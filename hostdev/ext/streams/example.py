@@ -44,7 +44,7 @@ class Example:
                 f"--follow needs a --data set with raw ids, because new values come, and {folder} has others; prepare "
                 "it with --ids raw"
             )
-        self.schema, self.is_table = found.schema, earlier.is_table
+        self.schema, self.is_table = found.schema, found.is_table
         self._options = _table_options(found, table_flags.keep_columns({}, earlier)) if self.is_table else None
         layout: SourceLayout = CriteoText(inputs=()).layout if self._options is None else self._options.layout()
         self._layout, self._hashed = layout, HashBuckets(found.options["hash_buckets"], layout)

@@ -1,4 +1,4 @@
-"""Classification of texts by form: integers, decimals, booleans, dates, times, or any other text.
+"""The numbers of texts' forms, and their classification: integers, decimals, booleans, dates, times, or any other text.
 
 N texts are passed in Arrow's layout: their bytes end to end, uint8, and offsets, int32 or int64 [N + 1].
 """
@@ -23,35 +23,23 @@ MOST_DIGITS = 18
 TIMESTAMP = 50  # + an index of separator, precision and zone, see `timestamp_form`
 PRECISIONS, ZONES = 11, 8
 TIME = TIMESTAMP + 2 * PRECISIONS * ZONES  # + precision; a time of day
-MISSING = TIME + PRECISIONS  # + an index into MISSING_WORDS, which mean a missing value among numbers
-MISSING_WORDS = tuple(b"NA N/A n/a #N/A NULL null None NaN nan -NaN -nan NaT <NA>".split())
-PADDED = MISSING + len(MISSING_WORDS) - 2  # + digits, from 2: 012 is PADDED + 3
+MISSING_WORD = TIME + PRECISIONS  # + an index into MISSING_WORDS, which mean a missing value among numbers
+MISSING_WORDS = ["NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "NaN", "nan", "-NaN", "-nan", "NaT", "<NA>"]
+PADDED_TO = MISSING_WORD + len(MISSING_WORDS) - 2  # + digits, from 2: 012 is PADDED_TO + 3
 WIDEST = 20
-FORMS = PADDED + WIDEST + 1
-_WORDS = np.frombuffer(b"".join(MISSING_WORDS), np.uint8)
+_WORDS = np.frombuffer("".join(MISSING_WORDS).encode(), np.uint8)
 _WORD_ENDS = np.cumsum([0, *map(len, MISSING_WORDS)])
 # Ways to write a time zone: none, Z, +00:00, +0000, +00, and other offsets such as +01:30, +0130, +01.
 NAIVE, ZULU, UTC_COLON, UTC_PLAIN, UTC_HOUR, COLON, PLAIN, HOUR = range(ZONES)
 
 
-def timestamp_form(is_t: bool, precision: int, zone: int) -> int:
-    """Return the number of a timestamp's form.
-
-    Args:
-        is_t: Whether date and time are separated by a T; otherwise, by a space.
-        precision: 0 for hours and minutes, 1 for seconds, 1 + n for seconds with n decimals.
-        zone: How the time zone is written: NAIVE, ZULU, ..., HOUR.
-    """
-    return TIMESTAMP + (int(is_t) * PRECISIONS + precision) * ZONES + zone
-
-
 @inline
-def _is_digit(c):
+def _is_digit(c: Any) -> Any:
     return c >= 48 and c <= 57
 
 
 @kernel
-def _two(data, at):
+def _two(data: Any, at: Any) -> Any:
     """Return the number that the two digits at `at` form, or -1 if they are not digits."""
     a, b = np.int64(data[np.uint64(at)]), np.int64(data[np.uint64(at + 1)])
     if not (_is_digit(a) and _is_digit(b)):
@@ -60,7 +48,7 @@ def _two(data, at):
 
 
 @kernel
-def _is(data, at, end, word):
+def _is(data: Any, at: Any, end: Any, word: Any) -> Any:
     if end - at != len(word):
         return False
     for k in range(len(word)):  # noqa: SIM110  (numba has no all())
@@ -70,7 +58,7 @@ def _is(data, at, end, word):
 
 
 @kernel
-def _is_date(data, at):
+def _is_date(data: Any, at: Any) -> Any:
     """Return whether the 10 bytes from `at` on are a date such as 2024-12-31."""
     if data[np.uint64(at + 4)] != 45 or data[np.uint64(at + 7)] != 45:
         return False
@@ -81,7 +69,7 @@ def _is_date(data, at):
 
 
 @kernel
-def _time(data, at, end):
+def _time(data: Any, at: Any, end: Any) -> Any:
     """Return the precision and the end of the time of day that begins at `at`; precision -1 if no time begins there."""
     if end - at < 5 or data[np.uint64(at + 2)] != 58:
         return -1, at
@@ -110,7 +98,7 @@ def _time(data, at, end):
 
 
 @kernel
-def _zone(data, at, end):
+def _zone(data: Any, at: Any, end: Any) -> Any:
     """Return how the rest of a text, from `at` on, writes a time zone (NAIVE to HOUR), or -1 if it is no time zone."""
     n = end - at
     if n == 0:
@@ -132,7 +120,7 @@ def _zone(data, at, end):
 
 
 @kernel
-def _number(data, begin, end):
+def _number(data: Any, begin: Any, end: Any) -> Any:
     """Return the form of a text that begins like a number."""
     at, negative = begin, False
     plus = data[np.uint64(at)] == 43
@@ -153,7 +141,7 @@ def _number(data, begin, end):
         if plus or (negative and value == 0):
             return NUMBER
         if padded and not negative and whole <= WIDEST:
-            return PADDED + whole
+            return PADDED_TO + whole
         return NUMBER if padded else INTEGER
     digits, zeros = 0, True
     point = data[np.uint64(at)] == 46
@@ -193,7 +181,7 @@ def _number(data, begin, end):
 
 
 @kernel
-def _form(data, begin, end):
+def _form(data: Any, begin: Any, end: Any) -> Any:
     n = end - begin
     if n == 0:
         return EMPTY
@@ -201,7 +189,7 @@ def _form(data, begin, end):
     if n >= 2 and n <= 4 and (c == 78 or c == 110 or c == 35 or c == 45 or c == 60):
         for word in range(len(_WORD_ENDS) - 1):
             if _is(data, begin, end, _WORDS[_WORD_ENDS[word] : _WORD_ENDS[word + 1]]):
-                return MISSING + word
+                return MISSING_WORD + word
     if n >= 10 and _is_digit(c) and _is_date(data, begin):
         if n == 10:
             return DATE
@@ -228,7 +216,7 @@ def _form(data, begin, end):
 
 
 @kernel
-def _forms(offsets, data, out):
+def _forms(offsets: Any, data: Any, out: Any) -> Any:
     for i in range(len(out)):
         out[i] = _form(data, np.int64(offsets[i]), np.int64(offsets[i + 1]))
 

@@ -2,12 +2,11 @@
 
 import re
 
-import numpy as np
+import pyarrow as pa
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hostdev.data.preprocess.forms import EXAMPLES
-from hostdev.kernels import forms
+from hostdev.data.preprocess import forms, text_forms
 
 TIME = r"([01]\d|2[0-3]):[0-5]\d(:([0-5]\d|60)(\.\d{1,9})?)?"
 DATE = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
@@ -23,41 +22,43 @@ def precision_of(time):
 def naive(text):
     """Return the form of a text."""
     if text == "":
-        return forms.EMPTY
+        return text_forms.EMPTY
     if not text.isascii():  # other digits do not count
-        return forms.TEXT
-    words = [word.decode() for word in forms.MISSING_WORDS]
-    if text in words:
-        return forms.MISSING + words.index(text)
-    for form, pair in ((forms.TITLE, "True False"), (forms.LOWER, "true false"), (forms.UPPER, "TRUE FALSE")):
+        return text_forms.TEXT
+    if text in text_forms.MISSING_WORDS:
+        return text_forms.MISSING_WORD + text_forms.MISSING_WORDS.index(text)
+    for form, pair in (
+        (text_forms.TITLE, "True False"),
+        (text_forms.LOWER, "true false"),
+        (text_forms.UPPER, "TRUE FALSE"),
+    ):
         if text in pair.split():
             return form
     if re.fullmatch(DATE, text):
-        return forms.DATE
+        return text_forms.DATE
     if re.fullmatch(TIME, text):
-        return forms.TIME + precision_of(text)
+        return text_forms.TIME + precision_of(text)
     for number, zone in enumerate(ZONES):
         if found := re.fullmatch(f"{DATE}([ T])({TIME}){zone}", text):
             return forms.timestamp_form(found[3] == "T", precision_of(found[4]), number)
     if re.fullmatch(r"0|-?[1-9]\d*", text):
-        return forms.INTEGER
+        return text_forms.INTEGER
     if re.fullmatch(r"0\d{1,19}", text):
-        return forms.PADDED + len(text)
+        return text_forms.PADDED_TO + len(text)
     if re.fullmatch(r"-?\d(\.\d+)?e\+\d\d+", text) and int(text.partition("+")[2]) >= 16:
-        return forms.LARGE_FLOAT
+        return text_forms.LARGE_FLOAT
     if (found := re.fullmatch(r"(-?(0|[1-9]\d*))\.(\d{1,18})", text)) and not re.fullmatch(r"-0\.0+", text):
         digits = len(found[3])
         if int(found[3]):
-            return forms.FRACTION + digits
-        return forms.LARGE_FLOAT if digits == 1 and abs(int(found[1])) >= 2**53 else forms.WHOLE + digits
+            return text_forms.FRACTION + digits
+        return text_forms.LARGE_FLOAT if digits == 1 and abs(int(found[1])) >= 2**53 else text_forms.WHOLE + digits
     number = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text)
-    return forms.NUMBER if number else forms.TEXT
+    return text_forms.NUMBER if number else text_forms.TEXT
 
 
-def found_of(texts, dtype=np.int32):
-    content = [text.encode() for text in texts]
-    offsets = np.cumsum([0, *map(len, content)]).astype(dtype)
-    return forms.classify_texts(offsets, np.frombuffer(b"".join(content), np.uint8)).tolist()
+def found_of(texts, of=None):
+    whole = pa.array(["before", *texts, "after"], of or pa.string())
+    return forms.each_form(whole.slice(1, len(texts))).tolist()
 
 
 NUMBERS = st.from_regex(r"\A[+-]?[0-9]{0,19}(\.[0-9]{0,19})?(e[+-]?[0-9]{1,3})?\Z")
@@ -76,9 +77,9 @@ WORDS = st.sampled_from(["True", "FALSE", "true", "tRue", "NA", "NaN", "<NA>", "
 @example(["", "-", ".", "1.", ".5", "+1", "1." + "0" * 18, "1." + "0" * 19, "0" * 20, "0" * 21, "9" * 40])
 def test_forms(texts):
     expected = [naive(text) for text in texts]
-    for dtype in (np.int32, np.int64):
-        assert found_of(texts, dtype) == expected, list(zip(texts, expected, found_of(texts), strict=True))
+    for of in (pa.string(), pa.large_string()):
+        assert found_of(texts, of) == expected, list(zip(texts, expected, found_of(texts), strict=True))
 
 
 def test_each_example_is_of_its_form():
-    assert found_of(EXAMPLES.values()) == list(EXAMPLES)
+    assert found_of(forms.EXAMPLES.values()) == list(forms.EXAMPLES)
