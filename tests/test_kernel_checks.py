@@ -64,7 +64,7 @@ CHECKS = {
     "kernels.counter": {"_sort_by_hash": (OWN,)},
     "kernels.criteo": {"parse_lines": (OWN,)},
     "kernels.json_structure": {"scan": (OWN,)},  # by its own depth, which it limits, and number of cuts
-    "data.preprocess.text_forms": {"_form": (ARROW, TEXTS)},
+    "data.preprocess.forms": {"_form": (ARROW, TEXTS)},
     "kernels.eight_bits": dict.fromkeys(("_decode", "decode_to_columns"), (OWN,)),
     "kernels.frames": {
         **dict.fromkeys(

@@ -20,7 +20,7 @@ from hostdev.data.manifest import Manifest, check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo, scaling
 from hostdev.data.preprocess.columns import WrongValueError, reject
-from hostdev.data.preprocess.forms import Written
+from hostdev.data.preprocess.forms import EMPTY, TEXT, Written
 from hostdev.data.preprocess.known import PlainRows, ValueIds, written_by_space
 from hostdev.data.preprocess.lists import (
     WeightedValues,
@@ -37,7 +37,6 @@ from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import SourceLayout
 from hostdev.data.preprocess.reading import Labels, all_readings, own_settings
 from hostdev.data.preprocess.serving import Texts, WrongTypeError, format_texts, require_type
-from hostdev.data.preprocess.text_forms import EMPTY, TEXT
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
 from hostdev.kernels.arrays import Array, LongIds, Mask, Values

@@ -195,12 +195,14 @@ class PlainRows:
 
     def _encode(self, rows: Mapping[Any, Any]) -> Batch:
         """Do the work of `encode`; raise an error for what only `Encoding.encode` can read."""
-        _require(self._needed <= rows.keys())
+        if not self._needed <= rows.keys():
+            raise _UnusualError
         columns = [rows[name] for name in self.names]
-        _require(set(map(type, columns)) == {list})
-        lengths = set(map(len, columns))
+        if set(map(type, columns)) != {list} or len(lengths := set(map(len, columns))) > 1:
+            raise _UnusualError
         n = lengths.pop()
-        _require(not lengths and 0 < n <= _MOST_PLAIN)
+        if not 0 < n <= _MOST_PLAIN:
+            raise _UnusualError
         numbers = self._read_numbers(list(chain.from_iterable([rows[name] for name in self._numbers])), n)
         texts, bag_lengths = self._read_texts(rows)
         edges = [0, *accumulate(map(len, texts))]
@@ -221,17 +223,20 @@ class PlainRows:
     def _read_numbers(self, values: list[Any], n: int) -> Numbers:
         """Return numbers, float64 [n, numbers], NaN if missing."""
         kinds = set(map(type, values))
-        _require(kinds <= {int, float, _NONE})
+        if not kinds <= {int, float, _NONE}:
+            raise _UnusualError
         numbers = np.array(values, np.float64).reshape(len(self._numbers), n).T  # None becomes NaN
         sizes = np.abs(numbers)
-        _require(not (sizes > self._largest).any() and not (int in kinds and (sizes >= LARGEST).any()))
+        if (sizes > self._largest).any() or (int in kinds and (sizes >= LARGEST).any()):
+            raise _UnusualError
         return numbers
 
     def _read_texts(self, rows: Mapping[str, Sequence[Any]]) -> tuple[list[Sequence[str]], list[Lengths]]:
         """Return the texts that each column's values had in training, and each bag's number of values in each row."""
         bags = [_split(column.reading, rows[column.source]) for column in self._bags]
         values = [*(rows[column.source] for column in self._single), *(flat for flat, _ in bags)]
-        _require(not self._is_trimmed or _have_plain_ends(values))
+        if self._is_trimmed and not _have_plain_ends(values):
+            raise _UnusualError
         texts = [_texts(column.written, some) for column, some in zip(self._columns, values, strict=True)]
         return texts, [lengths for _, lengths in bags]
 
@@ -246,7 +251,8 @@ class PlainRows:
             for column, start, stop in zip(self._columns, edges[:-1], edges[1:], strict=True):
                 is_unknown = ids[start:stop] < 0
                 if is_unknown.any():
-                    _require(not column.written.has_type)  # it may have been written differently in training
+                    if column.written.has_type:
+                        raise _UnusualError  # it may have been written differently in training
                     ids[start:stop][is_unknown] = column.oov
         return ids
 
@@ -277,22 +283,20 @@ class _UnusualError(Exception):
     """Only `Encoding.encode` can read the rows."""
 
 
-def _require(is_usual: bool) -> None:
-    if not is_usual:
-        raise _UnusualError
-
-
 def _split(reading: ReadSettings, rows: Sequence[Any]) -> tuple[list[Any], Lengths]:
     """Return the values of bags that are not missing, one row after the other, and their number in each row."""
     kinds = set(map(type, rows)) - {_NONE}
     if kinds == {str} and reading.separator is not None:
-        _require(not reading.trimmed or "[" not in "".join(filter(None, rows)))  # it may be a list in text
+        if reading.trimmed and "[" in "".join(filter(None, rows)):
+            raise _UnusualError  # it may be a list in text
         lists = [text.split(reading.separator) if text else [] for text in rows]
-    else:
-        _require(kinds <= {list})
+    elif kinds <= {list}:
         lists = [values or [] for values in rows]
+    else:
+        raise _UnusualError
     flat = list(chain.from_iterable(lists))
-    _require(set(map(type, flat)) - {_NONE} in ({str}, {int}, set()))
+    if set(map(type, flat)) - {_NONE} not in ({str}, {int}, set()):
+        raise _UnusualError
     if None in flat or "" in flat:
         lists = [[value for value in values if value is not None and value != ""] for values in lists]
         flat = list(chain.from_iterable(lists))
@@ -304,11 +308,12 @@ def _texts(written: Written, values: Sequence[Any]) -> Sequence[str]:
     kinds = set(map(type, values))
     if kinds <= {str}:
         return values
-    _require(kinds - {_NONE} in ({str}, {int}, set()))
+    if kinds - {_NONE} not in ({str}, {int}, set()) or (_NONE in kinds and written.missing is None):
+        raise _UnusualError
     if int in kinds:
         some = [value for value in values if value is not None]
-        _require(written.has_plain_integers and min(some) >= -(1 << 63) and max(some) < 1 << 63)
-    _require(_NONE not in kinds or written.missing is not None)
+        if not written.has_plain_integers or min(some) < -(1 << 63) or max(some) >= 1 << 63:
+            raise _UnusualError
     return [
         value if type(value) is str else written.missing if value is None else str(value)  # type: ignore[misc]
         for value in values
@@ -317,10 +322,9 @@ def _texts(written: Written, values: Sequence[Any]) -> Sequence[str]:
 
 def _require_as_trained(written: Written, texts: Sequence[str]) -> None:
     """Require that training cannot have hashed different texts for these values."""
-    if written.kind == "number" and written.has_plain_integers:
-        _require(all(map(_PLAIN_INTEGER.fullmatch, texts)))
-    else:
-        _require(not written.has_type)
+    integers = written.kind == "number" and written.has_plain_integers
+    if not all(map(_PLAIN_INTEGER.fullmatch, texts)) if integers else written.has_type:
+        raise _UnusualError
 
 
 def _have_plain_ends(columns: Sequence[Sequence[Any]]) -> bool:

@@ -16,24 +16,25 @@ import pyarrow.compute as pc
 
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import forms as form
-from hostdev.data.preprocess import text_forms
 from hostdev.data.preprocess.columns import WrongValueError, reject
 from hostdev.data.preprocess.forms import Forms, Written
 from hostdev.kernels.arrays import Mask
 
 _SHOWN = 40
 _LARGEST_EXPONENT = 400  # decimal; the exponents of floats are smaller
-_BOOLS = {text_forms.TITLE: ("True", "False"), text_forms.LOWER: ("true", "false"), text_forms.UPPER: ("TRUE", "FALSE")}
+_BOOLS = {form.TITLE: ("True", "False"), form.LOWER: ("true", "false"), form.UPPER: ("TRUE", "FALSE")}
 _BITS = pa.array(["false", "0", "0.0", "true", "1", "1.0"])
 _TRUE = 3  # index of the first that means true
 _READABLE = {"number": form.NUMBERS | form.BOOLS, "time": form.TIMES, "timestamp": form.TIMESTAMPS}
+_SPELLED = form.WHOLES | form.FRACTIONS | form.PADDED  # of numbers, with a given number of digits
 _SHOWN_KINDS = {
     "bool": "true or false",
     "time": "a time of day such as 23:59:58",
     "timestamp": "a date or time such as 2024-12-31",
 }
 _DAY = 10  # characters of a date
-_MIDNIGHT = " 00:00:00.000000000"  # which follow them
+_SECONDS = 19  # and of a date and a time to the second
+_MIDNIGHT = " 00:00:00.000000000"  # which follows a date
 
 
 class WrongTypeError(Exception):
@@ -113,8 +114,8 @@ def _convert_text(values: pa.StringArray, written: Written) -> Texts:
     forms = form.each_form(values)
     unlike = ~np.isin(forms, list(written.forms))
     if widths := written.forms & form.PADDED:  # training may have written 1 as 01
-        short = pc.less(pc.utf8_length(values), max(widths) - text_forms.PADDED_TO).to_numpy(zero_copy_only=False)
-        unlike |= (forms == text_forms.INTEGER) & short
+        short = pc.less(pc.utf8_length(values), max(widths) - form.PADDED_TO).to_numpy(zero_copy_only=False)
+        unlike |= (forms == form.INTEGER) & short
     if not unlike.any():
         return plain
     if written.is_typed:
@@ -145,11 +146,11 @@ def _parse(values: pa.Array, forms: Forms, some: Mask, written: Written) -> Iter
     elif kind == "time":
         yield chosen, _time_texts(texts, written.forms)
     elif kind == "number":
-        reject(chosen & (forms == text_forms.LARGE_FLOAT), lambda row: large_float(values[row].as_py()))
+        reject(chosen & (forms == form.LARGE_FLOAT), lambda row: large_float(values[row].as_py()))
         numbers = ({"true": "1", "false": "0"}.get(text.lower(), text) for text in texts.to_pylist())
         yield chosen, _number_texts(_shortest(numbers), written.forms)
     else:
-        zoned = form.find_zone(forms) != text_forms.NAIVE
+        zoned = form.find_zone(forms) != form.NAIVE
         for part, zone in ((chosen & zoned, "UTC"), (chosen & ~zoned, None)):
             if part.any():
                 yield part, _parse_timestamps(values.filter(pa.array(part)), zone, np.flatnonzero(part), written)
@@ -195,7 +196,7 @@ def _format(values: pa.Array, written: Written, shown: str | None = None) -> Tex
         fractions = pc.fill_null(pc.match_substring(numbers, "."), False).to_numpy(zero_copy_only=False)
         reject(fractions, lambda row: f"{numbers[row]} {arrow.NO_INTEGER}")
     found = _number_texts(numbers, written.forms)
-    found.doubtful[:] = text_forms.NUMBER in written.forms and written.kind == "number"
+    found.doubtful[:] = form.NUMBER in written.forms and written.kind == "number"
     return found
 
 
@@ -231,18 +232,18 @@ def _number_texts(numbers: pa.StringArray, forms: frozenset[int]) -> Texts:
     """Return the texts that numbers, given by their shortest texts, may have had in training."""
     is_fraction = pc.match_substring(numbers, ".")
     integers, fractions = pc.if_else(is_fraction, None, numbers), pc.if_else(is_fraction, numbers, None)
-    texts = [integers] if text_forms.INTEGER in forms else []
-    for number in sorted(forms & (form.WHOLES | form.FRACTIONS | form.PADDED)):
+    texts = [integers] if form.INTEGER in forms else []
+    for number in sorted(forms & _SPELLED):
         if number in form.WHOLES:
-            texts.append(_join(integers, "." + "0" * (number - text_forms.WHOLE)))
+            texts.append(_join(integers, "." + "0" * (number - form.WHOLE)))
         elif number in form.FRACTIONS:
-            end = rf"\.\d{{{number - text_forms.FRACTION}}}"  # with more digits, a number cannot have the form
-            padded = pc.replace_substring_regex(
-                _join(fractions, "0" * (number - text_forms.FRACTION)), f"({end})0*$", r"\1"
-            )
-            texts.append(pc.if_else(pc.match_substring_regex(padded, f"{end}$"), padded, None))
+            digits = number - form.FRACTION  # with more, a number cannot have the form
+            padded = _join(fractions, "0" * digits)
+            padded = pc.replace_substring_regex(padded, rf"(\.\d{{{digits}}})0*$", r"\1")
+            end = pc.subtract(pc.binary_length(padded), pc.find_substring(padded, "."))
+            texts.append(pc.if_else(pc.equal(end, 1 + digits), padded, None))
         else:  # negative integers, and those with as many digits, are written otherwise
-            width = number - text_forms.PADDED_TO
+            width = number - form.PADDED_TO
             is_shorter = pc.and_(pc.less(pc.utf8_length(integers), width), pc.invert(pc.starts_with(integers, "-")))
             texts.append(pc.if_else(is_shorter, pc.utf8_lpad(integers, width, "0"), None))
     return _plain(texts or [numbers], numbers)
@@ -257,7 +258,7 @@ def _time_texts(times: pa.StringArray, forms: frozenset[int]) -> Texts:
     """Return the texts that times of day, given as text, may have had in training."""
     with_seconds = pc.if_else(pc.equal(pc.utf8_length(times), 5), _join(times, ":00"), times)
     full = _full(_join("2000-01-01 ", with_seconds))
-    ends = [_end(number - text_forms.TIME) for number in sorted(forms & form.TIMES)]
+    ends = [_end(number - form.TIME) for number in sorted(forms & form.TIMES)]
     return _plain([pc.utf8_slice_codeunits(_cut(full, end), _DAY + 1) for end in ends], times)
 
 
@@ -269,7 +270,7 @@ def _timestamp_texts(values: pa.Array, written: Written, shown: str | None) -> T
     """
     fallback, is_aware = values.cast(pa.string()), getattr(values.type, "tz", None) is not None
     forms = {number: int(form.find_zone(number)) for number in sorted(written.forms & form.TIMESTAMPS)}
-    forms = {number: zone for number, zone in forms.items() if (zone != text_forms.NAIVE) == is_aware}
+    forms = {number: zone for number, zone in forms.items() if (zone != form.NAIVE) == is_aware}
     if not forms:
         has, had, give = ("a", "no", "without") if is_aware else ("no", "a", "with")
         typed = f"is of type {values.type}, with{'' if is_aware else 'out'} a"
@@ -290,18 +291,18 @@ def _timestamp_texts(values: pa.Array, written: Written, shown: str | None) -> T
         full = local = _full(_join(fallback, " 00:00:00") if pa.types.is_date(values.type) else fallback)
     texts = []
     for number, zone in forms.items():
-        if number == text_forms.DATE:
+        if number == form.DATE:
             texts.append(_cut(full, _DAY))
             continue
-        is_t, precision = divmod((number - text_forms.TIMESTAMP) // text_forms.ZONES, text_forms.PRECISIONS)
-        text = _cut(local if zone >= text_forms.COLON else full, _end(precision))
+        is_t, precision = divmod((number - form.TIMESTAMP) // form.ZONES, form.PRECISIONS)
+        text = _cut(local if zone >= form.COLON else full, _end(precision))
         text = pc.utf8_replace_slice(text, _DAY, _DAY + 1, "T") if is_t else text
         texts.append(_join(text, suffixes[zone]))
-    if written.forms & form.TIMESTAMPS == {text_forms.DATE}:
+    if written.forms & form.TIMESTAMPS == {form.DATE}:
         has_time = pc.and_(values.is_valid(), texts[0].is_null()).to_numpy(zero_copy_only=False)
         reject(has_time, lambda row: f"{fallback[row]} has a time, but the column's values were dates in training")
     found = _plain(texts, fallback)
-    found.doubtful[:] = is_aware and max(forms.values()) >= text_forms.COLON and written.zone is None
+    found.doubtful[:] = is_aware and max(forms.values()) >= form.COLON and written.zone is None
     return found
 
 
@@ -312,9 +313,9 @@ def _plain(texts: list[pa.Array], fallback: pa.Array | None = None) -> Texts:
 
 def _full(texts: pa.Array) -> pa.Array:
     """Return timestamps with nine decimals of the second; null unless the year has 4 digits."""
-    usual = pc.match_substring_regex(texts, r"^\d{4}-.{11}:")
-    with_point = pc.replace_substring_regex(texts, r"^([^.]*)$", r"\1.")
-    return pc.if_else(usual, pc.utf8_rpad(with_point, _DAY + len(_MIDNIGHT), "0"), None)
+    usual = pc.and_not(pc.equal(pc.utf8_slice_codeunits(texts, 4, 5), "-"), pc.starts_with(texts, "-"))
+    padded = pc.ascii_rpad(texts, _DAY + len(_MIDNIGHT), "0")
+    return pc.if_else(usual, pc.binary_replace_slice(padded, _SECONDS, _SECONDS + 1, "."), None)
 
 
 def _end(precision: int) -> int:
@@ -324,7 +325,7 @@ def _end(precision: int) -> int:
 
 def _cut(full: pa.Array, end: int) -> pa.Array:
     """Return the first characters of timestamps from `_full`; null where the others are not those of midnight."""
-    fits = pc.equal(pc.utf8_slice_codeunits(full, end), _MIDNIGHT[end - _DAY :])
+    fits = pc.equal(pc.utf8_slice_codeunits(full, end, _DAY + len(_MIDNIGHT)), _MIDNIGHT[end - _DAY :])
     return pc.if_else(fits, pc.utf8_slice_codeunits(full, 0, end), None)
 
 

@@ -24,7 +24,7 @@ from hostdev.data.preprocess.files import (
     is_table,
 )
 from hostdev.data.preprocess.folders import expand
-from hostdev.data.preprocess.forms import NUMBERS, Written
+from hostdev.data.preprocess.forms import INTEGER, NUMBERS, TEXT, WHOLE, Written
 from hostdev.data.preprocess.inputs import AnyInput, InputFile, open_input
 from hostdev.data.preprocess.lists import can_be_weights, elements
 from hostdev.data.preprocess.naming import about_blanks, listed, short
@@ -32,7 +32,6 @@ from hostdev.data.preprocess.raw import RawBlock, RawRows
 from hostdev.data.preprocess.sparse_text import SparseText, find_kind
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
-from hostdev.data.preprocess.text_forms import INTEGER, TEXT, WHOLE
 
 _FLAGS = {"quotes": "--no-quotes", "skipped_lines": "--skip-lines"}  # of `TextFormat`, where names differ
 

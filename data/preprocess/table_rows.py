@@ -19,7 +19,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import WrongValueError, reject
 from hostdev.data.preprocess.comparing import is_after, is_after_where_readable
 from hostdev.data.preprocess.files import Chunk, TableFile
-from hostdev.data.preprocess.forms import PADDED, WHOLES, each_form
+from hostdev.data.preprocess.forms import EMPTY, INTEGER, LARGE_FLOAT, PADDED, TEXT, WHOLES, each_form
 from hostdev.data.preprocess.lists import (
     WrongNumberError,
     encode_weighted,
@@ -33,7 +33,6 @@ from hostdev.data.preprocess.raw import InvalidRowError, RawRows, RejectedLines,
 from hostdev.data.preprocess.reading import Labels, ReadSettings, WrongLabelError
 from hostdev.data.preprocess.serving import large_float
 from hostdev.data.preprocess.table_options import TableOptions
-from hostdev.data.preprocess.text_forms import EMPTY, INTEGER, LARGE_FLOAT, TEXT
 from hostdev.data.schema import columns_of
 from hostdev.kernels.arrays import Mask
 from hostdev.kernels.strings import TextMap, hash_texts

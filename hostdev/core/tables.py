@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from hostdev.core.history import History, NoHistory
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.table_dtypes import TableStep, get_rounding
+from hostdev.core.rounding import get_rounding
+from hostdev.core.table_dtypes import TableStep
 from hostdev.kernels.clock import Clock
 
 

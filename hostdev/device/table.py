@@ -18,15 +18,8 @@ from hostdev.core.history import History, make_history
 from hostdev.core.initializers import Given, Initializer, Normal, initializer
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.table_dtypes import (
-    BF16,
-    FP32,
-    initial_slots,
-    plane_formats,
-    require_slots_dtype,
-    require_table_dtype,
-    rounding_key,
-)
+from hostdev.core.rounding import initial_slots, plane_formats, rounding_key
+from hostdev.core.table_dtypes import BF16, FP32, require_slots_dtype, require_table_dtype
 from hostdev.core.tables import Capabilities, ColumnCopies, Owned, initial_seed
 from hostdev.device.backend import free_bytes, require
 from hostdev.device.ops import get_ops

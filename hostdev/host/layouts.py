@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.core.table_dtypes import rounding_key
+from hostdev.core.rounding import rounding_key
 from hostdev.host.storage import COPIED_BYTES, ReadColumn, RowFormat, RowIds, Storage, taken
 from hostdev.kernels import eight_bits, rounding
 from hostdev.kernels.arrays import AnyIds, Positions, Rows, aligned_empty, interleave, reserved

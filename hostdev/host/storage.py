@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from hostdev.core.initializers import Initializer
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.table_dtypes import TableStep, initial_slots, plane_formats, rounding_key
+from hostdev.core.rounding import initial_slots, plane_formats, rounding_key
+from hostdev.core.table_dtypes import TableStep
 from hostdev.kernels import catch_up
 from hostdev.kernels.apply import apply_occurrences, apply_tasks
 from hostdev.kernels.arrays import AnyIds, Keys, LongIds, Positions, Rows, Values, identity

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hostdev.core.errors import UserError
 from hostdev.core.key_rules import MinCount, Unused
 from hostdev.core.optimizers import SGD, SparseOptimizer
-from hostdev.core.table_dtypes import plane_formats
+from hostdev.core.rounding import plane_formats
 from hostdev.host.disk.frame_pool import FRAME_BYTES
 from hostdev.host.disk.readers import Planes
 from hostdev.host.disk.tier import Tier

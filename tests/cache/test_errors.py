@@ -156,7 +156,7 @@ def test_an_interrupt_in_a_tables_update(device, table, monkeypatch, through):
 def test_writing_back_may_be_repeated_after_an_interrupt(device, table, monkeypatch):
     batches, runtime = given(8), runtime_of(table, device, cache="100%")  # no row leaves before the end
     with monkeypatch.context() as patch:
-        patch.setattr(table, "write_rows_tasks", failing(table.write_rows_tasks, 1))
+        patch.setattr(table.stored, "write", failing(table.stored.write, 1))
         with pytest.raises(FaultError):
             loop(runtime, batches)  # at its end
     runtime.write_back()

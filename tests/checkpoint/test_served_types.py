@@ -17,9 +17,8 @@ from hostdev.checkpoint import remote
 from hostdev.core import cli
 from hostdev.core.checksums import checksum, json_checksum
 from hostdev.data.preprocess import cli as preprocess
-from hostdev.data.preprocess.forms import Written
+from hostdev.data.preprocess.forms import INTEGER, Written
 from hostdev.data.preprocess.serving import format_texts
-from hostdev.data.preprocess.text_forms import INTEGER
 from hostdev.ext.predict import cli as predict
 from hostdev.ext.predict.rows import as_columns
 from hostdev.ext.training import cli as train

@@ -1,12 +1,14 @@
 """How texts are written, against regular expressions."""
 
+import datetime
 import re
 
 import pyarrow as pa
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hostdev.data.preprocess import forms, text_forms
+from hostdev.data.preprocess import forms
+from hostdev.data.preprocess.serving import format_texts
 
 TIME = r"([01]\d|2[0-3]):[0-5]\d(:([0-5]\d|60)(\.\d{1,9})?)?"
 DATE = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
@@ -22,38 +24,38 @@ def precision_of(time):
 def naive(text):
     """Return the form of a text."""
     if text == "":
-        return text_forms.EMPTY
+        return forms.EMPTY
     if not text.isascii():  # other digits do not count
-        return text_forms.TEXT
-    if text in text_forms.MISSING_WORDS:
-        return text_forms.MISSING_WORD + text_forms.MISSING_WORDS.index(text)
+        return forms.TEXT
+    if text in forms.MISSING_WORDS:
+        return forms.MISSING_WORD + forms.MISSING_WORDS.index(text)
     for form, pair in (
-        (text_forms.TITLE, "True False"),
-        (text_forms.LOWER, "true false"),
-        (text_forms.UPPER, "TRUE FALSE"),
+        (forms.TITLE, "True False"),
+        (forms.LOWER, "true false"),
+        (forms.UPPER, "TRUE FALSE"),
     ):
         if text in pair.split():
             return form
     if re.fullmatch(DATE, text):
-        return text_forms.DATE
+        return forms.DATE
     if re.fullmatch(TIME, text):
-        return text_forms.TIME + precision_of(text)
+        return forms.TIME + precision_of(text)
     for number, zone in enumerate(ZONES):
         if found := re.fullmatch(f"{DATE}([ T])({TIME}){zone}", text):
             return forms.timestamp_form(found[3] == "T", precision_of(found[4]), number)
     if re.fullmatch(r"0|-?[1-9]\d*", text):
-        return text_forms.INTEGER
+        return forms.INTEGER
     if re.fullmatch(r"0\d{1,19}", text):
-        return text_forms.PADDED_TO + len(text)
+        return forms.PADDED_TO + len(text)
     if re.fullmatch(r"-?\d(\.\d+)?e\+\d\d+", text) and int(text.partition("+")[2]) >= 16:
-        return text_forms.LARGE_FLOAT
+        return forms.LARGE_FLOAT
     if (found := re.fullmatch(r"(-?(0|[1-9]\d*))\.(\d{1,18})", text)) and not re.fullmatch(r"-0\.0+", text):
         digits = len(found[3])
         if int(found[3]):
-            return text_forms.FRACTION + digits
-        return text_forms.LARGE_FLOAT if digits == 1 and abs(int(found[1])) >= 2**53 else text_forms.WHOLE + digits
+            return forms.FRACTION + digits
+        return forms.LARGE_FLOAT if digits == 1 and abs(int(found[1])) >= 2**53 else forms.WHOLE + digits
     number = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text)
-    return text_forms.NUMBER if number else text_forms.TEXT
+    return forms.NUMBER if number else forms.TEXT
 
 
 def found_of(texts, of=None):
@@ -83,3 +85,10 @@ def test_forms(texts):
 
 def test_each_example_is_of_its_form():
     assert found_of(forms.EXAMPLES.values()) == list(forms.EXAMPLES)
+
+
+def test_times_of_day_beside_missing_values_have_one_text():
+    """They were refused as ambiguous: words for missing values counted as decimals of the second."""
+    written = forms.Written(forms.find_forms(pa.array(["12:30:00", "NA", "01:20:59"])), ("text",))
+    found = format_texts(pa.array([datetime.time(12, 30), datetime.time(1, 20, 59)]), written, hashed=True)
+    assert [each.to_pylist() for each in found.texts] == [["12:30:00", "01:20:59"]]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, Momentum, RowWiseAdagrad, RowWiseAdam
-from hostdev.core.table_dtypes import rounding_key
+from hostdev.core.rounding import rounding_key
 from hostdev.host.table import HostTable
 from hostdev.kernels import segment
 from hostdev.kernels.pool import set_host_threads

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.core.table_dtypes import rounding_key
+from hostdev.core.rounding import rounding_key
 from hostdev.kernels import bfloat16, eight_bits, rounding
 from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, SIGNED_8, UNSIGNED_8, plane_bytes
 from hostdev.kernels.pool import run_tasks, set_host_threads

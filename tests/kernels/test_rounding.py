@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.core.table_dtypes import rounding_key
+from hostdev.core.rounding import rounding_key
 from hostdev.device.ops import torch_operations
 from hostdev.kernels import bfloat16
 from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32
