@@ -134,8 +134,11 @@ def _convert_text(values: pa.StringArray, written: Written) -> Texts:
 def _parse(values: pa.Array, forms: Forms, some: Mask, written: Written) -> Iterator[tuple[Mask, Texts]]:
     """Cast the selected texts to the column's type: yield masks, and the texts that these values may have had."""
     kind = written.kind
-    bits = pc.index_in(pc.utf8_lower(values), value_set=_BITS).fill_null(-1).to_numpy()
-    readable = bits >= 0 if kind == "bool" else np.isin(forms, list(_READABLE[kind]))
+    if kind == "bool":
+        bits = pc.index_in(pc.utf8_lower(values), value_set=_BITS).fill_null(-1).to_numpy()
+        readable = bits >= 0
+    else:
+        readable = np.isin(forms, list(_READABLE[kind]))
     if written.is_typed and kind in _SHOWN_KINDS:
         was = f"{_SHOWN_KINDS[kind]}, but the column's values were {written.shown} in training"
         reject(some & ~readable, lambda row: f"{values[row].as_py()[:_SHOWN]!r} is not {was}")
@@ -147,7 +150,9 @@ def _parse(values: pa.Array, forms: Forms, some: Mask, written: Written) -> Iter
         yield chosen, _time_texts(texts, written.forms)
     elif kind == "number":
         reject(chosen & (forms == form.LARGE_FLOAT), lambda row: large_float(values[row].as_py()))
-        numbers = ({"true": "1", "false": "0"}.get(text.lower(), text) for text in texts.to_pylist())
+        numbers = texts.to_pylist()
+        if np.isin(forms[chosen], list(form.BOOLS)).any():
+            numbers = [{"true": "1", "false": "0"}.get(text.lower(), text) for text in numbers]
         yield chosen, _number_texts(_shortest(numbers), written.forms)
     else:
         zoned = form.find_zone(forms) != form.NAIVE
@@ -192,10 +197,7 @@ def _format(values: pa.Array, written: Written, shown: str | None = None) -> Tex
         was = f"is neither true nor false, but the column's values were {written.shown} in training"
         reject(wrong.to_numpy(zero_copy_only=False), lambda row: f"{numbers[row]} {was}")
         return _bool_texts(pc.equal(numbers, "1"), written.forms)
-    if not written.forms & form.FRACTIONS:
-        fractions = pc.fill_null(pc.match_substring(numbers, "."), False).to_numpy(zero_copy_only=False)
-        reject(fractions, lambda row: f"{numbers[row]} {arrow.NO_INTEGER}")
-    found = _number_texts(numbers, written.forms)
+    found = _number_texts(numbers, written.forms, allow_fractions=False)
     found.doubtful[:] = form.NUMBER in written.forms and written.kind == "number"
     return found
 
@@ -228,10 +230,19 @@ def _shortest(texts: Iterable[str | None]) -> pa.StringArray:
     return pa.array([None if text is None else normalize(text) for text in texts], pa.string())
 
 
-def _number_texts(numbers: pa.StringArray, forms: frozenset[int]) -> Texts:
-    """Return the texts that numbers, given by their shortest texts, may have had in training."""
-    is_fraction = pc.match_substring(numbers, ".")
-    integers, fractions = pc.if_else(is_fraction, None, numbers), pc.if_else(is_fraction, numbers, None)
+def _number_texts(numbers: pa.StringArray, forms: frozenset[int], *, allow_fractions: bool = True) -> Texts:
+    """Return the texts that numbers, given by their shortest texts, may have had in training.
+
+    If training had no fractions, raise WrongValueError for a fraction, unless they are allowed.
+    """
+    is_fraction, has_fractions = pc.match_substring(numbers, "."), bool(forms & form.FRACTIONS)
+    if not has_fractions:
+        rows = is_fraction.fill_null(False).to_numpy(zero_copy_only=False)
+        if not allow_fractions:
+            reject(rows, lambda row: f"{numbers[row]} {arrow.NO_INTEGER}")
+        has_fractions = bool(rows.any())
+    integers = pc.if_else(is_fraction, None, numbers) if has_fractions else numbers
+    fractions = pc.if_else(is_fraction, numbers, None) if has_fractions else None
     texts = [integers] if form.INTEGER in forms else []
     for number in sorted(forms & _SPELLED):
         if number in form.WHOLES:

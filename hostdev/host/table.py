@@ -187,9 +187,10 @@ class HostTable(WritableTable):
         self._after_write(ids)
 
     def _apply(self, rows: Ids, grads: Rows) -> None:
-        with self.storage.holding(rows):
-            self.stored.note_write(rows)
-            self.storage.apply(rows, grads, self.begin_step())
+        stored = self.stored
+        with stored.storage.holding(rows):
+            stored.note_write(rows)
+            stored.storage.apply(rows, grads, self.begin_step())
 
     def update(
         self, ids: npt.ArrayLike, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
