@@ -23,7 +23,7 @@ from hostdev.kernels.arrays import Mask
 _SHOWN = 40
 _LARGEST_EXPONENT = 400  # decimal; the exponents of floats are smaller
 _BOOLS = {form.TITLE: ("True", "False"), form.LOWER: ("true", "false"), form.UPPER: ("TRUE", "FALSE")}
-_BITS = pa.array(["false", "0", "0.0", "true", "1", "1.0"])
+_BITS = ["false", "0", "0.0", "true", "1", "1.0"]
 _TRUE = 3  # index of the first that means true
 _READABLE = {"number": form.NUMBERS | form.BOOLS, "time": form.TIMES, "timestamp": form.TIMESTAMPS}
 _SPELLED = form.WHOLES | form.FRACTIONS | form.PADDED  # of numbers, with a given number of digits
@@ -135,7 +135,7 @@ def _parse(values: pa.Array, forms: Forms, some: Mask, written: Written) -> Iter
     """Cast the selected texts to the column's type: yield masks, and the texts that these values may have had."""
     kind = written.kind
     if kind == "bool":
-        bits = pc.index_in(pc.utf8_lower(values), value_set=_BITS).fill_null(-1).to_numpy()
+        bits = pc.index_in(pc.utf8_lower(values), value_set=pa.array(_BITS)).fill_null(-1).to_numpy()
         readable = bits >= 0
     else:
         readable = np.isin(forms, list(_READABLE[kind]))
