@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tests.copies import copy_of
 
 ROOT = Path(__file__).resolve().parent.parent
-LONGEST = 300.0  # seconds; a mistake may make a test wait forever
+LONGEST = 600.0  # seconds; a mistake may make a test wait forever
 
 
 class Mutation(NamedTuple):
