@@ -178,6 +178,7 @@ class PlainRows:
         self._numbers = [readings[name].column or name for name in schema.dense]
         self.names = list(dict.fromkeys([*self._numbers, *(column.source for column in self._columns)]))
         self._needed = frozenset(self.names)
+        self._spaces = [column.space for column in self._columns]
         self._is_trimmed = any(column.reading.trimmed for column in self._columns)
         self._known, self._scaling, self._largest = known, scaling, largest
         self._is_criteo = not data.is_table
@@ -234,7 +235,7 @@ class PlainRows:
     def _read_texts(self, rows: Mapping[str, Sequence[Any]]) -> tuple[list[Sequence[str]], list[Lengths]]:
         """Return the texts that each column's values had in training, and each bag's number of values in each row."""
         bags = [_split(column.reading, rows[column.source]) for column in self._bags]
-        values = [*(rows[column.source] for column in self._single), *(flat for flat, _ in bags)]
+        values = [rows[column.source] for column in self._single] + [flat for flat, _ in bags]
         if self._is_trimmed and not _have_plain_ends(values):
             raise _UnusualError
         texts = [_texts(column.written, some) for column, some in zip(self._columns, values, strict=True)]
@@ -246,7 +247,7 @@ class PlainRows:
             return self._hash(self._known, texts, edges, n)
         if self._is_criteo:
             texts = [[text.lower() for text in some] for some in texts]
-        ids = self._known.find_few([column.space for column in self._columns], texts)
+        ids = self._known.find_few(self._spaces, texts)
         if (ids < 0).any():
             for column, start, stop in zip(self._columns, edges[:-1], edges[1:], strict=True):
                 is_unknown = ids[start:stop] < 0

@@ -38,7 +38,7 @@ from hostdev.host.key_options import (
 from hostdev.host.key_plan import GuestRows
 from hostdev.host.rows import TableRows
 from hostdev.host.snapshot import Budget, Copies
-from hostdev.host.storage import ReadColumn, RowFormat, RowIds
+from hostdev.host.storage import ReadColumn, RowFormat, RowIds, Storage
 from hostdev.host.table import HostTable
 from hostdev.host.table_keys import TableKeys
 from hostdev.kernels.arrays import Ids, Keys, Positions, Rows
@@ -101,13 +101,14 @@ class KeyTable(HostTable, by_key=True):
         self.capacity = get_capacity(self.name, capacity, self.row_bytes, self.capabilities.ranks)
         self.has_default_capacity = capacity is None
         self._guests: GuestRows | None = None  # of the last read
-        index, self.stored = self._reserve(form)
+        index, ids, storage = self._reserve(form)
+        self.stored = TableRows(form, ids, storage)
         self.stored.noting = threading.Lock()  # rows of new keys are filled in another thread than updates
         self.total_rows = index.row_space
         self.key_rows = TableKeys(self.stored, index, self.unknown, self.part)
 
-    def _reserve(self, form: RowFormat) -> tuple[KeyIndex, TableRows]:
-        """Return an index without keys, and rows for it, in new memory."""
+    def _reserve(self, form: RowFormat) -> tuple[KeyIndex, RowIds, Storage]:
+        """Return an index without keys, the keys of its rows, and storage for them, in new memory."""
         address_bytes = self.row_bytes - KEY_BYTES + _INDEX_ADDRESSES  # of each row
         rules, seed = (self.name, self.capacity, self.admit, self.evict), form.seed
         require_memory = partial(require_row_memory, self.name, self.row_bytes)
@@ -115,7 +116,7 @@ class KeyTable(HostTable, by_key=True):
             how = {"seed": seed, "unknown": self.unknown, "part": self.part}
             index = KeyIndex(*rules, **how, require_memory=require_memory)
             ids = RowIds.of_keys(index.keys)
-            return index, TableRows(form, ids, make_storage(form, index.row_space, ids, self.disk))
+            return index, ids, make_storage(form, index.row_space, ids, self.disk)
 
     def limit(self, capacity: int) -> None:
         """Lower the capacity to that of other ranks."""
@@ -305,8 +306,8 @@ class KeyTable(HostTable, by_key=True):
             if self.stored.changes is not None:
                 self.stored.changes.await_end()
             self.storage.close()
-            index, new = self._reserve(self.stored.format)
-            self.stored.ids, self.stored.storage, self.stored.untouched = new.ids, new.storage, True
+            index, self.stored.ids, self.stored.storage = self._reserve(self.stored.format)
+            self.stored.untouched = True
             self.key_rows.begin(index)
             self.stored.forget_changes()
             self.stored.history = self.history.renewed()

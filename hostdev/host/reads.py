@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hostdev.core.checks import check_rows, checked_ids, checked_positions
 from hostdev.core.disk_storage import Disk
-from hostdev.core.history import History, NoHistory, make_history
+from hostdev.core.history import History, NoHistory
 from hostdev.core.initializers import Initializer
 from hostdev.core.memory import require_memory
 from hostdev.core.tables import Capabilities, Owned
@@ -40,9 +40,7 @@ def _read_only(values: Rows) -> Rows:
 class ReadableTable(Owned):
     """The read methods of `HostTable`."""
 
-    part: tuple[int, int] | None
     start: int
-    total_rows: int
     disk: Disk | None
     stored: TableRows
     _shown: Callable[[Rows], Rows] = staticmethod(_read_only)  # what results of whole columns are
@@ -53,7 +51,6 @@ class ReadableTable(Owned):
         self.seed, self.part, self.disk = how.seed, part, disk
         late, ranks = how.optimizer.catch_up is not None, 1 if part is None else part[1]
         self.capabilities = Capabilities(by_key, disk is not None, late, how.planes, ranks)
-        self.fetched_width = make_history(how.optimizer).get_width(how.dim)
 
     @property
     def storage(self) -> Storage:

@@ -122,6 +122,7 @@ class HostTable(WritableTable):
         self._begin_table(how, part, storage, by_key=isinstance(self, HostTable._keyed))
         self.may_train = part is not None
         self._make_rows(how, rows, rules)
+        self.fetched_width = self.history.get_width(dim)
 
     @staticmethod
     def _require_arguments(name: str, rows: Any, dim: int, part: tuple[int, int] | None, rules: KeyRules) -> None:

@@ -302,8 +302,8 @@ def make_groups(
     found = []
     for group, spec in zip(groups, specs, strict=True):
         cache, keys = make_cache(group, spec, device, world, log), group.tables[0].key_rows
-        keys = keys and KeyedRows(keys, group.unknown, cache)
-        found.append(Group(group.tables, cache, log, keys))  # type: ignore[arg-type]
+        keyed = None if keys is None else KeyedRows(keys, group.unknown, cache)
+        found.append(Group(group.tables, cache, log, keyed))  # type: ignore[arg-type]
     return found
 
 

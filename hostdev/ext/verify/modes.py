@@ -183,7 +183,7 @@ def train(
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
         table: Any = group.tables[0]
         if table.capabilities.by_key:
-            local_ids.append(table.index.keys)
+            local_ids.append(table.key_rows.index.keys)
         else:
             local_ids.append(table.ids(0, table.rows) if world.size > 1 else None)
     with bar(len(batches), str(mode), "step") as progress:
