@@ -100,16 +100,15 @@ def check(encoding, rows):
 @pytest.mark.parametrize("trained", TRAINED)
 def test_the_same_as_by_arrow(tmp_path, trained, options):
     encoding = encoding_of(tmp_path, trained, options)
-    known = dict.fromkeys(FORMS, 0)
+    tags, users = TRAINED[trained]
+    assert check(encoding, {"tags": tags, "u": users, "x": [1, 2.5, 3, 4]})  # rows as in training are not left to Arrow
 
     @settings(max_examples=150, deadline=None)
-    @given(st.sampled_from(sorted(FORMS)).flatmap(lambda served: st.tuples(st.just(served), rows_of(served, 2))))
+    @given(st.sampled_from(sorted(FORMS)).flatmap(lambda served: rows_of(served, 2)))
     def compare(case):
-        served, rows = case
-        known[served] += check(encoding, rows)
+        check(encoding, case)
 
     compare()
-    assert known[trained] or known[f"trained {trained}"], known
 
 
 def test_usual_rows_are_known(tmp_path):
