@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "HOSTDEV_DRAW"
-BUDGET = 2.0  # CPU seconds
+BUDGET = 0.7  # CPU seconds
 ALWAYS = ("typing/", "modes/", "device/test_faults", "test_command_lines", "test_house", "test_names", "test_packaging")
 SECONDS = Path(__file__).parent / "seconds.json"
 COVERED = Path(__file__).parent / "standin/covered.json"

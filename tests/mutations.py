@@ -115,12 +115,12 @@ MUTATIONS = {
         CACHES,
     ),
     "shared rows are updated twice": Mutation(
-        "hostdev/pipeline/stages/update.py", "if shared is None else shared.rest", "if True else shared.rest", OVERLAP
+        "hostdev/pipeline/stages/update.py", "batch.writes.all if shared is None", "batch.writes.all if True", OVERLAP
     ),
     "conflicting rows are not looked up again": Mutation(
         "hostdev/pipeline/stages/look_up.py",
-        "subset = RowSubset.select(reads.ids, others(len(reads.ids), conflicts.rows))",
-        "subset = RowSubset(reads.ids, None)\n                conflicts.subsets.clear()",
+        "subsets, n_rows = context.offsets.split(subset, reads.starts), len(subset)",
+        "conflicts.subsets.clear()",
         OVERLAP,
     ),
     # planner and cache

@@ -7,7 +7,7 @@ import pytest
 
 from hostdev import FTRL, HostTable, LazyAdam
 from hostdev.core import primitive
-from hostdev.core.primitive import OpLog
+from hostdev.core.primitive import OpLog, PartialCall
 from hostdev.ops import EmbeddingLookup, FusedSparseFtrl, FusedSparseLazyAdam, Primitive
 
 LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO (cpu|device) kernel: (\S+) costs (\d+) us\.$")
@@ -170,7 +170,7 @@ def test_a_call_in_parts_counts_when_it_ends():
     log = OpLog()
     lookup = EmbeddingLookup(log=log).add_prim_attr("primitive_target", "CPU")
     table = HostTable(10, 4, LazyAdam(), name="deep")
-    given_up, whole = lookup.in_parts(), lookup.in_parts()
+    given_up, whole = PartialCall(lookup), PartialCall(lookup)
     for part in (given_up, whole, whole):
         part(table, np.array([1, 2]))
     whole.end()

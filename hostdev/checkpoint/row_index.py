@@ -24,6 +24,7 @@ from hostdev.core.keys import INITIAL, SHARED, KeyArrays, KeyColumns, decayed, j
 from hostdev.kernels.arrays import AnyIds, Keys, LongIds, Rows, reserved
 from hostdev.kernels.counter import hashed, mix64
 from hostdev.kernels.jit import address_of, array_at, inline, kernel
+from hostdev.kernels.loops import run_alone
 from hostdev.kernels.pool import get_grain, parallel_for
 from hostdev.kernels.shards import get_positions
 
@@ -38,7 +39,7 @@ _AT_ONCE = 1 << 16  # keys that are merged as one part
 def run(work: Any, n: int, *arrays: Any, nbytes: int = _SEARCH_BYTES) -> None:
     """Run a kernel for n rows, with several threads if these are many; `nbytes` is the memory that a row takes."""
     if n <= _FEW:
-        work(0, n, *arrays)
+        run_alone(work, n, *arrays)
     else:
         parallel_for(work, n, *arrays, grain=get_grain(nbytes))
 

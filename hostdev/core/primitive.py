@@ -8,8 +8,8 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import IO, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -107,16 +107,14 @@ def _middle(bucket: int) -> float:
     return float((bucket - (shift << _BITS)) << shift) + ((1 << shift) - 1) / 2
 
 
-class OpClock:
-    """A clock, called before and after an op's call; this one is for calls that return when their work is done."""
+class OpClock(Protocol):
+    """A clock for ops whose calls may return before their work is done; it is called before and after a call."""
 
     def begin(self) -> Any:
         """Return a mark for `end`, such as the current time."""
-        return time.perf_counter_ns()
 
     def end(self, mark: Any, report: Report) -> None:
         """Report the nanoseconds since the mark, now or later."""
-        report(time.perf_counter_ns() - mark)
 
 
 class OpTimes:
@@ -143,7 +141,8 @@ class OpTimes:
             self._durations.add(nanoseconds)
             self.total += nanoseconds
             self.bytes += nbytes
-        self._log.append(self._line, nanoseconds)
+        if self._log.is_writing:
+            self._log.append(self._line, nanoseconds)
 
     def durations(self) -> Durations:
         """Return the durations so far."""
@@ -158,10 +157,14 @@ class OpLog:
     lines queued, ops wait.
 
     Args:
-        clocks: The clock of each target; the default is `OpClock`.
+        clocks: The clocks of targets whose calls may return before their work is done.
+
+    Attributes:
+        is_writing: Whether lines are written to a file.
     """
 
-    def __init__(self, clocks: dict[str, OpClock] | None = None) -> None:
+    def __init__(self, clocks: Mapping[str, OpClock | None] | None = None) -> None:
+        self.is_writing = False
         self._file: IO[str] | RotatedFile | None = None
         self._clocks = clocks or {}
         self._ops: list[OpTimes] = []
@@ -173,12 +176,12 @@ class OpLog:
 
     def write_to(self, file: IO[str] | RotatedFile) -> None:
         """Write a line per call to `file` from now on, until `close`."""
-        self._file = file
+        self._file, self.is_writing = file, True
         self._writer.start()
 
-    def clock(self, target: str) -> OpClock:
-        """Return the clock for ops of this target."""
-        return self._clocks.get(target) or OpClock()
+    def clock(self, target: str) -> OpClock | None:
+        """Return the clock for ops of this target; None if their calls return when their work is done."""
+        return self._clocks.get(target)
 
     def register(self, target: str, scope: str, name: str) -> OpTimes:
         """Add an op, and return the object that collects its durations; ops.log numbers the ops from 1."""
@@ -191,15 +194,13 @@ class OpLog:
 
     def append(self, line: str, nanoseconds: int) -> None:
         """Queue a line for the writer thread."""
-        if self._file is None or self._failed is not None:
-            return
         self._buffer.append((time.time(), line, nanoseconds))
         if len(self._buffer) >= _MOST_WAITING:
             self._writer.ask()
             self._writer.wait_for(self._has_room)
 
     def _has_room(self) -> bool:
-        return len(self._buffer) < _MOST_WAITING or self._file is None or self._failed is not None
+        return len(self._buffer) < _MOST_WAITING or not self.is_writing
 
     def _write(self) -> None:
         with contextlib.suppress(Exception):  # `check` raises it
@@ -226,7 +227,7 @@ class OpLog:
                 self._file.writelines(lines)
                 self._file.flush()
             except Exception as error:
-                self._failed = error
+                self._failed, self.is_writing = error, False
                 raise
             finally:
                 with self._writer.changed:
@@ -238,7 +239,7 @@ class OpLog:
             self.flush()
         finally:
             with self._writing:
-                self._file = None
+                self._file, self.is_writing = None, False
             self._writer.stop()
 
     def totals(self) -> dict[str, int]:
@@ -296,7 +297,7 @@ class Primitive:
         self._scope = scope
         self._log = log or OpLog()
         self._times: OpTimes | None = None
-        self._clock: OpClock = OpClock()
+        self._clock: OpClock | None = None
         self._registering = threading.Lock()
         if run is not None:
             self.run = run  # type: ignore[method-assign]
@@ -343,19 +344,20 @@ class Primitive:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run and time the op."""
         times = self._times or self.times
-        mark = self._clock.begin()
+        if (clock := self._clock) is None:
+            start = time.perf_counter_ns()
+            result = self.run(*args, **kwargs)
+            times.add(time.perf_counter_ns() - start, self.nbytes(*args, **kwargs))
+            return result
+        mark = clock.begin()
         result = self.run(*args, **kwargs)
-        self._clock.end(mark, times.add)
+        clock.end(mark, times.add)
         times.count(self.nbytes(*args, **kwargs))
         return result
 
-    def in_parts(self) -> "PartialCall":
-        """Return a call of this op that runs on the host in parts, and is timed as one call."""
-        return PartialCall(self)
-
 
 class PartialCall:
-    """One call of an op that runs in parts, possibly in different threads, and is timed as one call."""
+    """One call of an op on the host that runs in parts, possibly in different threads, and is timed as one call."""
 
     def __init__(self, op: Primitive) -> None:
         self._op = op
@@ -383,7 +385,13 @@ class PartialCall:
 
     def end(self) -> None:
         """Report the time and the bytes of all parts."""
-        for span in filter(None, self._spans):
-            begins, ends = zip(*span, strict=True)
-            self._parts.append(max(ends) - min(begins))
-        self._op.times.add(sum(self._parts), self._nbytes)
+        nanoseconds = sum(self._parts)
+        for span in self._spans:
+            if len(span) == 1:
+                begin, end = span[0]
+                nanoseconds += end - begin
+            elif span:
+                begins, ends = zip(*span, strict=True)
+                nanoseconds += max(ends) - min(begins)
+        times = self._op._times or self._op.times
+        times.add(nanoseconds, self._nbytes)

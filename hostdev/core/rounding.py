@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32, Rounding
+from hostdev.core.table_dtypes import BF16, EIGHT_BIT, FP32
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.eight_bits import LEAST_SCALE
 from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, SIGNED_8, UNSIGNED_8
@@ -22,14 +22,6 @@ def plane_formats(dtype: str, slots_dtype: str, optimizer: SparseOptimizer) -> t
         eight = UNSIGNED_8 if name in optimizer.non_negative else SIGNED_8
         found.append({FP32: FLOAT32, BF16: BFLOAT16, EIGHT_BIT: eight}[slots_dtype])
     return tuple(found) if any(found) else None
-
-
-def get_rounding(
-    seed: int, table: str, step: int, dtype: str, slots_dtype: str, optimizer: SparseOptimizer
-) -> Rounding | None:
-    """Return the rounding of a table's new values at a step, or None if all are stored as float32."""
-    formats = plane_formats(dtype, slots_dtype, optimizer)
-    return None if formats is None else Rounding(rounding_key(seed, table, step), formats)
 
 
 def initial_slots(optimizer: SparseOptimizer, slots_dtype: str) -> npt.NDArray[np.float32]:

@@ -21,8 +21,22 @@ class _TablePrimitive(Primitive):
 
     _latest: tuple[Callable[[], Any], int] = (lambda: None), 0  # the last call's table, and its bytes per row
 
+    def add_prim_attr(self, key: str, value: object) -> Primitive:
+        """See `Primitive`."""
+        self._latest = _TablePrimitive._latest
+        return super().add_prim_attr(key, value)
+
+    def _require(self, table: Any) -> int:
+        """Check a table, which is almost always that of the last call; return the bytes read and written per row."""
+        latest, row_bytes = self._latest
+        if latest() is not table:
+            self._check(table)
+            row_bytes = self.row_bytes(table)
+            self._latest = weakref.ref(table), row_bytes
+        return row_bytes
+
     def _check(self, table: Any) -> None:
-        if table.primitive_target != self.primitive_target:
+        if table.primitive_target != self.attrs["primitive_target"]:
             raise ValueError(
                 f"{self._name} has primitive_target {self.primitive_target!r}, "
                 f"but table {table.name!r} has {table.primitive_target!r}; they must be equal"
@@ -31,10 +45,7 @@ class _TablePrimitive(Primitive):
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
         """Return the bytes read and written."""
         latest, row_bytes = self._latest
-        if latest() is not table:  # almost always the same table
-            row_bytes = self.row_bytes(table)
-            self._latest = weakref.ref(table), row_bytes
-        return len(ids) * row_bytes
+        return len(ids) * (row_bytes if latest() is table else self._require(table))
 
     @staticmethod
     def row_bytes(table: Any) -> int:
@@ -52,7 +63,7 @@ class EmbeddingLookup(_TablePrimitive):
 
     def run(self, table: Any, ids: Any, *some: Any) -> Any:
         """Look up rows."""
-        self._check(table)
+        self._require(table)
         look_up = table.lookup_now if table.primitive_target == "DEVICE" else table.lookup
         return look_up(ids, *some)
 
@@ -67,7 +78,7 @@ class EmbeddingLookup(_TablePrimitive):
             ids: As for `HostTable.lookup`; nothing is checked.
             some: The output, float32 [N, `fetched_width`], and positions.
         """
-        self._check(table)
+        self._require(table)
         rows = table.stored
         tasks: list[Task] = rows.storage.fetch_tasks(ids, *some, rows.history.planes)
         return tasks
@@ -86,21 +97,21 @@ class _Update(_TablePrimitive):
     """
 
     def run(self, table: Any, ids: Any, grads: Any, *some: Any) -> None:
-        self._check(table)
+        self._require(table)
         update = table.update_now if table.primitive_target == "DEVICE" else table.update
         update(ids, grads, *some)
 
     def tasks(self, table: Any, ids: Any, grads: Any, *some: Any) -> list[Task]:
-        self._check(table)
+        self._require(table)
         tasks: list[Task] = table.update_tasks(ids, grads, *some)
         return tasks
 
-    def _check(self, table: Any) -> None:
-        super()._check(table)
+    def _require(self, table: Any) -> int:
         if table.optimizer.primitive != self._name:
             raise ValueError(
                 f"{self._name} cannot update table {table.name!r}, whose optimizer is {type(table.optimizer).__name__}"
             )
+        return super()._require(table)
 
     @staticmethod
     def row_bytes(table: Any) -> int:
@@ -121,7 +132,7 @@ class _WholeRows(_TablePrimitive):
         run_tasks(self.tasks(table, ids, *some))
 
     def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
-        self._check(table)
+        self._require(table)
         tasks: list[Task] = getattr(table, f"{self.method}_tasks")(ids, *some)
         return tasks
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from hostdev.core.history import History, NoHistory
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.rounding import get_rounding
-from hostdev.core.table_dtypes import TableStep
+from hostdev.core.rounding import rounding_key
+from hostdev.core.table_dtypes import Rounding, TableStep
 from hostdev.kernels.clock import Clock
 
 
@@ -138,12 +138,12 @@ class Owned:
     def begin_step(self) -> TableStep:
         """Count one step, and return the arguments that all its updates share."""
         self._require_no_writing()
-        step, lr = self._step + 1, self.optimizer.lr
-        rounding = get_rounding(self.seed, self.name, step, self.dtype, self.slots_dtype, self.optimizer)
-        clock = self.history.record(lr, step, self.name)
+        step, optimizer, dim = self._step + 1, self.optimizer, self.dim
+        formats = self.capabilities.formats
+        rounding = None if formats is None else Rounding(rounding_key(self.seed, self.name, step), formats)
+        clock = self.history.record(optimizer.lr, step, self.name)
         self._step = step
-        scalars, clip = self.optimizer.scalars(step, self.dim), self.optimizer.clip_limit(self.dim)
-        return TableStep(scalars, rounding, clip, clock)
+        return TableStep(optimizer.scalars(step, dim), rounding, optimizer.clip_limit(dim), clock)
 
     def clock(self) -> Clock | None:
         """Return the step history, to apply steps that rows have missed; None if a step changes only a batch's rows."""

@@ -17,6 +17,7 @@ STAGES = (*HOST_STAGES[:6], "step", *HOST_STAGES[6:])
 EXCHANGES = ("exchange ids", "exchange rows", "exchange late rows", "exchange gradients")  # with other ranks
 STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; on an accelerator, the time to queue them
 PHASES = ("epoch", "evaluation", "checkpoint")  # around all stages, or between them
+_ON_HOST, _IN_TRACE_ONLY = frozenset(HOST_STAGES), frozenset((*STEP_PARTS, *PHASES))
 _AFTER_STEP = 1 + STAGES.index("step")
 TRACKS = (*PHASES, *STAGES[:_AFTER_STEP], *STEP_PARTS, *STAGES[_AFTER_STEP:], *EXCHANGES)
 _NUMBERS = {stage: number for number, stage in enumerate(TRACKS, 1)}
@@ -107,31 +108,22 @@ class Timeline:
             with naming(file.name), file:
                 file.write("\n]\n")
 
-    def begin(self, stage: str) -> int:
-        """Record that a stage starts work; return the time."""
-        now = time.perf_counter_ns()
-        if stage in HOST_STAGES:
-            self._change(now, 1)
-        return now
-
-    def end(self, stage: str, batch: int, flow: str, start: int, args: dict[str, int]) -> None:
-        """Record that a stage is done with a batch."""
-        now = time.perf_counter_ns()
-        if stage in HOST_STAGES:
-            self._change(now, -1)
-        if stage not in STEP_PARTS and stage not in PHASES:
-            if stage in EXCHANGES:
-                self.busy_ns.setdefault(stage, 0)
-            self.busy_ns[stage] += now - start  # a stage's spans do not overlap
-        if self._file is not None:
-            self._write(stage, batch, flow, start, now, args)
-
-    def _change(self, now: int, by: int) -> None:
+    def count_work(self, now: int, by: int) -> None:
+        """Add to the number of host stages at work."""
         with self._lock:
             if self._at_work:
                 self.host_busy_ns += now - self._since
             self._since = now
             self._at_work += by
+
+    def add(self, stage: str, batch: int, flow: str, start: int, end: int, args: dict[str, int]) -> None:
+        """Record that a stage was at work on a batch."""
+        if stage not in _IN_TRACE_ONLY:
+            if stage in EXCHANGES:
+                self.busy_ns.setdefault(stage, 0)
+            self.busy_ns[stage] += end - start  # a stage's spans do not overlap
+        if self._file is not None:
+            self._write(stage, batch, flow, start, end, args)
 
     def _write(self, stage: str, batch: int, flow: str, start: int, end: int, args: dict[str, int]) -> None:
         where = {"pid": self._pid, "tid": _NUMBERS[stage]}
@@ -182,7 +174,9 @@ class Span:
         self._timeline, self._stage, self._batch, self._flow, self._args = timeline, stage, batch, flow, args
 
     def __enter__(self) -> dict[str, int]:
-        self._start = self._timeline.begin(self._stage)
+        self._start = now = time.perf_counter_ns()
+        if self._stage in _ON_HOST:
+            self._timeline.count_work(now, 1)
         # If torch.profiler is off, a profiler range would still cost up to 0.1 ms with cold caches.
         is_profiling = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
         self._range = _profiler_range(self._stage) if is_profiling else None
@@ -193,7 +187,10 @@ class Span:
     def __exit__(self, *error: Any) -> None:
         if self._range is not None:
             self._range.__exit__(*error)
-        self._timeline.end(self._stage, self._batch, self._flow, self._start, self._args)
+        now = time.perf_counter_ns()
+        if self._stage in _ON_HOST:
+            self._timeline.count_work(now, -1)
+        self._timeline.add(self._stage, self._batch, self._flow, self._start, now, self._args)
 
 
 _profiler_range: Any = record_function  # untyped

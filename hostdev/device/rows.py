@@ -3,7 +3,7 @@
 The backward pass sums the outputs' gradients into one gradient for each unique row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ class GroupUses:
 
     def select(self, grads: Sequence[Tensor | None], ops: Ops) -> tuple[list[Tensor], Any]:
         """Return the arguments of `Ops.sum_uses` for the features that have a gradient; there must be at least one."""
-        given = tuple(grad is not None for grad in grads)
+        given = tuple([grad is not None for grad in grads])
         if given not in self._found:
             features = [feature for feature, has in zip(self.features, given, strict=True) if has]
             self._found[given] = ops.uses_of(features, self.rows, in_order=self.in_order and all(given))
@@ -94,26 +94,26 @@ class _Pull(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        outputs = sum(len(uses.features) for uses in ctx.uses)
-        by_position: dict[int, Tensor | None] = {}
-        for members, grad in zip(ctx.stacks, grads[len(grads) - len(ctx.stacks) :], strict=True):
-            for place, position in enumerate(members):
-                by_position[position] = None if grad is None else grad.select(1, place)
-        left = iter(grads)
-        numbered = iter([by_position[i] if i in by_position else next(left) for i in range(outputs)])
-        each = [[next(numbered) for _ in uses.features] for uses in ctx.uses]
-        wanted = [
-            number
-            for number, mine in enumerate(each)
-            if ctx.needs_input_grad[_BEFORE_ROWS + number] and any(grad is not None for grad in mine)
-        ]
-        sums: list[Tensor | None] = [None] * len(each)
-        if wanted:
-            ops = get_ops(next(grad.device for grad in each[wanted[0]] if grad is not None))
-            found = ops.sum_many([ctx.uses[number].select(each[number], ops) for number in wanted])
-            for number, total in zip(wanted, found, strict=True):
-                # A feature without a gradient counts as zeros: adding 0 turns -0, for rows without occurrences, into 0.
-                sums[number] = total if all(grad is not None for grad in each[number]) else total.add_(0.0)
+        outputs: Iterator[Tensor | None] = iter(grads)
+        if ctx.stacks:
+            by_position: dict[int, Tensor | None] = {}
+            for members, grad in zip(ctx.stacks, grads[len(grads) - len(ctx.stacks) :], strict=True):
+                for place, position in enumerate(members):
+                    by_position[position] = None if grad is None else grad.select(1, place)
+            left, n = iter(grads), sum(len(uses.features) for uses in ctx.uses)
+            outputs = iter([by_position[i] if i in by_position else next(left) for i in range(n)])
+        needed, calls = ctx.needs_input_grad[_BEFORE_ROWS:], {}
+        for number, uses in enumerate(ctx.uses):
+            mine = [next(outputs) for _ in uses.features]
+            given = next((grad for grad in mine if grad is not None), None)
+            if given is not None and needed[number]:
+                ops = get_ops(given.device)
+                calls[number] = uses.select(mine, ops)
+        sums: list[Tensor | None] = [None] * len(ctx.uses)
+        for number, total in zip(calls, ops.sum_many(list(calls.values())) if calls else (), strict=True):
+            # A feature without a gradient counts as zeros: adding 0 turns -0, for rows without occurrences, into 0.
+            is_whole = len(calls[number][0]) == len(ctx.uses[number].features)
+            sums[number] = total if is_whole else total.add_(0.0)
         return *(None,) * _BEFORE_ROWS, *sums
 
 

@@ -25,6 +25,7 @@ from hostdev.kernels.arrays import Rows, Strided, identity, scratch
 from hostdev.kernels.catch_up import decay, last_step, moved
 from hostdev.kernels.clock import MOST_TERMS, Clock
 from hostdev.kernels.jit import bare, kernel, prefetch_update
+from hostdev.kernels.loops import run_alone
 from hostdev.kernels.norm import clip_rows
 from hostdev.kernels.pool import Kernel, Task, get_grain, run_tasks, tasks_over
 from hostdev.kernels.rounding import (
@@ -224,8 +225,8 @@ def apply_tasks(
     def clip_and_update(start: int, stop: int) -> None:
         n = stop - start
         clipped = scratch("clipped gradients", (n, grads.shape[1]))
-        clip_rows(0, n, positions[start:stop], grads, clip, clipped)
-        update(0, n, ids[start:stop], identity(n), clipped, block, row_slots, *scalars)
+        run_alone(clip_rows, n, positions[start:stop], grads, clip, clipped)
+        run_alone(update, n, ids[start:stop], identity(n), clipped, block, row_slots, *scalars)
 
     edges = [*range(0, len(ids), max(1, _CLIPPED_BYTES // row)), len(ids)]
     return [(clip_and_update, start, stop, ()) for start, stop in pairwise(edges)]
@@ -285,12 +286,12 @@ def apply_occurrences(
     sums = scratch("sums", (len(rows), grads.shape[1]))
     order, ends = scratch("uses by row", inverse.shape, np.int32), scratch("ends of rows", (len(rows) + 2,), np.int64)
     sort_uses(inverse, ends, order)
-    places = identity(len(rows))
 
     def sum_and_update(start: int, stop: int) -> None:
         sum_sorted(start, stop, *Strided(grads), order, ends, None, None, True, sums)
+        n, mine = stop - start, sums[start:stop]
         if clip is not None:
-            clip_rows(start, stop, places, sums, clip, sums)
-        update(start, stop, rows, places, sums, *table)
+            run_alone(clip_rows, n, identity(n), mine, clip, mine)
+        run_alone(update, n, rows[start:stop], identity(n), mine, *table)
 
     run_tasks([(sum_and_update, start, stop, ()) for start, stop in row_ranges(ends[:-1])])

@@ -8,15 +8,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba.core import registry
 
 from hostdev.kernels.jit import address_of, fetch_add, inline, kernel, load
 
-Call = tuple[Callable[..., Any], int, int, tuple[Any, ...]]
+Kernel = Callable[..., Any]
+Call = tuple[Kernel, int, int, tuple[Any, ...]]
 Times = list[tuple[int, int]]
+COMPILED = registry.CPUDispatcher  # the type of functions that `make_loop` can compile into a loop
+
+
+class KernelTask(NamedTuple):
+    """A kernel to run over n items in `pieces` ranges; see `make_loop`.
+
+    Attributes:
+        times: A list to which (begin, end), in nanoseconds, is added whenever a thread has run ranges, or None.
+    """
+
+    kernel: Kernel
+    n: int
+    grain: int
+    pieces: int
+    args: tuple[Any, ...]
+    times: Times | None = None
+
 
 _LOOP = """
 def loop(begun, halt, most, n, grain, grains, pieces{args}):
@@ -31,11 +49,6 @@ def loop(begun, halt, most, n, grain, grains, pieces{args}):
 """
 _WORDS, _AT = 16, 8  # the word that all threads write shares its cache line with no other data
 _VISIT_NS = 5_000_000  # time of the main thread in native code; Ctrl-C waits up to twice as long, or for one range
-
-
-def is_kernel(function: Any) -> bool:
-    """Return whether `make_loop` can compile the function into a loop."""
-    return isinstance(function, registry.CPUDispatcher)
 
 
 def make_loop(work: Any) -> Any:
@@ -78,6 +91,17 @@ def edges(n: int, grain: int, pieces: int) -> list[int]:
     return [min(n, grains * at // pieces * grain) for at in range(pieces + 1)]
 
 
+class _Begun(threading.local):
+    """A thread's counter of begun ranges, for kernels that it runs alone."""
+
+    def __init__(self) -> None:
+        self.count = np.zeros(_WORDS, np.int64)
+        self.address = address_of(self.count) + 8 * _AT
+
+
+_begun = _Begun()
+
+
 class Flag:
     """A flag in memory, which native loops check before each range."""
 
@@ -89,17 +113,15 @@ class Flag:
         return bool(self.value[0])
 
 
+NEVER = Flag()
+
+
 class KernelLoop:
-    """The ranges of a kernel, shared by any number of threads. Ranges begin in order.
+    """The ranges of a kernel, shared by any number of threads. Ranges begin in order."""
 
-    Args:
-        work: The kernel; n, grain, pieces and args are as in `make_loop`.
-        times: A list to which (begin, end), in nanoseconds, is added whenever a thread has run ranges, or None.
-    """
-
-    def __init__(self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None) -> None:
-        self.pieces = pieces
-        self._loop, self._args, self._times = make_loop(work), (n, grain, -(-n // grain), pieces, *args), times
+    def __init__(self, task: KernelTask) -> None:
+        work, n, grain, self.pieces, args, self._times = task
+        self._loop, self._args = make_loop(work), (n, grain, -(-n // grain), self.pieces, *args)
         self._begun = np.zeros(_WORDS, np.int64)
         self._address = address_of(self._begun) + 8 * _AT
 
@@ -133,15 +155,29 @@ class KernelLoop:
                 most *= 2
 
 
+def run_whole(task: KernelTask) -> None:
+    """Run a kernel of one range in this thread."""
+    work, n, grain, _, args, times = task
+    loop = getattr(work, "loop", None) or make_loop(work)
+    begin = time.perf_counter_ns()
+    done = 0
+    while not done:  # a finalizer or a signal's handler may also have run a kernel since the counter was set
+        _begun.count[_AT] = 0
+        done = loop(_begun.address, NEVER.address, 1, n, grain, -(-n // grain), 1, *args)
+    if times is not None:
+        times.append((begin, time.perf_counter_ns()))
+
+
+def run_alone(work: Kernel, n: int, *args: Any) -> None:
+    """Run a kernel over n items in this thread. Called as a function, it would be compiled a second time."""
+    run_whole(KernelTask(work, n, max(1, n), 1, args))
+
+
 class Calls:
-    """Python calls that any number of threads share. Calls begin in order."""
+    """Calls and kernels of one range, which any number of threads share. They begin in order."""
 
-    def __init__(self, call: Call) -> None:
-        self._calls = deque([call])
-
-    def add(self, call: Call) -> None:
-        """Append a call."""
-        self._calls.append(call)
+    def __init__(self, calls: deque[Call | KernelTask]) -> None:
+        self._calls = calls
 
     def is_left(self) -> bool:
         """Return whether there are calls that have not begun."""
@@ -155,8 +191,12 @@ class Calls:
         """Make calls until none is left or the flag is set; return whether calls are left."""
         while not halt.value[0]:
             try:
-                call, start, stop, args = self._calls.popleft()
+                task = self._calls.popleft()
             except IndexError:
                 return False
-            call(start, stop, *args)
+            if isinstance(task, KernelTask):
+                run_whole(task)
+            else:
+                call, start, stop, args = task
+                call(start, stop, *args)
         return self.is_left()

@@ -9,6 +9,7 @@ S: number of optimizer state columns of D values per row.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from hostdev.kernels.adagrad import LANES, mean_square
 from hostdev.kernels.arrays import Rows, identity
 from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.jit import inline, kernel
-from hostdev.kernels.pool import KernelTask, get_grain, parallel_for, ranges, run_tasks
+from hostdev.kernels.loops import run_alone
+from hostdev.kernels.pool import KernelTask, count_ranges, get_grain, parallel_for, run_tasks
 
 PART = 4096  # rows; a power of two, fixed because it determines the order of additions
 _EIGHTH = PART // 8
@@ -135,15 +137,18 @@ def largest(values: npt.NDArray[np.float32]) -> float:
 
 def largest_of_each(arrays: Sequence[npt.NDArray[np.float32]]) -> list[float]:
     """Return `largest` for each of several arrays; all host threads share the work."""
-    tasks, parts = [], []
-    for values in arrays:
-        n, pieces = values.size, max(1, len(ranges(values.size, _GRAIN)))
-        found, bits = np.zeros(pieces, np.uint32), values.reshape(-1).view(np.uint32)
-        parts.append(found)
-        if pieces == 1:  # waking threads would take longer
-            _largest(0, n, bits, found, 0)
+    if not arrays:
+        return []
+    pieces = [count_ranges(values.size, _GRAIN) for values in arrays]
+    starts = [*accumulate(pieces, initial=0)]
+    found, tasks = np.zeros(starts[-1], np.uint32), []
+    for values, first, count in zip(arrays, starts, pieces, strict=False):
+        bits = values.reshape(-1).view(np.uint32)
+        if count == 1:  # waking threads would take longer
+            run_alone(_largest, len(bits), bits, found[first : first + 1])
         else:
-            tasks.append(KernelTask(_largest, n, _GRAIN, pieces, (bits, found)))
-    if tasks:
-        run_tasks(tasks)
-    return [float(np.minimum(found.max(), _INFINITE).view(np.float32)) for found in parts]
+            tasks.append(KernelTask(_largest, len(bits), _GRAIN, count, (bits, found[first : first + count])))
+    run_tasks(tasks)
+    largest_bits = np.maximum.reduceat(found, starts[:-1])
+    values_found: list[float] = np.minimum(largest_bits, _INFINITE).view(np.float32).tolist()
+    return values_found

@@ -11,28 +11,29 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 from hostdev.core.machine import available_cpus
 from hostdev.core.signals import uninterruptible
-from hostdev.kernels.loops import Call, Calls, Flag, KernelLoop, Times, edges, is_kernel
+from hostdev.kernels.loops import (
+    COMPILED,
+    NEVER,
+    Call,
+    Calls,
+    Flag,
+    Kernel,
+    KernelLoop,
+    KernelTask,
+    Times,
+    edges,
+    run_whole,
+)
 
-Kernel = Callable[..., Any]
-
-
-class KernelTask(NamedTuple):
-    """A kernel to run over n items in `pieces` ranges; `loops.make_loop` and `loops.KernelLoop` describe the fields."""
-
-    kernel: Kernel
-    n: int
-    grain: int
-    pieces: int
-    args: tuple[Any, ...]
-    times: Times | None = None
-
+__all__ = ["Kernel", "KernelTask", "Task", "parallel_for", "run_tasks", "tasks_over"]
 
 Task = Call | KernelTask
 
@@ -42,7 +43,6 @@ _MOST_GRAINS = 16  # per range; limits the wait of urgent callers to about half 
 _MAX_RANGE_BITS = 18  # a range has at most about 2 * 2^18 items, which limits how long Ctrl-C waits
 _WAKES = 2  # helpers that each thread at work wakes
 _LONGEST_JOIN = 1.0  # seconds to wait for busy helpers when the interpreter exits
-_NEVER = Flag()
 
 _queue: SimpleQueue["_Job | None"] = SimpleQueue()
 _workers: list[threading.Thread] = []
@@ -122,7 +122,7 @@ class _Job:
             uninterruptible(done)
 
     def work(self) -> None:
-        halt = _NEVER if self.urgent else _urgent.callers
+        halt = NEVER if self.urgent else _urgent.callers
         while (at := self._first) < len(self._parts):
             try:
                 if self._parts[at].work(halt):
@@ -144,19 +144,21 @@ class _Job:
         def wait() -> None:
             with self._changed:
                 self._closed = True
-                self.drop()
-                self._changed.wait_for(lambda: not self._helpers)
+                if self._first < len(self._parts):
+                    self.drop()
+                while self._helpers:
+                    self._changed.wait()
                 self._parts = ()
 
         uninterruptible(wait)
 
     def raise_error(self) -> None:
-        """Raise the error that ended the job, if any, and forget it, since the error's stack frames hold arrays."""
-        if self.error is not None:
-            try:
-                raise self.error
-            finally:
-                self.error = None
+        """Raise the error that ended the job, and forget it, since the error's stack frames hold arrays."""
+        assert self.error is not None
+        try:
+            raise self.error
+        finally:
+            self.error = None
 
 
 class _Urgent:
@@ -223,9 +225,8 @@ def _serve() -> None:
         del job  # hold no arrays while waiting
 
 
-def _ensure_workers(n: int) -> None:
-    if len(_workers) >= n:
-        return
+def _start_workers(n: int) -> None:
+    """Start helpers until there are n."""
     with _grow:
         while len(_workers) < n:
             worker = threading.Thread(target=_serve, name=f"hostdev-{len(_workers) + 1}", daemon=True)
@@ -235,7 +236,7 @@ def _ensure_workers(n: int) -> None:
 
 def start_helpers() -> None:
     """Start the helpers now: a thread has the priority of the one that starts it, which may be low by then."""
-    _ensure_workers(_threads - 1)
+    _start_workers(_threads - 1)
 
 
 @atexit.register
@@ -273,10 +274,13 @@ def ranges(n: int, grain: int = 1) -> list[tuple[int, int]]:
 
     Ranges begin at multiples of `grain`, so there is only one if n is at most `grain`.
     """
-    return list(itertools.pairwise(edges(n, grain, _pieces(n, grain)))) if n > 0 else []
+    return list(itertools.pairwise(edges(n, grain, count_ranges(n, grain)))) if n > 0 else []
 
 
-def _pieces(n: int, grain: int) -> int:
+def count_ranges(n: int, grain: int = 1) -> int:
+    """Return into how many ranges `ranges` splits n items; 1 for 0 items."""
+    if n <= grain:
+        return 1
     grains = -(-n // grain)
     pieces = 1 if _threads == 1 else min(grains, max(_threads * _RANGES_PER_THREAD, grains // _MOST_GRAINS))
     return max(pieces, n >> _MAX_RANGE_BITS)
@@ -289,37 +293,46 @@ def run_tasks(tasks: Sequence[Task]) -> None:
     different memory. If a task raises an exception or the caller is interrupted, no more tasks begin, and the exception
     is raised when all tasks that have begun have ended.
     """
+    if len(tasks) == 1 and isinstance(tasks[0], KernelTask) and tasks[0].pieces == 1:
+        run_whole(tasks[0])
+        return
     parts: list[KernelLoop | Calls] = []
+    calls: deque[Task] | None = None  # tasks of one range, after the last task of several
     pieces = 0
     for task in tasks:
-        pieces += task.pieces if isinstance(task, KernelTask) else 1
-        if isinstance(task, KernelTask):
-            parts.append(KernelLoop(*task))
-        elif parts and isinstance(parts[-1], Calls):
-            parts[-1].add(task)
-        else:
-            parts.append(Calls(task))
+        if isinstance(task, KernelTask) and task.pieces != 1:
+            pieces += task.pieces
+            parts.append(KernelLoop(task))
+            calls = None
+            continue
+        pieces += 1
+        if calls is None:
+            calls = deque()
+            parts.append(Calls(calls))
+        calls.append(task)
     helpers = min(_threads, pieces) - 1
     if helpers < 1:
         for part in parts:
-            part.work(_NEVER)
+            part.work(NEVER)
         return
     job = _Job(parts, helpers, urgent=getattr(_this, "urgent", False))
     if job.urgent:
         _urgent.offer(job)
-    _ensure_workers(helpers)
+    if len(_workers) < helpers:
+        _start_workers(helpers)
     try:
         job.wake()
         job.work()
     finally:
         job.end()
-    job.raise_error()
+    if job.error is not None:
+        job.raise_error()
 
 
 def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]:
     """Return the work of `parallel_for` as tasks, so that one `run_tasks` can run it together with other tasks."""
-    if n > 0 and is_kernel(kernel):
-        return [KernelTask(kernel, n, grain, _pieces(n, grain), args)]
+    if n > 0 and isinstance(kernel, COMPILED):
+        return [KernelTask(kernel, n, grain, 1 if n <= grain else count_ranges(n, grain), args)]
     return [(kernel, start, stop, args) for start, stop in ranges(n, grain)]
 
 
@@ -329,7 +342,7 @@ def timed(task: Task, times: Times) -> Task:
     A KernelTask appends one pair whenever a thread has run some of its ranges.
     """
     if isinstance(task, KernelTask):
-        return task._replace(times=times)
+        return KernelTask(*task[:-1], times)
     kernel, start, stop, args = task
     return (_timed, start, stop, (times, kernel, args))
 

@@ -18,6 +18,7 @@ from hostdev.kernels.bfloat16 import as_exact, draw, rounded_bits, steps_of, to_
 from hostdev.kernels.counter import hashed
 from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode_plane, store_plane
 from hostdev.kernels.jit import bare, inline_code, kernel, prefetch_to_read, prefetch_update
+from hostdev.kernels.loops import run_alone
 from hostdev.kernels.pool import Task, get_grain, tasks_over
 from hostdev.kernels.shards import id_at
 
@@ -322,7 +323,7 @@ def read_tasks(
 
 def read_here(weights: Stored, slots: StoredSlots, unsigned: Flags, ids: AnyIds, out: Rows) -> None:
     """Copy rows as the tasks of `read_tasks` do, using only this thread."""
-    _read(0, len(ids), ids, None, weights, slots, unsigned, out)
+    run_alone(_read, len(ids), ids, None, weights, slots, unsigned, out)
 
 
 def write_tasks(

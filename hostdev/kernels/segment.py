@@ -24,6 +24,7 @@ import numpy as np
 from hostdev.kernels.arrays import AnyIds, Counts, Rows, Strided, identity, scratch
 from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_read_once, prefetch_to_write
+from hostdev.kernels.loops import run_alone
 from hostdev.kernels.pool import Kernel, Task, host_threads, parallel_for, run_tasks
 from hostdev.kernels.unique import id_map
 
@@ -253,7 +254,8 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: AnyIds, grads: Row
         added.wait(part)
         first, rows = ends[part], ends[part + 1] - ends[part]
         start, stop = (first + rows * share // _PIECES for share in (piece, piece + 1))
-        update(start, stop, chosen, source, sums if part else grads, *table)
+        values = sums if part else grads
+        run_alone(update, stop - start, chosen[start:stop], source[start:stop], values, *table)
 
     tasks: list[Task] = [(_follow, 0, parts + 1, (found, find)), (_follow, 0, parts, (added, add))]
     if in_order:

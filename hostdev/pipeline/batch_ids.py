@@ -7,7 +7,8 @@ Subsets of a batch's rows, and the concatenated ids of all groups, serve the sea
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,11 +210,41 @@ class RowSubset(NamedTuple):
         return len(self.ids)
 
 
-class ConcatenatedIds(NamedTuple):
-    """The ids of all groups in one array; the number of rows of all preceding groups is added to each id."""
+class ConcatenatedIds:
+    """The ids of all groups in one array; the number of rows of all preceding groups is added to each id.
 
-    ids: AnyIds  # int32 or int64 [any]
-    starts: list[int]  # [G + 1], where each group's ids begin
+    Attributes:
+        groups: Each group's own ids, int32 or int64 [any].
+        starts: [G + 1], where each group's ids begin in the array.
+
+    Args:
+        offsets: The number of rows of all preceding groups, by group.
+        dtype: The array's dtype.
+    """
+
+    def __init__(self, groups: Sequence[AnyIds], offsets: Sequence[int], dtype: np.dtype[Any]) -> None:
+        self.groups, self._offsets, self._dtype = groups, offsets, dtype
+        self.starts = list(accumulate(map(len, groups), initial=0))
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    @cached_property
+    def ids(self) -> AnyIds:
+        """The array, int32 or int64 [any]; serial passes never need it."""
+        if len(self.groups) == 1:
+            return self.groups[0]
+        joint = np.empty(len(self), self._dtype)
+        for part, offset, (start, stop) in zip(self.groups, self._offsets, pairwise(self.starts), strict=False):
+            np.add(part, offset, out=joint[start:stop], dtype=self._dtype, casting="unsafe")
+        return joint
+
+    @cached_property
+    def all(self) -> list[RowSubset]:
+        """All ids, by group."""
+        if len(self.groups) == 1:
+            return [RowSubset(self.groups[0], None)]
+        return [RowSubset(ids.astype(self._dtype, copy=False), None) for ids in self.groups]
 
 
 class RowOffsets:
@@ -224,7 +255,6 @@ class RowOffsets:
         self._offsets = np.concatenate([[0], np.cumsum(rows)]).tolist()
         self.rows: int = self._offsets[-1]
         self._dtype = np.dtype(np.int32 if self.rows < 2**31 else np.int64)
-        self._alone = len(groups) == 1
         self._groups = groups
 
     def get_used(self) -> list[tuple[int, int]]:
@@ -233,32 +263,22 @@ class RowOffsets:
         return [(offset, offset + group.used_rows) for group, offset in pairs if group.on_host]
 
     def concatenate(self, ids: Sequence[AnyIds]) -> ConcatenatedIds:
-        """Return the ids of all groups in one array, after adding each group's offset to its ids."""
-        if self._alone:
-            return ConcatenatedIds(ids[0], [0, len(ids[0])])
-        starts = [0]
-        for part in ids:
-            starts.append(starts[-1] + len(part))
-        joint = np.empty(starts[-1], self._dtype)
-        for part, offset, start, stop in zip(ids, self._offsets, starts, starts[1:], strict=False):
-            np.add(part, offset, out=joint[start:stop], dtype=self._dtype, casting="unsafe")
-        return ConcatenatedIds(joint, starts)
+        """Return the ids of all groups, after adding each group's offset to its ids."""
+        return ConcatenatedIds(ids, self._offsets, self._dtype)
 
     def split(self, subset: RowSubset, starts: Sequence[int]) -> list[RowSubset]:
         """Split a subset of concatenated ids by group; return subsets with each group's own ids and positions.
 
         Args:
-            subset: A subset of the concatenated ids.
+            subset: A subset of the concatenated ids, with positions.
             starts: Where each group's ids begin among the concatenated ids.
         """
-        if self._alone:
+        if len(self._groups) == 1:
             return [subset]
-        at = starts if subset.positions is None else np.searchsorted(subset.positions, starts).tolist()
+        assert subset.positions is not None
+        at = np.searchsorted(subset.positions, starts).tolist()
         shares = []
-        for group, offset in enumerate(self._offsets[:-1]):
-            ids = subset.ids[at[group] : at[group + 1]]
-            positions = None
-            if subset.positions is not None:
-                positions = subset.positions[at[group] : at[group + 1]] - np.int32(starts[group])
-            shares.append(RowSubset(ids - ids.dtype.type(offset) if offset else ids, positions))
+        for offset, first, (start, stop) in zip(self._offsets, starts, pairwise(at), strict=False):
+            ids, positions = subset.ids[start:stop], subset.positions[start:stop]
+            shares.append(RowSubset(ids - ids.dtype.type(offset) if offset else ids, positions - np.int32(first)))
         return shares

@@ -37,7 +37,7 @@ def find_conflicts(
     """
     batch, before, pin = unfinished.batch, unfinished.before, unfinished.pin
     number = batch.number
-    late = claim(written, last_writers, number, unfinished.updated + 1, number - 1 - staleness).first(len(reads.ids))
+    late = claim(written, last_writers, number, unfinished.updated + 1, number - 1 - staleness).first(len(reads))
     for group in ignored:
         kept = (late.rows < reads.starts[group]) | (late.rows >= reads.starts[group + 1])
         late = Late(late.rows[kept], late.owner[kept])

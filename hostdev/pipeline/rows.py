@@ -6,6 +6,7 @@ S: number of optimizer state columns of D values per row.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -13,12 +14,15 @@ from torch import Tensor
 from hostdev.cache.plan import Plan
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.core.memory import copied_bytes, row_bytes
+from hostdev.core.primitive import PartialCall
 from hostdev.core.table_dtypes import TableStep
 from hostdev.device.staging import PinnedBuffer, Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.pipeline.batch_ids import ConcatenatedIds, Embedding, Group, RowSubset
 from hostdev.pipeline.forwarding import ForwardedRows
+
+_NONE = RowSubset(np.empty(0, np.int32), None)
 
 
 class LateLookup(NamedTuple):
@@ -62,9 +66,9 @@ class BatchRows:
         self._places = places
         self.passed = unique if plan is None else len(plan.passed)  # rows that bypass the cache
         self._leaving = 0 if plan is None else len(plan.evicted)
-        self._lookup, self._update = embedding.lookup.in_parts(), embedding.update.in_parts()
+        self._lookup, self._update = PartialCall(embedding.lookup), PartialCall(embedding.update)
         if plan is not None:
-            self._admit, self._evict = embedding.cache_admit.in_parts(), embedding.cache_evict.in_parts()
+            self._admit, self._evict = PartialCall(embedding.cache_admit), PartialCall(embedding.cache_evict)
         optimizer = table.optimizer
         self._host = [
             memory.buffer(self.passed, table.fetched_width)
@@ -79,20 +83,26 @@ class BatchRows:
         self._first: Tensor | None = None  # gradients of the rows to update first, if received first
         self._evicted: tuple[list[Tensor], Any] = ([], None)  # the evicted rows and their event
 
+    def _split(self, subset: RowSubset) -> tuple[RowSubset, RowSubset]:
+        """Return those of some rows that bypass the cache, and the others, which it admits or evicts."""
+        return (subset, _NONE) if self._places is None else subset.split(self.passed)
+
     def fetch(self, subset: RowSubset, out: Sequence[Tensor] | None = None) -> list[Task]:
         """Return tasks that look up rows for `send`; or, to `out`, the subset's rows one after the other.
 
         `subset` selects from the bypassing ids followed by the admitted ids.
         """
-        passed, admitted = subset.split(self.passed)
+        passed, admitted = self._split(subset)
         to, at = (self._host, (passed.positions, admitted.positions)) if out is None else (out, (None, None))
         tasks = self._lookup.tasks(self._table, passed.ids, to[0].numpy(), at[0])
-        if len(admitted):
+        if len(admitted.ids):
             tasks = tasks + self._admit.tasks(self._table, admitted.ids, to[1].numpy(), to[2].numpy(), at[1])
         return tasks
 
     def send(self) -> None:
         """Send the rows to the device. `fetch_late` later replaces rows that are missing or have changed."""
+        if not self._staging.copies:
+            return
         self._sent, mark = self._staging.send(self._host, self._memory)
         self._marks.append(mark)
 
@@ -100,7 +110,7 @@ class BatchRows:
         """Return the lookup of rows that had to wait; it copies them to the device if `send` has been called."""
         if not self._staging.copies or self._sent is self._host:
             return LateLookup(self.fetch(subset), lambda: None)
-        passed, whole = subset.split(self.passed)
+        passed, whole = self._split(subset)
         sizes = [len(passed), len(whole), len(whole)]
         values = [self._memory.buffer(n, *host.shape[1:]) for n, host in zip(sizes, self._host, strict=False)]
         tasks = self.fetch(subset, values)
@@ -126,7 +136,7 @@ class BatchRows:
         """
         if self._places is None:
             return
-        _, admitted = subset.split(self.passed)
+        _, admitted = self._split(subset)
         if len(admitted):
             values = [rows.new_empty((len(admitted), *rows.shape[1:]), device="cpu") for rows in self._sent[1:]]
             block, row_slots = (value.numpy() for value in values)
@@ -145,8 +155,9 @@ class BatchRows:
         self._lookup.end()
         if self._places is not None:
             self._admit.end()
-        places = self._places.tensors if self._places is not None else []
-        self._staging.await_sent(self._marks, [*self._sent, *places])
+        if self._staging.copies:
+            places = self._places.tensors if self._places is not None else []
+            self._staging.await_sent(self._marks, [*self._sent, *places])
         self._host = []
         if self._places is None:
             return self._sent[0]
@@ -222,7 +233,7 @@ class BatchRows:
             subset: Selects from the bypassing ids followed by the evicted ids.
             first: Whether this is the subset whose gradients were received first.
         """
-        passed, evicted = subset.split(self.passed)
+        passed, evicted = self._split(subset)
         tasks: list[Task] = []
         if self._step is not None:
             grads, positions = self._received[0], passed.positions
@@ -230,7 +241,7 @@ class BatchRows:
                 grads, positions = self._first, None
             assert grads is not None
             tasks += self._update.tasks(self._table, passed.ids, grads.numpy(), self._step, positions)
-        if len(evicted):
+        if len(evicted.ids):
             block, row_slots = self._evicted[0]
             values = block.numpy(), row_slots.numpy()
             tasks += self._evict.tasks(self._table, evicted.ids, *values, evicted.positions)

@@ -3,7 +3,7 @@
 `Step` has all micro-batches of a step, for callers with an order of their own, such as pipeline stages.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from hostdev.runtime.features import Table, require_stackable
 from hostdev.runtime.reduction import Flags, RankReduction, Reduction
 from hostdev.runtime.requests import MicroBatch
 from hostdev.runtime.row_parameter import RowOrder, RowParameter
-from hostdev.runtime.rows import Rows, Value, values_of
+from hostdev.runtime.rows import Rows, Value
 
 MicroBatchRows = tuple[Any, Rows]  # a batch, or the result of `send`, with its rows
 
@@ -35,7 +35,8 @@ class BodyBatch:
         step_batch: The pipeline's batch.
         micros: The loader's batches that belong to `step_batch` and were not yet yielded.
         leaves: The step's unique rows, by group and by table.
-        inverses: For each group, int32 [N]: for each id in `micros`, the position of its row among the unique rows.
+        all_leaves: The same rows in one list.
+        inverses: For each group, int32 [N]: for each id of the step, the position of its row among the unique rows.
         rows: The `Rows` that were yielded for `step_batch`.
         reduction: Sums the gradients of the step's micro-batches; None if `Rows.reduce` has nothing to sum.
         losses: For each loss on which `backward` was called, a float32 scalar: 0 if the loss is finite, else NaN.
@@ -57,7 +58,9 @@ class BodyBatch:
         self.step_batch: StepBatch | None = None
         self.micros: list[MicroBatch] = []
         self.leaves: list[list[RowParameter]] = []
+        self.all_leaves: list[RowParameter] = []
         self.inverses: list[Tensor] = []
+        self._used: list[int] = []  # of each group's inverse, how many ids belong to batches that were yielded
         self.rows: list[Rows] = []
         self.reduction: Reduction | None = None
         self.cursor: Any = None
@@ -77,6 +80,7 @@ class BodyBatch:
         step_batch.request.note.clear()  # keep the loader's batches no longer than the caller does
         self._sent = list(step_batch.tensors)
         self.inverses = [part.inverse for part in step_batch.groups]
+        self._used = [0] * len(self.inverses)
         staging = self._runtime.staging
         self.leaves = []
         for group, part in zip(self._runtime.pipeline.groups, step_batch.groups, strict=True):
@@ -86,11 +90,7 @@ class BodyBatch:
                 [RowParameter(one.table, values, order, trained=trains(one.table)) for one, values in pairs]
             )
             part.values.clear()
-
-    @property
-    def all_leaves(self) -> Iterator[RowParameter]:
-        """The rows of all tables."""
-        return (leaf for group in self.leaves for leaf in group)
+        self.all_leaves = [leaf for group in self.leaves for leaf in group]
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -140,19 +140,18 @@ class BodyBatch:
             located.append((offsets, weights, binding.feature.pooling == "mean"))
         uses = [self._get_uses(step_batch, group, micro, located) for group in range(len(runtime.group_specs))]
         with torch.set_grad_enabled(any(leaf.trained for leaf in self.all_leaves)):
-            features = [spec.features for spec in runtime.group_specs]
-            shapes = [ids.shape for ids in micro.ids]
             require_stackable(runtime.stacks, runtime.bindings, micro.ids)
-            return uses, values_of(runtime.bindings, features, self.leaves, uses, shapes, runtime.stacks)
+            return uses, runtime.layout.get_values(self.leaves, uses, [ids.shape for ids in micro.ids])
 
     def _get_uses(self, step_batch: StepBatch, group: int, micro: MicroBatch, located: list[Any]) -> GroupUses:
-        part, features, left = step_batch.groups[group], [], self.inverses[group]
-        numbers = self._runtime.group_specs[group].features
+        part, features, inverse = step_batch.groups[group], [], self.inverses[group]
+        numbers, start, size = self._runtime.group_specs[group].features, self._used[group], inverse.shape[0]
         for number in numbers:
-            size = len(micro.ids[number].values)
-            features.append(FeatureUses(left[:size], *located[number]))
-            left = left[size:]
-        self.inverses[group] = left
+            stop = start + len(micro.ids[number].values)
+            mine = inverse if start == 0 and stop == size else inverse[start:stop]
+            features.append(FeatureUses(mine, *located[number]))
+            start = stop
+        self._used[group] = start
         alone = len(step_batch.request.ids[group]) == len(numbers)
         return GroupUses(features, part.own_size, in_order=alone and part.own_places is None)
 

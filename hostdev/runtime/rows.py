@@ -10,7 +10,7 @@ from torch import Tensor
 from hostdev.device.rows import GroupUses, Lookup, pull
 from hostdev.device.staging import Staging
 from hostdev.pipeline.results import Outcome, StepBatch
-from hostdev.runtime.features import FeatureBinding, Stack
+from hostdev.runtime.features import FeatureBinding, GroupSpec, Stack
 from hostdev.runtime.reduction import Flags, Reduction
 from hostdev.runtime.row_parameter import RowParameter
 
@@ -277,47 +277,59 @@ class Rows(FeatureRows):
         self.guarded = self._reduction = None
 
 
-def values_of(
-    bindings: Sequence[FeatureBinding],
-    features: Sequence[Sequence[int]],
-    leaves: Sequence[Sequence[RowParameter]],
-    uses: Sequence[GroupUses],
-    shapes: Sequence[tuple[int, ...] | None],
-    stacks: Sequence[Stack],
-) -> dict[str, Value]:
-    """Return the rows of each stack, and of each feature outside stacks.
+class FeatureLayout:
+    """How the rows of a runtime's tables become the rows of its stacks, and of its features outside stacks.
 
     Args:
         bindings: The features' bindings.
-        features: For each group, the numbers of its features.
-        leaves: The unique rows of each group's tables.
-        uses: The occurrences of each group's rows.
-        shapes: The shape of each feature's ids; None for a pooled feature.
+        groups: The groups of tables.
         stacks: The stacks. The features of a stack are returned as one tensor.
     """
-    lookups: dict[tuple[int, int], Lookup] = {}
-    for group, (mine, group_uses) in enumerate(zip(leaves, uses, strict=True)):
-        for place, leaf in enumerate(mine):
-            dtypes = [
-                bindings[number].dtypes[bindings[number].tables.index((group, place))] for number in features[group]
-            ]
-            lookups[group, place] = Lookup(leaf.rows, group_uses, dtypes)
-    numbers = {at: number for number, at in enumerate(lookups)}
-    members = []
-    for stack in stacks:
-        places = [(feature, bindings[feature].tables[0]) for feature in stack.features]
-        members.append([(numbers[at], features[at[0]].index(feature)) for feature, at in places])
-    pulled = pull(list(lookups.values()), members)
-    parts = {
-        at: dict(zip(features[at[0]], mine, strict=True)) for at, mine in zip(lookups, pulled.features, strict=True)
-    }
-    values: dict[str, Value] = {}
-    for number, feature in enumerate(bindings):
-        outputs = [rows for at in feature.tables if (rows := parts[at][number]) is not None]
-        if not outputs:
-            continue
-        shape = shapes[number]
-        if shape is not None:
-            outputs = [rows.view(*shape, rows.shape[1]) for rows in outputs]
-        values[feature.name] = outputs[0] if feature.feature.is_single else tuple(outputs)
-    return values | {stack.name: rows for stack, rows in zip(stacks, pulled.stacks, strict=True)}
+
+    def __init__(
+        self, bindings: Sequence[FeatureBinding], groups: Sequence[GroupSpec], stacks: Sequence[Stack]
+    ) -> None:
+        tables = [(g, place) for g, group in enumerate(groups) for place in range(len(group.tables))]
+        numbers = {table: number for number, table in enumerate(tables)}
+
+        def find(feature: int, table: tuple[int, int]) -> tuple[int, int]:
+            return numbers[table], groups[table[0]].features.index(feature)
+
+        self._dtypes = [
+            [bindings[feature].dtypes[bindings[feature].tables.index(table)] for feature in groups[table[0]].features]
+            for table in tables
+        ]
+        self._stacks = stacks
+        self._members = [[find(number, bindings[number].tables[0]) for number in stack.features] for stack in stacks]
+        stacked = {number for stack in stacks for number in stack.features}
+        self._features = [  # of each feature: its name, whether it has one table, and where its rows are
+            (one.name, one.feature.is_single, [find(number, table) for table in one.tables if number not in stacked])
+            for number, one in enumerate(bindings)
+        ]
+
+    def get_values(
+        self,
+        leaves: Sequence[Sequence[RowParameter]],
+        uses: Sequence[GroupUses],
+        shapes: Sequence[tuple[int, ...] | None],
+    ) -> dict[str, Value]:
+        """Return the rows of each stack, and of each feature outside stacks.
+
+        Args:
+            leaves: The unique rows of each group's tables.
+            uses: The occurrences of each group's rows.
+            shapes: The shape of each feature's ids; None for a pooled feature.
+        """
+        rows = [(leaf.rows, of_group) for group, of_group in zip(leaves, uses, strict=True) for leaf in group]
+        pulled = pull([Lookup(*part, dtypes) for part, dtypes in zip(rows, self._dtypes, strict=True)], self._members)
+        values: dict[str, Value] = {}
+        for (name, is_single, places), shape in zip(self._features, shapes, strict=True):
+            outputs: list[Any] = [pulled.features[table][place] for table, place in places]
+            if not outputs:
+                continue
+            if shape is not None and len(shape) > 1:
+                outputs = [output.view(*shape, output.shape[1]) for output in outputs]
+            values[name] = outputs[0] if is_single else tuple(outputs)
+        for stack, stacked in zip(self._stacks, pulled.stacks, strict=True):
+            values[stack.name] = stacked
+        return values

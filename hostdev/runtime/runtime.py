@@ -29,7 +29,7 @@ from hostdev.runtime.loop import PredictLoop, StepOptions, TrainLoop, make_train
 from hostdev.runtime.open_loops import Access, Loops
 from hostdev.runtime.reading import require_read_ahead
 from hostdev.runtime.requests import B, GetCursor, GetIds, PredictKwargs, Reader, S, Send, TrainKwargs
-from hostdev.runtime.rows import Rows, Value
+from hostdev.runtime.rows import FeatureLayout, Rows, Value
 from hostdev.runtime.spec import FeatureInput
 from hostdev.runtime.table_optimizer import TableOptimizer, TableSettings
 
@@ -100,6 +100,7 @@ class Runtime(Logged, FrameworkLoaders):
     ) -> None:
         self.bindings, self.group_specs = resolve(features)
         self.stacks = resolve_stacks(stacks, self.bindings)
+        self.layout = FeatureLayout(self.bindings, self.group_specs, self.stacks)
         if ranks is None:
             require_alone("a Runtime", "give each HostTable part=ranks.part() and the Runtime ranks=ranks")
         self.world: World = ranks or ALONE_WORLD

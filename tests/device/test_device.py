@@ -19,7 +19,7 @@ from hostdev import (
 )
 from hostdev.device import backend
 from hostdev.device import table as table_module
-from hostdev.device.clock import EventClock, make_clock
+from hostdev.device.clock import make_clock
 from hostdev.device.ops import torch_operations
 from hostdev.device.rows import FeatureUses, GroupUses, Lookup, pull
 from hostdev.device.table import DeviceTable
@@ -211,12 +211,14 @@ def test_a_device_that_torch_does_not_know():
 
 def test_the_device_clock(device):
     clock = make_clock(device)
+    if clock is None:
+        assert device.type == "cpu"
+        return
     times = []
     mark = clock.begin()
     torch.ones(1000, 1000, device=device).sum()
     clock.end(mark, times.append)
-    if isinstance(clock, EventClock):
-        clock.drain(wait=True)
+    clock.drain(wait=True)
     assert len(times) == 1
     assert times[0] > 0
 

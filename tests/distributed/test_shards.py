@@ -129,5 +129,6 @@ def test_groups_that_have_more_rows_together_than_32_bits():
     offsets = RowOffsets(groups)
     joint = offsets.concatenate(ids)
     assert joint.ids.tolist() == [5, 1_499_999_999, 1_500_000_003, 2_400_000_000, 4_499_999_999]
-    parts = offsets.split(RowSubset.select(joint.ids, None), joint.starts)
-    assert [part.ids.tolist() for part in parts] == [each.tolist() for each in ids]
+    parts = offsets.split(RowSubset.select(joint.ids, np.arange(len(joint), dtype=np.int32)), joint.starts)
+    for found in (parts, joint.all):
+        assert [part.ids.tolist() for part in found] == [each.tolist() for each in ids]

@@ -137,7 +137,7 @@ def halt_at(start, stop, at, flag, done):
 
 def test_a_loop_comes_back_where_somebody_is_urgent():
     flag, done = Flag(), np.zeros(100, np.int64)
-    loop = KernelLoop(halt_at, 100, 1, 100, (30, flag.value, done), None)
+    loop = KernelLoop(KernelTask(halt_at, 100, 1, 100, (30, flag.value, done)))
     loop.work(flag)
     assert done.tolist() == [1] * 31 + [0] * 69
     assert loop.is_left()
@@ -151,12 +151,30 @@ def test_a_loop_comes_back_where_somebody_is_urgent():
 
 def test_a_dropped_loop_begins_nothing():
     flag, done = Flag(), np.zeros(100, np.int64)
-    loop = KernelLoop(halt_at, 100, 1, 100, (30, flag.value, done), None)
+    loop = KernelLoop(KernelTask(halt_at, 100, 1, 100, (30, flag.value, done)))
     loop.work(flag)
     flag.value[0] = 0
     loop.drop()
     loop.work(flag)
     assert done.sum() == 31
+
+
+def test_a_kernel_that_a_finalizer_runs_first_takes_no_range_from_another(monkeypatch):
+    """Python may run a finalizer or a signal's handler between any two of its instructions."""
+    values, others = np.zeros((2, 10), np.int64)
+    task = KernelTask(note, 10, 10, 1, (values, np.zeros(1, np.int64)))
+    run_tasks([task])
+    loop, interruptions = note.loop, [KernelTask(note, 10, 10, 1, (others, np.zeros(1, np.int64)))] * 2
+
+    def interrupted(*args):
+        if interruptions:
+            run_tasks([interruptions.pop()])
+        return loop(*args)
+
+    monkeypatch.setattr(note, "loop", interrupted)
+    run_tasks([task])
+    assert values.tolist() == [2] * 10
+    assert others.tolist() == [2] * 10
 
 
 @kernel

@@ -174,7 +174,8 @@ def _strided(rows: Tensor) -> Strided:
 
 
 def _feature(inverse: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> bags.FeatureOccurrences:
-    begins, scales = (None if tensor is None else tensor.numpy() for tensor in (offsets, weights))
+    begins = None if offsets is None else offsets.numpy()
+    scales = None if weights is None else weights.numpy()
     return bags.FeatureOccurrences(inverse.numpy(), begins, scales, mean)
 
 

@@ -65,10 +65,10 @@ def look_up(
             for n, (group, planned) in enumerate(zip(context.groups, batch.groups, strict=True)):
                 if group.on_host:
                     rows[n] = make_rows(group, len(planned.ids), planned.plan, context.row_stagings[n], memory)
-            subset = RowSubset(reads.ids, None)
-            if conflicts is not None and len(conflicts.rows) * _MANY_CONFLICTS > len(reads.ids):
-                subset = RowSubset.select(reads.ids, others(len(reads.ids), conflicts.rows))
-            subsets = context.offsets.split(subset, reads.starts)
+            subsets, n_rows = reads.all, len(reads)
+            if conflicts is not None and len(conflicts.rows) * _MANY_CONFLICTS > n_rows:
+                subset = RowSubset.select(reads.ids, others(n_rows, conflicts.rows))
+                subsets, n_rows = context.offsets.split(subset, reads.starts), len(subset)
             run_tasks(
                 [
                     task
@@ -77,7 +77,7 @@ def look_up(
                     for task in table.fetch(theirs)
                 ]
             )
-            span["rows"], span["bytes"] = len(subset), len(subset) * context.row_bytes
+            span["rows"], span["bytes"] = n_rows, n_rows * context.row_bytes
     fetched = FetchedRows(reads, rows, forwarded or [])
     return LookedUpBatch(
         number=batch.number,
@@ -94,7 +94,7 @@ def look_up(
 def look_up_conflicting(context: Context, number: int, rows: FetchedRows, subset: RowSubset) -> None:
     """Look up and send rows that had to wait for an update."""
     context.before_stage("lookup late", number)
-    fetch_late(_pair(context, rows, subset))
+    fetch_late(_pair(rows, context.offsets.split(subset, rows.ids.starts)))
 
 
 def reload(context: Context, rows: FetchedRows, table: Any, ids: AnyIds | None, *, in_step: bool) -> None:
@@ -113,7 +113,7 @@ def reload(context: Context, rows: FetchedRows, table: Any, ids: AnyIds | None, 
     for forwarded in rows.forwarded if not in_step else ():
         if forwarded is not None and forwarded.has(table):
             forwarded.reload(ids)
-    for one, all_rows in _pair(context, rows, RowSubset(rows.ids.ids, None)):
+    for one, all_rows in _pair(rows, rows.ids.all):
         if one.embedding.table is not table:
             continue
         reads = all_rows.ids
@@ -122,8 +122,8 @@ def reload(context: Context, rows: FetchedRows, table: Any, ids: AnyIds | None, 
             (one.reload_in_step if in_step else one.reload)(RowSubset.select(reads, at.astype(np.int32)))
 
 
-def _pair(context: Context, rows: FetchedRows, subset: RowSubset) -> Sequence[tuple[BatchRows, RowSubset]]:
-    subsets = context.offsets.split(subset, rows.ids.starts)
+def _pair(rows: FetchedRows, subsets: Sequence[RowSubset]) -> Sequence[tuple[BatchRows, RowSubset]]:
+    """Pair each table's rows with the subset of its group."""
     return [(table, share) for group, share in zip(rows.groups, subsets, strict=True) for table in group]
 
 

@@ -1,5 +1,7 @@
 """Update: apply a batch's gradients to the tables on the host, and write back the rows that left the caches."""
 
+from collections.abc import Sequence
+
 from hostdev.kernels.pool import Task, run_tasks, urgent
 from hostdev.pipeline.batch_ids import RowSubset
 from hostdev.pipeline.context import Context
@@ -35,7 +37,8 @@ def update_first(context: Context, batch: SteppedBatch, shared: SharedRows) -> N
     context.staging.await_event(mark if known is shared else batch.received)
     with context.timeline.span("update first", batch.number) as span:
         span["rows"] = len(shared.first)
-        tasks = _make_tasks(context, batch, shared.first, first=known is shared)  # may wait for a checkpoint's reader
+        subsets = context.offsets.split(shared.first, batch.writes.starts)
+        tasks = _make_tasks(batch, subsets, first=known is shared)  # may wait for a checkpoint's reader
         with urgent():  # the device may be waiting
             run_tasks(tasks)
 
@@ -45,10 +48,10 @@ def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> 
     if batch.outgoing is not None:
         exchange_rest(context, batch, batch.outgoing)
     context.staging.await_event(batch.received)
-    rest = RowSubset(batch.writes.ids, None) if shared is None else shared.rest
+    rest = batch.writes.all if shared is None else context.offsets.split(shared.rest, batch.writes.starts)
     with context.timeline.span("update", batch.number, flow="f") as span:
-        span["rows"] = len(rest)
-        run_tasks(_make_tasks(context, batch, rest))
+        span["rows"] = len(batch.writes if shared is None else shared.rest)
+        run_tasks(_make_tasks(batch, rest))
         for group, mine in zip(context.groups, batch.groups, strict=True):
             for table, rows in enumerate(mine.rows):
                 rows.updated()
@@ -83,8 +86,8 @@ def release(batch: SteppedBatch) -> None:
     batch.memory.release()
 
 
-def _make_tasks(context: Context, batch: SteppedBatch, subset: RowSubset, *, first: bool = False) -> list[Task]:
-    subsets = context.offsets.split(subset, batch.writes.starts)
+def _make_tasks(batch: SteppedBatch, subsets: Sequence[RowSubset], *, first: bool = False) -> list[Task]:
+    """Return tasks that update each group's subset of its rows."""
     return [
         task
         for mine, theirs in zip(batch.groups, subsets, strict=True)
