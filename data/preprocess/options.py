@@ -59,21 +59,6 @@ class Options:
         return found
 
 
-def _require_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise UserError(f"--dense must be one of {', '.join(MODES)}, not {mode}")
-
-
-def _require_test(share: float) -> None:
-    if not 0 <= share < 1:
-        raise UserError(f"--test-fraction must be at least 0 and less than 1, not {share}")
-
-
-def _require_validation(share: float) -> None:
-    if not 0 < share < 1:
-        raise UserError(f"--validation-fraction must be more than 0 and less than 1, not {share}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConversionFlags(OptionGroup):
     """How rows become shards: the values of `Options` that are given; None for the default."""
@@ -95,14 +80,15 @@ class ConversionFlags(OptionGroup):
         "vocabulary)",
         ("vocabulary", "raw"),
     )
-    dense: str | None = choice(f"scaling of the numeric columns (default {Options.dense})", MODES, check=_require_mode)
+    dense: str | None = choice(f"scaling of the numeric columns (default {Options.dense})", MODES)
     test_fraction: float | None = option(
-        f"share of the rows for testing, 0 for none (default {Options.test_fraction})", float, check=_require_test
+        f"share of the rows for testing, 0 for none (default {Options.test_fraction})", float, least=0, below=1
     )
     validation_fraction: float | None = option(
         "share of the rows for validation; training evaluates on these rows instead of test rows (default: none)",
         float,
-        check=_require_validation,
+        above=0,
+        below=1,
     )
     rows_per_shard: int | None = count(f"maximum rows per file (default {Options.rows_per_shard})")
 

@@ -61,6 +61,7 @@ class Option(NamedTuple):
         least: Least value.
         most: Largest value.
         above: The value must be larger than this.
+        below: The value must be smaller than this.
         unit: What the value counts, for messages.
         check: Raises UserError if a value has the wrong form.
         off: Values that have the same effect as the default: they need nothing, and exclude nothing.
@@ -87,6 +88,7 @@ class Option(NamedTuple):
     least: float | None = None
     most: float | None = None
     above: float | None = None
+    below: float | None = None
     unit: str = ""
     check: Callable[[Any], object] | None = None
     off: Collection[Any] | Callable[[Any], bool] = ()
@@ -112,6 +114,9 @@ class Option(NamedTuple):
         """Return what the value must be, such as "in 0..64"; "" without bounds."""
         number = "a number " if self.type is float else ""
         unit = f" {self.unit}" if self.unit else ""
+        if self.below is not None:
+            least = f"of at least {self.least:g}" if self.above is None else f"above {self.above:g}"
+            return f"{number}{least} and below {self.below:g}{unit}"
         if self.above is not None:
             limit = "" if self.most is None else f", at most {self.most:g}"
             return f"{number}above {self.above:g}{unit}{limit}"
@@ -123,6 +128,8 @@ class Option(NamedTuple):
         """Raise OptionError if a value that is given is out of bounds, or has the wrong form."""
         if self.bounds() and not self.is_within(value):
             raise OptionError(name, f" must be {self.bounds()}, not {value}")
+        if self.choices is not None and value not in self.choices:
+            raise OptionError(name, f" must be one of {', '.join(map(str, self.choices))}, not {value}")
         if self.check is None:
             return
         try:
@@ -141,6 +148,7 @@ class Option(NamedTuple):
             and (self.least is None or value >= self.least)
             and (self.most is None or value <= self.most)
             and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
         )
 
 

@@ -82,8 +82,8 @@ class KeyTable(HostTable, by_key=True):
 
     key_rows: TableKeys
 
-    @staticmethod
-    def _require_arguments(name: str, rows: Any, dim: int, part: tuple[int, int] | None, rules: KeyRules) -> None:
+    @classmethod
+    def _require_arguments(cls, name: str, rows: Any, dim: int, part: tuple[int, int] | None, rules: KeyRules) -> None:
         if dim < 1:
             raise ValueError(f"table {name!r} needs at least one column, not {dim}")
         if part is not None and not 0 <= part[0] < part[1] <= PARTS:

@@ -124,8 +124,13 @@ class HostTable(WritableTable):
         self._make_rows(how, rows, rules)
         self.fetched_width = self.history.get_width(dim)
 
-    @staticmethod
-    def _require_arguments(name: str, rows: Any, dim: int, part: tuple[int, int] | None, rules: KeyRules) -> None:
+    @classmethod
+    def _require_arguments(cls, name: str, rows: Any, dim: int, part: tuple[int, int] | None, rules: KeyRules) -> None:
+        if rows is None:
+            raise TypeError(
+                f"table {name!r}: {cls.__name__} derives from HostTable and needs a number of rows; for None, only "
+                "HostTable itself makes a table by key"
+            )
         if rules != KeyRules():
             raise ValueError(
                 f"table {name!r}: capacity, admit, evict and unknown need a table by key: give None for rows"

@@ -85,7 +85,7 @@ def test_files(tmp_path, path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--validation-fraction", 0], "--validation-fraction must be more than 0 and less than 1"),
+        (["--validation-fraction", 0], "--validation-fraction must be a number above 0 and below 1, not 0"),
         (["--validation-fraction", 0.95], "together leave no rows for training"),
         (["--validation-fraction", 0.1, "--validation-after", "x=3"], "both select rows for validation"),
         (["--test", "t.csv", "--test-fraction", 0.1], "--test and --test-fraction both select rows for testing"),

@@ -411,6 +411,15 @@ def test_options_that_are_refused(options, error):
         hostdev.HostTable(rows, dim, hostdev.SGD(lr=1.0), name="t", **given)
 
 
+def test_a_subclass_by_key_is_refused():
+    class Own(hostdev.HostTable):
+        pass
+
+    assert Own(5, 2, hostdev.SGD(lr=1.0), name="t").rows == 5
+    with pytest.raises(TypeError, match="'t': Own derives from HostTable and needs a number of rows"):
+        Own(None, 2, hostdev.SGD(lr=1.0), name="t")
+
+
 def test_uses_that_are_refused():
     import copy
 
