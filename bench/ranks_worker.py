@@ -276,7 +276,7 @@ class _Run:
     def step(self) -> None:
         """Take the next step."""
         flight = self._pass.take()
-        self._sizes.append(flight.groups[0].size)
+        self._sizes.append(len(flight.groups[0].planned.ids))
         gradients = self.device.step_of(flight)
         self._worker.not_ready = flight.first is None
         if self.dense:

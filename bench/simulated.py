@@ -82,7 +82,7 @@ class Simulated:
     def step_of(self, flight: StepBatch) -> Gradients:
         """Take a step with an in-flight batch, and return its gradients."""
         self.step([values for part in flight.groups for values in part.values])
-        return Gradients([self.gradients(part.size) for part in flight.groups])
+        return Gradients([self.gradients(len(part.planned.ids)) for part in flight.groups])
 
 
 def forward_free(

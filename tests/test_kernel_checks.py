@@ -62,8 +62,8 @@ CHECKS = {
     "kernels.disk_records": dict.fromkeys(("read", "find_live", "move"), (OWN,)),
     "kernels.columns": {"_place": (JOURNAL,), "_hash_rows": (OWN,), "_take_lists": (SHARDS,)},
     "kernels.counter": {"_sort_by_hash": (OWN,)},
-    "kernels.criteo": {"parse_lines": (OWN,)},
-    "kernels.json_structure": {"scan": (OWN,)},  # by its own depth, which it limits, and number of cuts
+    "data.preprocess.criteo_lines": {"parse_lines": (OWN,)},
+    "ext.serving.json_structure": {"scan": (OWN,)},  # by its own depth, which it limits, and number of cuts
     "data.preprocess.forms": {"_form": (ARROW, TEXTS)},
     "kernels.eight_bits": dict.fromkeys(("_decode", "decode_to_columns"), (OWN,)),
     "kernels.frames": {

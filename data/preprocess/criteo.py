@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess.criteo_lines import EMPTY, HEX_DIGITS, parse_lines
 from hostdev.data.preprocess.delimited import LineFile
 from hostdev.data.preprocess.files import FileSource, UnparsedRows
 from hostdev.data.preprocess.folders import expand
@@ -18,7 +19,6 @@ from hostdev.data.preprocess.inputs import AnyInput, open_input
 from hostdev.data.preprocess.raw import RawBlock, RawRows, RejectedLines, Source, SourceLayout
 from hostdev.data.preprocess.text import LONGEST
 from hostdev.data.schema import Column
-from hostdev.kernels.criteo import EMPTY, HEX_DIGITS, parse_lines
 
 DENSE = 13
 CATEGORICAL = 26
@@ -78,7 +78,7 @@ class CriteoText(CriteoSource, FileSource):
         self, files: Sequence[Path] = (), *, inputs: Sequence[AnyInput] | None = None, block_bytes: int | None = None
     ) -> None:
         if inputs is None:
-            inputs = [open_input(file, _is_rows) for file in expand(files)]
+            inputs = [open_input(file, lambda name: name == "train.txt") for file in expand(files)]
         self.block_bytes = block_bytes or BLOCK_BYTES
         super().__init__([_CriteoFile(source, self.block_bytes) for source in inputs])
 
@@ -98,11 +98,6 @@ class CriteoText(CriteoSource, FileSource):
     def options(self) -> dict[str, Any]:
         """Return the options that a manifest records for Criteo's text."""
         return {"preset": "criteo"}
-
-
-def _is_rows(name: str) -> bool:
-    """Return whether a file of an archive has the rows."""
-    return name == "train.txt"
 
 
 def parse(block: bytes, *, file: str) -> RawRows:

@@ -27,10 +27,10 @@ from hostdev.core.progress import bar
 from hostdev.data.manifest import FILE_NAME, VERSION
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, CriteoSource, hex_text
+from hostdev.data.preprocess.criteo_lines import EMPTY
 from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.raw import BEGINNING, InputRange, RawBlock, RawRows, SourcePosition
 from hostdev.kernels.counter import key64, mix64
-from hostdev.kernels.criteo import EMPTY
 
 GENERATOR_VERSION = 1  # must change whenever the rows for a given seed change
 CHUNK_ROWS = 1 << 16

@@ -52,10 +52,6 @@ def fits(unique: int, batches: int) -> bool:
     return 40 * unique + (10 * pieces + 64) * (batches + 2) <= available_bytes()
 
 
-def _steepest(unique: int, visits: float) -> int:
-    return int(np.clip(visits / max(1, unique), _LEAST_STEPS, _MOST_STEPS))
-
-
 def uses_of(batches: Sequence[npt.NDArray[Any]]) -> RowUses:
     """Return the batches that use each row, given the unique ids [U] of each batch."""
     ids = np.concatenate([*batches, np.empty(0, np.int32)])
@@ -116,7 +112,7 @@ def least_cost(
         progress()
     prices, value, gap, stale = at.copy(), best, 0.02 * best, 0
     direction = np.zeros(batches + 1)
-    for _ in range(_steepest(len(uses.batches), visits)):
+    for _ in range(int(np.clip(visits / max(1, len(uses.batches)), _LEAST_STEPS, _MOST_STEPS))):
         steepness = float(direction @ direction)
         back = max(0.0, -_DEFLECTION * float(direction @ wanted) / steepness) if steepness else 0.0
         direction = wanted + back * direction

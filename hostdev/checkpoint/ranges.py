@@ -159,7 +159,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
     ids = None if full else batch[ID].to_numpy()
     inside = file.rows == file.stop - file.start
     if ids is not None:
-        inside = _ascend(ids, file.start, file.stop)
+        inside = len(ids) > 0 and bool(file.start <= ids[0] and ids[-1] < file.stop and (ids[1:] > ids[:-1]).all())
     if not inside or not 0 <= file.start < file.stop <= table.rows:
         raise BrokenCheckpointError(f"{path} is broken (its rows do not match the range {file.start}..{file.stop - 1})")
     keys = None if table.keys is None else KeyColumns(*(batch[name].to_numpy() for name in KEY_COLUMNS))
@@ -181,10 +181,6 @@ def number_segments(locations: LongIds, start: int, state: SegmentState) -> Long
 def nested(column: Any) -> Any:
     """Return the concatenated values of a column of lists; other columns are returned unchanged."""
     return column.flatten() if pa.types.is_fixed_size_list(column.type) else column
-
-
-def _ascend(ids: LongIds, start: int, stop: int) -> bool:
-    return len(ids) > 0 and bool(start <= ids[0] and ids[-1] < stop and (ids[1:] > ids[:-1]).all())
 
 
 def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:

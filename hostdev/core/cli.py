@@ -178,7 +178,8 @@ def _run(
         if isinstance(error, KeyboardInterrupt) or guard.is_interrupted:  # Ctrl-C may have become another error
             interrupt = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
             code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
-            print(printable(f"{prog}: interrupted{_detail(interrupt)}"), file=sys.stderr)
+            detail = f"; {interrupt}" if str(interrupt) else ""
+            print(printable(f"{prog}: interrupted{detail}"), file=sys.stderr)
             if alone:
                 _leave(code)
             return code
@@ -251,7 +252,3 @@ def _leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # the stream's reader is gone
             stream.flush()
     os._exit(code)
-
-
-def _detail(interrupt: BaseException) -> str:
-    return f"; {interrupt}" if str(interrupt) else ""

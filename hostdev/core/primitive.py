@@ -9,6 +9,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import IO, Any, ClassVar, Protocol
 
 import numpy as np
@@ -130,13 +131,8 @@ class OpTimes:
         self._durations = Durations()
         self._adding = threading.Lock()
 
-    def count(self, nbytes: int) -> None:
-        """Add to the number of bytes moved."""
-        with self._adding:
-            self.bytes += nbytes
-
-    def add(self, nanoseconds: int, nbytes: int = 0) -> None:
-        """Add one call's duration, and the bytes that it moved unless they are counted by `count`."""
+    def add(self, nanoseconds: int, nbytes: int) -> None:
+        """Add one call's duration, and the bytes that it moved."""
         with self._adding:
             self._durations.add(nanoseconds)
             self.total += nanoseconds
@@ -320,12 +316,11 @@ class Primitive:
     @property
     def times(self) -> OpTimes:
         """The durations of the op's calls."""
-        if self._times is None:
-            with self._registering:
-                if self._times is None:
-                    self._clock = self._log.clock(self.primitive_target)
-                    self._times = self._log.register(self.primitive_target, self._scope, self._name)
-        return self._times
+        with self._registering:
+            if self._times is None:
+                self._clock = self._log.clock(self.primitive_target)
+                self._times = self._log.register(self.primitive_target, self._scope, self._name)
+            return self._times
 
     # Any, below: each op has its own arguments and results.
 
@@ -344,15 +339,13 @@ class Primitive:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run and time the op."""
         times = self._times or self.times
-        if (clock := self._clock) is None:
-            start = time.perf_counter_ns()
-            result = self.run(*args, **kwargs)
-            times.add(time.perf_counter_ns() - start, self.nbytes(*args, **kwargs))
-            return result
-        mark = clock.begin()
+        clock = self._clock
+        mark = time.perf_counter_ns() if clock is None else clock.begin()
         result = self.run(*args, **kwargs)
-        clock.end(mark, times.add)
-        times.count(self.nbytes(*args, **kwargs))
+        if clock is None:
+            times.add(time.perf_counter_ns() - mark, self.nbytes(*args, **kwargs))
+        else:
+            clock.end(mark, partial(times.add, nbytes=self.nbytes(*args, **kwargs)))
         return result
 
 

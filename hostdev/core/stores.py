@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import wait
 from hashlib import md5
 from pathlib import Path
@@ -408,13 +408,11 @@ def _has_md5(about: About, path: Path) -> bool | None:
     if match[2] is None:
         return _get_md5s(path, max(1, size))[-1].hex() == match[1]
     for part in (mib << 20 for mib in _PART_SIZES):
-        if -(-size // part) == int(match[2]) and _join_md5s(_get_md5s(path, part)) == match[1]:
-            return True
+        if -(-size // part) == int(match[2]):
+            joined = b"".join(_get_md5s(path, part))
+            if md5(joined, usedforsecurity=False).hexdigest() == match[1]:
+                return True
     return None
-
-
-def _join_md5s(parts: Iterable[bytes]) -> str:
-    return md5(b"".join(parts), usedforsecurity=False).hexdigest()
 
 
 def _get_md5s(path: Path, part: int) -> list[bytes]:

@@ -21,15 +21,10 @@ class _TablePrimitive(Primitive):
 
     _latest: tuple[Callable[[], Any], int] = (lambda: None), 0  # the last call's table, and its bytes per row
 
-    def add_prim_attr(self, key: str, value: object) -> Primitive:
-        """See `Primitive`."""
-        self._latest = _TablePrimitive._latest
-        return super().add_prim_attr(key, value)
-
     def _require(self, table: Any) -> int:
         """Check a table, which is almost always that of the last call; return the bytes read and written per row."""
         latest, row_bytes = self._latest
-        if latest() is not table:
+        if latest() is not table or self._times is None:  # the latter also after a change of the target
             self._check(table)
             row_bytes = self.row_bytes(table)
             self._latest = weakref.ref(table), row_bytes

@@ -83,13 +83,20 @@ class _Pull(torch.autograd.Function):
         ctx.stacks = stacks
         ops = get_ops(rows[0].device)
         every = [
-            Expansion(one, *feature[:4], dtype)
-            for one, group, types in zip(rows, uses, dtypes, strict=True)
+            (trained, Expansion(one, *feature[:4], dtype))
+            for trained, one, group, types in zip(ctx.needs_input_grad[_BEFORE_ROWS:], rows, uses, dtypes, strict=True)
             for feature, dtype in zip(group.features, types, strict=True)
         ]
         stacked = {position for members in stacks for position in members}
-        single = ops.expand_many([one for position, one in enumerate(every) if position not in stacked])
-        return *single, *(ops.stack([every[position] for position in members]) for members in stacks)
+        single = [one for position, one in enumerate(every) if position not in stacked]
+        groups = [[every[position] for position in members] for members in stacks]
+        outputs = [
+            *ops.expand_many([one for _, one in single]),
+            *(ops.stack([one for _, one in members]) for members in groups),
+        ]
+        has_trained = [*(trained for trained, _ in single), *(any(trained for trained, _ in one) for one in groups)]
+        ctx.mark_non_differentiable(*(out for out, has in zip(outputs, has_trained, strict=True) if not has))
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
@@ -149,26 +156,10 @@ def pull(lookups: Sequence[Lookup], stacks: Sequence[Sequence[tuple[int, int]]] 
         The stacks, and for each table and each of its other features, a tensor [B, D] or [N, D] of the feature's dtype.
         The rows of empty bags are 0.
     """
-    found: dict[tuple[int, int], Tensor] = {}
-    together: dict[int, Tensor] = {}
-    for trained in (True, False):  # frozen tables' outputs need no gradient
-        chosen = {number: one for number, one in enumerate(lookups) if one.rows.requires_grad == trained}
-        if not chosen:
-            continue
-        rows, uses, dtypes = zip(*chosen.values(), strict=True)
-        outputs = [(number, place) for number, one in chosen.items() for place in range(len(one.uses.features))]
-        at = {output: position for position, output in enumerate(outputs)}
-        whole = [number for number, members in enumerate(stacks) if all(member in at for member in members)]
-        out = iter(_Pull.apply(uses, dtypes, [[at[one] for one in stacks[number]] for number in whole], *rows))  # type: ignore[no-untyped-call]
-        stacked = {member for number in whole for member in stacks[number]}
-        found |= {output: next(out) for output in outputs if output not in stacked}
-        together |= {number: next(out) for number in whole}
-    features = [
-        [found.get((number, place)) for place in range(len(one.uses.features))] for number, one in enumerate(lookups)
-    ]
-    for number, members in enumerate(stacks):
-        if number not in together:  # some of its tables are frozen
-            together[number] = torch.stack([found[member] for member in members], 1)
-            for table, place in members:
-                features[table][place] = None
-    return Pulled(features, [together[number] for number in range(len(stacks))])
+    rows, uses, dtypes = zip(*lookups, strict=True)
+    outputs = [(number, place) for number, one in enumerate(uses) for place in range(len(one.features))]
+    at = {output: position for position, output in enumerate(outputs)}
+    found = iter(_Pull.apply(uses, dtypes, [[at[one] for one in members] for members in stacks], *rows))  # type: ignore[no-untyped-call]
+    stacked = {one for members in stacks for one in members}
+    each = iter([None if output in stacked else next(found) for output in outputs])
+    return Pulled([[next(each) for _ in one.features] for one in uses], list(found))

@@ -101,7 +101,8 @@ class DenseGradients:
         if any(parameter.dtype != torch.float32 for parameter in self.parameters):
             raise ValueError("ranks can sum float32 gradients only; keep the parameters float32, and use autocast")
         self._worker = ThreadPoolExecutor(1, "hostdev-dense", partial(_enter, channel.device))
-        self._stream = _new_stream(channel.device)
+        on_cpu = channel.device.type == "cpu"
+        self._stream = None if on_cpu else torch.get_device_module(channel.device).Stream(channel.device)
         this = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_on_gradient, this, number))  # type: ignore[no-untyped-call]
@@ -335,11 +336,6 @@ def _enter(device: torch.device) -> None:
     """Make the device current in a new thread, which would otherwise use the first device."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
-
-
-def _new_stream(device: torch.device) -> Any:
-    """Return a new stream of the device, or None on the CPU."""
-    return None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[int]]:

@@ -211,7 +211,8 @@ class Split(Storage):
         if self.slots.dtype == np.uint8:
             eight_bits.fill(self.slots, how.slots, dim, self._unsigned)
         elif len(how.slots):
-            values: Any = how.slots if self.slots.dtype == np.float32 else _to_bfloat16(how.slots)
+            is_float32, bits = self.slots.dtype == np.float32, how.slots.view(np.uint32)
+            values: Any = how.slots if is_float32 else (bits >> np.uint32(16)).astype(np.uint16)  # exactly as bfloat16
             fill_constant(self.slots, values[0], values[1:])
         _fill_row_slots(how, self.row_slots)
 
@@ -283,11 +284,6 @@ def _allocate_planes(index: RowIds, shape: tuple[int, ...], kind: int) -> npt.ND
     if dtype == np.uint8:
         shape = (*shape[:-1], plane_bytes(shape[-1]))
     return _allocate(index, shape, dtype)
-
-
-def _to_bfloat16(values: Rows) -> npt.NDArray[np.uint16]:
-    """Return the bits of float32 values that bfloat16 can represent."""
-    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
 def _flat(block: Rows) -> Rows:

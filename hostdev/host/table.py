@@ -127,10 +127,7 @@ class HostTable(WritableTable):
     @classmethod
     def _require_arguments(cls, name: str, rows: Any, dim: int, part: tuple[int, int] | None, rules: KeyRules) -> None:
         if rows is None:
-            raise TypeError(
-                f"table {name!r}: {cls.__name__} derives from HostTable and needs a number of rows; for None, only "
-                "HostTable itself makes a table by key"
-            )
+            raise TypeError(f"table {name!r}: {cls.__name__} needs a number of rows; HostTable makes tables by key")
         if rules != KeyRules():
             raise ValueError(
                 f"table {name!r}: capacity, admit, evict and unknown need a table by key: give None for rows"

@@ -367,7 +367,7 @@ class KeyDirectory:
 
     def _set_memory(self, part: int, size: int, spare: int) -> None:
         """Give a part new, empty memory of `size` slots and at least `spare` more, without changing its count."""
-        slots = size + spare if spare else _slots_of(size)
+        slots = size + (spare or _SPARE + _SPARE_A_BIT * size.bit_length())
         block = self._blocks[part] = self._arena.take(16 * slots)
         memory = as_entries(block)
         memory.fill(EMPTY)
@@ -405,8 +405,3 @@ def _size_of(part: int, wanted: float) -> int:
     least = _LEAST * GROWTH ** (part / PARTS)
     steps = max(0, math.ceil(math.log(max(float(wanted), 1.0) / least, GROWTH)))
     return int(least * GROWTH**steps) + 1
-
-
-def _slots_of(size: int) -> int:
-    """Return the number of slots of a part at which a search can begin at `size` slots, spare ones included."""
-    return size + _SPARE + _SPARE_A_BIT * size.bit_length()

@@ -179,10 +179,6 @@ class Calls:
     def __init__(self, calls: deque[Call | KernelTask]) -> None:
         self._calls = calls
 
-    def is_left(self) -> bool:
-        """Return whether there are calls that have not begun."""
-        return bool(self._calls)
-
     def drop(self) -> None:
         """Prevent further calls from beginning."""
         self._calls.clear()
@@ -199,4 +195,4 @@ class Calls:
             else:
                 call, start, stop, args = task
                 call(start, stop, *args)
-        return self.is_left()
+        return bool(self._calls)

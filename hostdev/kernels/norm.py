@@ -20,7 +20,7 @@ from hostdev.kernels.adagrad import LANES, mean_square
 from hostdev.kernels.arrays import Rows, identity
 from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.jit import inline, kernel
-from hostdev.kernels.loops import run_alone
+from hostdev.kernels.loops import run_whole
 from hostdev.kernels.pool import KernelTask, count_ranges, get_grain, parallel_for, run_tasks
 
 PART = 4096  # rows; a power of two, fixed because it determines the order of additions
@@ -144,11 +144,10 @@ def largest_of_each(arrays: Sequence[npt.NDArray[np.float32]]) -> list[float]:
     found, tasks = np.zeros(starts[-1], np.uint32), []
     for values, first, count in zip(arrays, starts, pieces, strict=False):
         bits = values.reshape(-1).view(np.uint32)
-        if count == 1:  # waking threads would take longer
-            run_alone(_largest, len(bits), bits, found[first : first + 1])
-        else:
-            tasks.append(KernelTask(_largest, len(bits), _GRAIN, count, (bits, found[first : first + count])))
-    run_tasks(tasks)
-    largest_bits = np.maximum.reduceat(found, starts[:-1])
-    values_found: list[float] = np.minimum(largest_bits, _INFINITE).view(np.float32).tolist()
-    return values_found
+        tasks.append(KernelTask(_largest, len(bits), _GRAIN, count, (bits, found[first : first + count])))
+    if max(pieces) > 1:
+        run_tasks(tasks)
+    else:  # waking threads would take longer
+        for task in tasks:
+            run_whole(task)
+    return [*map(float, np.minimum(np.maximum.reduceat(found, starts[:-1]), _INFINITE).view(np.float32))]

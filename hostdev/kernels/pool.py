@@ -19,19 +19,8 @@ from typing import Any
 
 from hostdev.core.machine import available_cpus
 from hostdev.core.signals import uninterruptible
-from hostdev.kernels.loops import (
-    COMPILED,
-    NEVER,
-    Call,
-    Calls,
-    Flag,
-    Kernel,
-    KernelLoop,
-    KernelTask,
-    Times,
-    edges,
-    run_whole,
-)
+from hostdev.kernels import loops
+from hostdev.kernels.loops import Call, Calls, Flag, Kernel, KernelLoop, KernelTask, Times, run_whole
 
 __all__ = ["Kernel", "KernelTask", "Task", "parallel_for", "run_tasks", "tasks_over"]
 
@@ -122,7 +111,7 @@ class _Job:
             uninterruptible(done)
 
     def work(self) -> None:
-        halt = NEVER if self.urgent else _urgent.callers
+        halt = loops.NEVER if self.urgent else _urgent.callers
         while (at := self._first) < len(self._parts):
             try:
                 if self._parts[at].work(halt):
@@ -274,7 +263,7 @@ def ranges(n: int, grain: int = 1) -> list[tuple[int, int]]:
 
     Ranges begin at multiples of `grain`, so there is only one if n is at most `grain`.
     """
-    return list(itertools.pairwise(edges(n, grain, count_ranges(n, grain)))) if n > 0 else []
+    return list(itertools.pairwise(loops.edges(n, grain, count_ranges(n, grain)))) if n > 0 else []
 
 
 def count_ranges(n: int, grain: int = 1) -> int:
@@ -313,7 +302,7 @@ def run_tasks(tasks: Sequence[Task]) -> None:
     helpers = min(_threads, pieces) - 1
     if helpers < 1:
         for part in parts:
-            part.work(NEVER)
+            part.work(loops.NEVER)
         return
     job = _Job(parts, helpers, urgent=getattr(_this, "urgent", False))
     if job.urgent:
@@ -331,7 +320,7 @@ def run_tasks(tasks: Sequence[Task]) -> None:
 
 def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]:
     """Return the work of `parallel_for` as tasks, so that one `run_tasks` can run it together with other tasks."""
-    if n > 0 and isinstance(kernel, COMPILED):
+    if n > 0 and isinstance(kernel, loops.COMPILED):
         return [KernelTask(kernel, n, grain, 1 if n <= grain else count_ranges(n, grain), args)]
     return [(kernel, start, stop, args) for start, stop in ranges(n, grain)]
 

@@ -49,8 +49,8 @@ def exchange_early(
         overlapped: Whether batches overlap, so that rows may have to wait on any rank.
     """
     exchange = context.exchanges[update]
-    with context.timeline.span("exchange rows", batch.number):
-        groups, starts = batch.groups, batch.rows.ids.starts
+    with context.timeline.span("exchange rows", batch.planned.number):
+        groups, starts = batch.planned.groups, batch.rows.ids.starts
         asked = _get_asked(groups)
         values = [
             None if group.plan is not None else [table.host for table in tables]
@@ -64,12 +64,12 @@ def exchange_early(
                 if conflicts is not None and group.plan is None:
                     mask[conflicts.rows[at[number] : at[number + 1]] - starts[number]] = False
         in_two = update and overlapped and not context.cached
-        known = context.asked_before[1] if in_two and context.asked_before[0] == batch.number - 1 else []
+        known = context.asked_before[1] if in_two and context.asked_before[0] == batch.planned.number - 1 else []
         shared = _choose_shared(known, conflicts, before)
         wanted = [one.wanted for one in shared]
         incoming = exchange.early_rows(asked, values, early, _make_buffer(batch.memory), known, wanted)
         if in_two:
-            context.asked_before = batch.number, asked
+            context.asked_before = batch.planned.number, asked
         if known and before is not None:
             before.first = [one._replace(asked=mask) for one, mask in zip(shared, incoming.shared, strict=True)]
         if not context.staging.copies:
@@ -108,13 +108,13 @@ def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]]
         update: Whether the pass updates the tables.
     """
     assert batch.early is not None
-    staging, (incoming, sent) = context.staging, batch.early
+    asked, staging, (incoming, sent) = _get_asked(batch.planned.groups), context.staging, batch.early
     if incoming.given is not None:
-        with urgent(), context.timeline.span("exchange late rows", batch.number):
+        with urgent(), context.timeline.span("exchange late rows", batch.planned.number):
             given = [[value.cpu().numpy() for value in group] for group in values]
             # The early rows may still be in transit from their buffers to the device.
             buffer = _make_buffer(batch.memory) if staging.copies else None
-            places, late = context.exchanges[update].late_rows(incoming, _get_asked(batch.groups), given, buffer)
+            places, late = context.exchanges[update].late_rows(incoming, asked, given, buffer)
         if staging.copies:
             on_device = iter(sent)
             for group, at in zip(late, places, strict=True):
@@ -147,7 +147,7 @@ def send_gradients(context: Context, batch: StepBatch, gradients: Gradients) -> 
     ]
     sums = [
         [
-            None if table is None else np.empty((mine.size, one.table.dim), np.float32)
+            None if table is None else np.empty((len(mine.planned.ids), one.table.dim), np.float32)
             for table, one in zip(tables, group.embeddings, strict=True)
         ]
         for tables, mine, group in zip(parts, batch.groups, context.groups, strict=True)

@@ -17,7 +17,7 @@ from hostdev.core.timeline import Span
 from hostdev.device.staging import PinnedBuffer, Staging
 from hostdev.distributed.exchange import Incoming
 from hostdev.distributed.gradients import Parts, SelectedRows
-from hostdev.kernels.arrays import AnyIds, Positions, Rows
+from hostdev.kernels.arrays import Positions, Rows
 from hostdev.pipeline.batch_ids import ConcatenatedIds, PlannedGroup, Request
 from hostdev.pipeline.rows import BatchRows, FetchedRows
 from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight, SharedRows
@@ -103,12 +103,7 @@ class EarlyRows(NamedTuple):
 class LookedUpBatch(NamedTuple):
     """A looked-up batch: all its rows that need not wait for an update are in host memory."""
 
-    number: int
-    position: int
-    request: Request
-    groups: list[PlannedGroup]
-    inverses: list[Positions]
-    writes: ConcatenatedIds
+    planned: PlannedBatch
     rows: FetchedRows
     memory: PinnedBuffer  # host memory for the batch's copies
     early: EarlyRows | None = None
@@ -117,11 +112,7 @@ class LookedUpBatch(NamedTuple):
 class SentBatch(NamedTuple):
     """A batch whose rows, inverses and tensors are being copied to the device."""
 
-    number: int
-    position: int
-    request: Request
-    groups: list[PlannedGroup]
-    writes: ConcatenatedIds
+    planned: PlannedBatch
     rows: FetchedRows
     memory: PinnedBuffer
     early: EarlyRows | None
@@ -140,16 +131,6 @@ class StepGroup(NamedTuple):
     inverse: Tensor  # int32 [N]
     device_ids: Tensor | None
     values: list[Tensor]  # each table's rows, float32 [U, D]; the consumer empties the list
-
-    @property
-    def ids(self) -> AnyIds:
-        """Unique ids [U]."""
-        return self.planned.ids
-
-    @property
-    def size(self) -> int:
-        """U, the number of unique ids."""
-        return len(self.planned.ids)
 
     @property
     def own_size(self) -> int:

@@ -132,7 +132,8 @@ class Loop(Generic[Item]):
     def __len__(self) -> int:
         """Return the number of batches, or of steps with `by_step`; raise TypeError if the loader has no length."""
         if self._length is None:
-            self._length = self._reader.length(self._batches) // (self._reader.together if self._by_step else 1)
+            batches = len(self._batches)  # type: ignore[arg-type]  # if it has no length, it says so
+            self._length = batches // (self._reader.together if self._by_step else 1)
         return self._length
 
     def __del__(self) -> None:

@@ -245,8 +245,8 @@ class TrainLoop(Loop[Item]):
         batch, runtime, watcher = self._batch, self._runtime, self.watcher
         if batch.step_batch is None or self._pass is None:
             return
-        if closing and self._has_reported():
-            return
+        if closing and any(rows.guarded is not None and rows.guarded[1].has_raised for rows in batch.rows):
+            return  # the body has raised the error of the failed step
         if closing and not self._was_stepped():
             if batch.has_gradients():
                 runtime.loops.left.note(self._position)
@@ -266,10 +266,6 @@ class TrainLoop(Loop[Item]):
             if cursor is not None:
                 runtime.loops.cursor = cursor
         runtime.loops.count_step(runtime, step_batch.request.rows)
-
-    def _has_reported(self) -> bool:
-        """Return whether the error of a failed step was already raised in the body; then it is not raised again."""
-        return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._batch.rows)
 
 
 def _takes_step(step_batch: StepBatch, gradients: Gradients, group: int) -> bool:

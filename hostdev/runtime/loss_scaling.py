@@ -104,7 +104,7 @@ class LossScaling:
 
     def __init__(self, batch: BodyBatch, device: torch.device, world: World) -> None:
         self._batch, self._device, self._world = batch, device, world
-        self._since = _losses_scaled()
+        self._since = _seen.losses
         self._origin: _Origin | None = None  # None: no loss was scaled
         self._overflow: Tensor | None = None  # float32 scalar: 0 if all divided gradients are finite, else more
         self.is_unscaled = False
@@ -285,11 +285,6 @@ def note_scale(scaler: GradScaler) -> None:
     if not scales or scales[-1].version != tensor._version:
         scales.append(_Scale(tensor))
     scales[-1].last = _seen.losses
-
-
-def _losses_scaled() -> int:
-    """Return the number of losses scaled so far in this thread, for `_scaler_since`."""
-    return _seen.losses
 
 
 def _scaler_since(since: int) -> tuple[GradScaler, float] | None:

@@ -211,9 +211,8 @@ class Reader:
         for group in self._groups:
             flat = [micro.ids[feature].values for micro in micros for feature in group.features]
             flat = flat if self._asks else [part[:0] for part in flat]
-            if group.has_keys or any(part.dtype != flat[0].dtype for part in flat[1:]):
-                flat = [part.astype(np.int64, copy=False) for part in flat]
-            ids.append(flat)
+            is_wide = group.has_keys or any(part.dtype != flat[0].dtype for part in flat[1:])
+            ids.append([part.astype(np.int64, copy=False) for part in flat] if is_wide else flat)
         tensors: list[Tensor] = []
         for micro in micros:
             for feature in micro.ids if self._asks else ():
@@ -223,10 +222,6 @@ class Reader:
                     tensors.append(feature.weights)
             tensors += micro.tensors
         return Request(None, sum(micro.samples for micro in micros), ids, tensors, micros)
-
-    def length(self, batches: Iterable[Any]) -> int:
-        """Return the number of batches of a loader; raise TypeError if it has no length."""
-        return len(batches)  # type: ignore[arg-type]
 
 
 class Replay(Iterator[Request]):

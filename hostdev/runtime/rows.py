@@ -290,20 +290,20 @@ class FeatureLayout:
         self, bindings: Sequence[FeatureBinding], groups: Sequence[GroupSpec], stacks: Sequence[Stack]
     ) -> None:
         tables = [(g, place) for g, group in enumerate(groups) for place in range(len(group.tables))]
-        numbers = {table: number for number, table in enumerate(tables)}
-
-        def find(feature: int, table: tuple[int, int]) -> tuple[int, int]:
-            return numbers[table], groups[table[0]].features.index(feature)
-
+        outputs = {  # where `pull` returns the rows of a table for a feature
+            (table, feature): (number, at)
+            for number, table in enumerate(tables)
+            for at, feature in enumerate(groups[table[0]].features)
+        }
         self._dtypes = [
             [bindings[feature].dtypes[bindings[feature].tables.index(table)] for feature in groups[table[0]].features]
             for table in tables
         ]
         self._stacks = stacks
-        self._members = [[find(number, bindings[number].tables[0]) for number in stack.features] for stack in stacks]
+        self._members = [[outputs[bindings[number].tables[0], number] for number in stack.features] for stack in stacks]
         stacked = {number for stack in stacks for number in stack.features}
         self._features = [  # of each feature: its name, whether it has one table, and where its rows are
-            (one.name, one.feature.is_single, [find(number, table) for table in one.tables if number not in stacked])
+            (one.name, one.feature.is_single, [outputs[table, number] for table in one.tables if number not in stacked])
             for number, one in enumerate(bindings)
         ]
 

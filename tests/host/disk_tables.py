@@ -44,7 +44,8 @@ def on_disk(table):
     """Return rows that are on disk, not in memory or buffers."""
     tier = table.storage.tier
     rows = np.flatnonzero(tier.where > 0)
-    return rows[tier.store.are_written(tier.where[rows].astype(np.int64) - 1)]
+    chunks = (tier.where[rows].astype(np.int64) - 1) // tier.store.format.per_chunk
+    return rows[tier.store._buffer_of[chunks] < 0]
 
 
 def filled(tmp_path, rows=ROWS, kept=200):

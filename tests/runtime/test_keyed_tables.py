@@ -416,7 +416,7 @@ def test_a_subclass_by_key_is_refused():
         pass
 
     assert Own(5, 2, hostdev.SGD(lr=1.0), name="t").rows == 5
-    with pytest.raises(TypeError, match="'t': Own derives from HostTable and needs a number of rows"):
+    with pytest.raises(TypeError, match="'t': Own needs a number of rows; HostTable makes tables by key"):
         Own(None, 2, hostdev.SGD(lr=1.0), name="t")
 
 

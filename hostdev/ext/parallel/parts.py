@@ -1,7 +1,6 @@
 """This rank's part of a network (its stages or slices), and training steps through it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +67,7 @@ class Parts:
         self._device, self._mesh = device, ranks.mesh
         mesh = ranks.mesh
         own = with_extra_value if aside else list
-        around = (ops or Ops(Timeline()))._replace(watching=self._watching)
+        around = (ops or Ops(Timeline()))._replace(watching=lambda number: self._averages.watching(number))
         like = (lambda samples: (*inputs(samples), torch.zeros((), requires_grad=True))) if aside else inputs
         found = resolve_layout(network, layout, mesh, inputs)
         self.text = describe_layout(found, layout, mesh)
@@ -124,9 +123,6 @@ class Parts:
                 f"--mesh {self._mesh} sends values between devices along {axis}: each process needs its own "
                 "device, with a torch.distributed backend; use --device cpu, or a mesh with only the axis data"
             )
-
-    def _watching(self, number: int) -> AbstractContextManager[None]:
-        return self._averages.watching(number)
 
     @property
     def sent_bytes(self) -> int:

@@ -60,7 +60,8 @@ class Stages:
         for number, module in zip(self.numbers, self.modules, strict=True):
             before = traced[number - 1] if number else None
             after = traced[number] if number < self.count - 1 else None
-            state = [_state_shape(device)] if draws else []
+            shape = SampleShape((0,), (len(random_state(device)),), torch.uint8, trained=False)
+            state = [shape] if draws else []
             body = _StageBody(
                 module,
                 device,
@@ -362,10 +363,6 @@ def _nothing(*_: Any) -> Any:
 
 def _example(shape: SampleShape) -> Tensor:
     return torch.empty(shape.of(_EXAMPLE), dtype=shape.dtype, device="meta", requires_grad=shape.trained)
-
-
-def _state_shape(device: torch.device) -> SampleShape:
-    return SampleShape((0,), (len(random_state(device)),), torch.uint8, trained=False)
 
 
 def random_state(device: torch.device) -> Tensor:

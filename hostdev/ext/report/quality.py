@@ -43,7 +43,7 @@ def _loss_charts(runs: Sequence[RunData], names: list[str]) -> list[Chart]:
         if not series:
             continue
         group = max(each.group for each in series.values())
-        ends = [_epoch_ends(run) for run in some if len(run.losses)]
+        ends = [(np.flatnonzero(np.diff(run.losses[:, 0])) + 1.0).tolist() for run in some if len(run.losses)]
         finding = "; ".join(_loss_finding(name, each.mean, len(series)) for name, each in series.items())
         if group > 1:
             finding += f". Lines are means of up to {group:,} steps, bands their least and greatest loss."
@@ -58,11 +58,6 @@ def _loss_finding(name: str, means: Any, several: int) -> str:
     verb = "fell" if last < first else "rose"
     prefix = f"{name}: " if several > 1 else "The loss "
     return f"{prefix}{verb} from {metric(first)} to {metric(last)}"
-
-
-def _epoch_ends(run: RunData) -> list[float]:
-    """Return the last step of each epoch but the last."""
-    return [float(end) for end in np.flatnonzero(np.diff(run.losses[:, 0])) + 1]
 
 
 def _epoch_charts(runs: Sequence[RunData], names: list[str]) -> list[Chart]:

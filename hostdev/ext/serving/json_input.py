@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from hostdev.ext.serving import json_structure
 from hostdev.ext.serving.refused import RefusedError, bad, too_large
-from hostdev.kernels import json_structure
 
 PIECE_BYTES = 1 << 16  # which are parsed at once, in a few milliseconds
 _PIECE_VALUES = 4096  # of an answer, which are written at once

@@ -24,6 +24,7 @@ from hostdev.core.machine import available_cpus
 from hostdev.core.progress import note
 from hostdev.ext.predict.following import SECONDS, FollowingPredictor, list_checkpoints
 from hostdev.ext.predict.predictor import Predictor, open_for_command
+from hostdev.ext.serving import json_structure
 from hostdev.ext.serving.app import Service
 from hostdev.ext.serving.connection import BoundedConnection, read_token
 from hostdev.ext.serving.gathering import Gatherer
@@ -31,7 +32,6 @@ from hostdev.ext.serving.metrics import Metrics
 from hostdev.ext.serving.model import ServedModel
 from hostdev.ext.serving.refused import Limits
 from hostdev.ext.serving.settings import Settings
-from hostdev.kernels import json_structure
 from hostdev.kernels.pool import set_host_threads
 
 END_SECONDS = 30.0  # for accepted requests to be answered after a signal

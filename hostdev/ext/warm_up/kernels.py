@@ -26,9 +26,9 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import TableSource
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.shards import ShardReader
+from hostdev.ext.serving import json_structure
 from hostdev.host.table import HostTable
 from hostdev.host.warm_up import warm_up_disk, warm_up_feature, warm_up_ids, warm_up_keys, warm_up_table
-from hostdev.kernels import json_structure
 from hostdev.kernels.compiling import Compiled
 from hostdev.kernels.jit import address_of
 from hostdev.kernels.pool import set_host_threads

@@ -18,7 +18,7 @@ from hostdev.host.disk.collector import Collector
 from hostdev.host.disk.readers import Planes, Read
 from hostdev.host.disk.segments import SegmentFile, Segments, TableFolder, write_all
 from hostdev.kernels import disk_records, frames
-from hostdev.kernels.arrays import LongIds, Mask, reserve
+from hostdev.kernels.arrays import LongIds, reserve
 from hostdev.kernels.disk_records import Format
 
 
@@ -183,11 +183,6 @@ class SegmentStore:
         if self._next == self.format.per_segment:
             self._segment, self._next = -1, 0
         return position
-
-    def are_written(self, positions: LongIds) -> Mask:
-        """Return which records [N] are on disk, and not in a buffer; needs the lock."""
-        found: Mask = self._buffer_of[positions // self.format.per_chunk] < 0
-        return found
 
     def copy_buffered(self, positions: LongIds, targets: Any, planes: Planes) -> Any:
         """Copy those records [N] that are in buffers to rows of `planes`; return the places of the others, int64 [any].

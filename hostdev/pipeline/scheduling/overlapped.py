@@ -82,7 +82,7 @@ class OverlappedPass:
         with self._timeline.stall("step"):
             item = queues.take_fetched() or End(None)
         if isinstance(item, SentBatch):
-            in_flight = queues.in_flight.by_number[item.number]
+            in_flight = queues.in_flight.by_number[item.planned.number]
             self._await_rows(in_flight)
         self._raise_update_error()
         if isinstance(item, End):
@@ -94,8 +94,8 @@ class OverlappedPass:
             return None
         batch = begin_step(self._context, item, in_flight, self._update)
         if self._context.on_host and self._context.staging.copies:
-            queues.in_flight.gather(item.number, self._context.staging.mark())
-        self._given = item.number
+            queues.in_flight.gather(batch.number, self._context.staging.mark())
+        self._given = batch.number
         if self._update:
             turns = self._context.turns
             turns.begin_step()

@@ -78,17 +78,7 @@ def look_up(
                 ]
             )
             span["rows"], span["bytes"] = n_rows, n_rows * context.row_bytes
-    fetched = FetchedRows(reads, rows, forwarded or [])
-    return LookedUpBatch(
-        number=batch.number,
-        position=batch.position,
-        request=batch.request,
-        groups=batch.groups,
-        inverses=batch.inverses,
-        writes=batch.writes,
-        rows=fetched,
-        memory=memory,
-    )
+    return LookedUpBatch(batch, FetchedRows(reads, rows, forwarded or []), memory)
 
 
 def look_up_conflicting(context: Context, number: int, rows: FetchedRows, subset: RowSubset) -> None:
@@ -129,14 +119,15 @@ def _pair(rows: FetchedRows, subsets: Sequence[RowSubset]) -> Sequence[tuple[Bat
 
 def send(context: Context, batch: LookedUpBatch) -> SentBatch:
     """Begin to copy a batch to the device, and return the batch. Conflicting rows may be copied later."""
-    context.before_stage("send", batch.number)
-    with context.timeline.span("send", batch.number):
-        arrays = [*batch.inverses]
-        arrays += [mine.ids for group, mine in zip(context.groups, batch.groups, strict=True) if not group.on_host]
-        tensors = [*(torch.from_numpy(array) for array in arrays), *batch.request.tensors]
+    planned = batch.planned
+    context.before_stage("send", planned.number)
+    with context.timeline.span("send", planned.number):
+        arrays = [*planned.inverses]
+        arrays += [mine.ids for group, mine in zip(context.groups, planned.groups, strict=True) if not group.on_host]
+        tensors = [*(torch.from_numpy(array) for array in arrays), *planned.request.tensors]
         sent, mark = context.staging.send(tensors, batch.memory)
         left = iter(sent)
-        inverses = [next(left) for _ in batch.groups]
+        inverses = [next(left) for _ in planned.groups]
         device_ids = [None if group.on_host else next(left) for group in context.groups]
         for tables in batch.rows.groups:
             for table in tables:
@@ -144,18 +135,4 @@ def send(context: Context, batch: LookedUpBatch) -> SentBatch:
         for forwarded in batch.rows.forwarded:
             if forwarded is not None:
                 forwarded.send()
-    return SentBatch(
-        number=batch.number,
-        position=batch.position,
-        request=batch.request,
-        groups=batch.groups,
-        writes=batch.writes,
-        rows=batch.rows,
-        memory=batch.memory,
-        early=batch.early,
-        inverses=inverses,
-        device_ids=device_ids,
-        tensors=list(left),
-        sent=sent,
-        mark=mark,
-    )
+    return SentBatch(planned, batch.rows, batch.memory, batch.early, inverses, device_ids, list(left), sent, mark)

@@ -27,9 +27,10 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
         in_flight: The batch's shared state.
         update: Whether the pass updates the tables.
     """
-    number, staging = batch.number, context.staging
+    planned, staging = batch.planned, context.staging
+    number, request = planned.number, planned.request
     context.before_stage("step", number)
-    span = context.timeline.span("step", number, flow="t" if update else "f", rows=batch.request.rows)
+    span = context.timeline.span("step", number, flow="t" if update else "f", rows=request.rows)
     span.__enter__()
     early = [] if batch.early is None else batch.early.sent  # sent before the others, in the same stream
     staging.await_sent([batch.mark], [*early, *batch.sent])
@@ -47,15 +48,15 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
             tables[:] = [one.current(rows) for one, rows in zip(group.embeddings, tables, strict=True)]
     if context.forwarding is not None and update:
         context.forwarding.begin(batch.rows.forwarded, values)
-    parts = zip(batch.groups, batch.rows.groups, batch.inverses, batch.device_ids, values, strict=True)
+    parts = zip(planned.groups, batch.rows.groups, batch.inverses, batch.device_ids, values, strict=True)
     groups = [StepGroup(*part) for part in parts]
     return StepBatch(
         number=number,
-        position=batch.position,
-        request=batch.request,
+        position=planned.position,
+        request=request,
         groups=groups,
         tensors=batch.tensors,
-        writes=batch.writes,
+        writes=planned.writes,
         memory=batch.memory,
         outcomes=[],
         in_flight=in_flight,

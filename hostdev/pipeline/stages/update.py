@@ -103,5 +103,5 @@ def _report(context: Context, batch: SteppedBatch) -> None:
     for number, (group, mine) in enumerate(zip(context.groups, batch.groups, strict=True)):
         if group.on_host:
             plan = mine.planned.plan
-            ids = mine.ids if plan is None else plan.ids[plan.passed]
+            ids = mine.planned.ids if plan is None else plan.ids[plan.passed]
             report(batch.number, number, ids, [one.table.where(ids) for one in group.embeddings])

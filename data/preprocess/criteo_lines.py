@@ -3,6 +3,8 @@
 The fields of a line are a label, 13 integers, and 26 values of 8 hexadecimal digits.
 """
 
+from typing import Any
+
 import numpy as np
 
 from hostdev.kernels.jit import kernel
@@ -17,7 +19,7 @@ for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
 
 
 @kernel
-def parse_lines(text, digits, label, numbers, keys, odd):
+def parse_lines(text: Any, digits: Any, label: Any, numbers: Any, keys: Any, odd: Any) -> Any:
     """Parse the well-formed lines of a text, and locate the malformed ones.
 
     Args:

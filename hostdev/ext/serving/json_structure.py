@@ -1,5 +1,7 @@
 """The structure of a JSON text: how much there is of each kind of value, and where the text can be divided."""
 
+from typing import Any
+
 import numpy as np
 
 from hostdev.kernels.jit import kernel
@@ -13,7 +15,7 @@ _WIDE, _WIDEST = 0x80, 0xF0  # first bytes of characters for which Python may ne
 
 
 @kernel
-def scan(text, piece, levels, brackets, cuts, counts):
+def scan(text: Any, piece: Any, levels: Any, brackets: Any, cuts: Any, counts: Any) -> Any:
     """Count the values of a JSON text, and find where its large containers can be divided.
 
     A container is large if it has more than `piece` bytes. The cuts divide its entries into groups: each group has at
