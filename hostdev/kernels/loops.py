@@ -91,15 +91,20 @@ def edges(n: int, grain: int, pieces: int) -> list[int]:
     return [min(n, grains * at // pieces * grain) for at in range(pieces + 1)]
 
 
-class _Begun(threading.local):
-    """A thread's counter of begun ranges, for kernels that it runs alone."""
+def _make_counter() -> tuple[Any, int]:
+    """Return memory of a counter of begun ranges, int64 [any], and the counter's address."""
+    count = np.zeros(_WORDS, np.int64)
+    return count, address_of(count) + 8 * _AT
+
+
+class _Own(threading.local):
+    """A thread's counter, for kernels that it runs alone."""
 
     def __init__(self) -> None:
-        self.count = np.zeros(_WORDS, np.int64)
-        self.address = address_of(self.count) + 8 * _AT
+        self.counter = _make_counter()
 
 
-_begun = _Begun()
+_own = _Own()
 
 
 class Flag:
@@ -122,8 +127,7 @@ class KernelLoop:
     def __init__(self, task: KernelTask) -> None:
         work, n, grain, self.pieces, args, self._times = task
         self._loop, self._args = make_loop(work), (n, grain, -(-n // grain), self.pieces, *args)
-        self._begun = np.zeros(_WORDS, np.int64)
-        self._address = address_of(self._begun) + 8 * _AT
+        self._begun, self._address = _make_counter()
 
     def is_left(self) -> bool:
         """Return whether there are ranges that have not begun."""
@@ -155,22 +159,20 @@ class KernelLoop:
                 most *= 2
 
 
-def run_whole(task: KernelTask) -> None:
-    """Run a kernel of one range in this thread."""
-    work, n, grain, _, args, times = task
-    loop = getattr(work, "loop", None) or make_loop(work)
-    begin = time.perf_counter_ns()
-    done = 0
-    while not done:  # a finalizer or a signal's handler may also have run a kernel since the counter was set
-        _begun.count[_AT] = 0
-        done = loop(_begun.address, NEVER.address, 1, n, grain, -(-n // grain), 1, *args)
-    if times is not None:
-        times.append((begin, time.perf_counter_ns()))
-
-
 def run_alone(work: Kernel, n: int, *args: Any) -> None:
     """Run a kernel over n items in this thread. Called as a function, it would be compiled a second time."""
-    run_whole(KernelTask(work, n, max(1, n), 1, args))
+    loop, (begun, address), done = getattr(work, "loop", None) or make_loop(work), _own.counter, 0
+    while not done:  # a finalizer or a signal's handler may also have run a kernel since the counter was set
+        begun[_AT] = 0
+        done = loop(address, NEVER.address, 1, n, n or 1, 1, 1, *args)
+
+
+def run_whole(task: KernelTask) -> None:
+    """Run a kernel of one range in this thread."""
+    begin = time.perf_counter_ns()
+    run_alone(task.kernel, task.n, *task.args)
+    if task.times is not None:
+        task.times.append((begin, time.perf_counter_ns()))
 
 
 class Calls:

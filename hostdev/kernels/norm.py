@@ -20,7 +20,6 @@ from hostdev.kernels.adagrad import LANES, mean_square
 from hostdev.kernels.arrays import Rows, identity
 from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.jit import inline, kernel
-from hostdev.kernels.loops import run_whole
 from hostdev.kernels.pool import KernelTask, count_ranges, get_grain, parallel_for, run_tasks
 
 PART = 4096  # rows; a power of two, fixed because it determines the order of additions
@@ -145,9 +144,6 @@ def largest_of_each(arrays: Sequence[npt.NDArray[np.float32]]) -> list[float]:
     for values, first, count in zip(arrays, starts, pieces, strict=False):
         bits = values.reshape(-1).view(np.uint32)
         tasks.append(KernelTask(_largest, len(bits), _GRAIN, count, (bits, found[first : first + count])))
-    if max(pieces) > 1:
-        run_tasks(tasks)
-    else:  # waking threads would take longer
-        for task in tasks:
-            run_whole(task)
+    for some in [tasks] if max(pieces) > 1 else [[task] for task in tasks]:  # waking threads would take longer
+        run_tasks(some)
     return [*map(float, np.minimum(np.maximum.reduceat(found, starts[:-1]), _INFINITE).view(np.float32))]
