@@ -27,7 +27,8 @@ names = [name for _, name, _ in pkgutil.iter_modules(hostdev.kernels.__path__, "
 modules = [planning, *map(importlib.import_module, names)]
 
 def compiled():
-    return {(one.__qualname__, signature) for module in modules for kernel in vars(module).values()
+    return {(one.__qualname__, signature) for module in modules
+            for kernel in vars(module).values() if not isinstance(kernel, type)
             for one in (kernel, getattr(kernel, "loop", None)) for signature in getattr(one, "signatures", ())
             if one.targetoptions.get("inline", "never") == "never"}
 """
