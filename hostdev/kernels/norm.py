@@ -144,6 +144,5 @@ def largest_of_each(arrays: Sequence[npt.NDArray[np.float32]]) -> list[float]:
     for values, first, count in zip(arrays, starts, pieces, strict=False):
         bits = values.reshape(-1).view(np.uint32)
         tasks.append(KernelTask(_largest, len(bits), _GRAIN, count, (bits, found[first : first + count])))
-    for some in [tasks] if max(pieces) > 1 else [[task] for task in tasks]:  # waking threads would take longer
-        run_tasks(some)
+    run_tasks(tasks, alone=max(pieces) == 1)
     return [*map(float, np.minimum(np.maximum.reduceat(found, starts[:-1]), _INFINITE).view(np.float32))]

@@ -20,9 +20,9 @@ from typing import Any
 from hostdev.core.machine import available_cpus
 from hostdev.core.signals import uninterruptible
 from hostdev.kernels import loops
-from hostdev.kernels.loops import Call, Calls, Flag, Kernel, KernelLoop, KernelTask, Times, run_whole
-
-__all__ = ["Kernel", "KernelTask", "Task", "parallel_for", "run_tasks", "tasks_over"]
+from hostdev.kernels.loops import Call, Calls, Flag, KernelLoop, Times, run_whole
+from hostdev.kernels.loops import Kernel as Kernel
+from hostdev.kernels.loops import KernelTask as KernelTask
 
 Task = Call | KernelTask
 
@@ -275,12 +275,13 @@ def count_ranges(n: int, grain: int = 1) -> int:
     return max(pieces, n >> _MAX_RANGE_BITS)
 
 
-def run_tasks(tasks: Sequence[Task]) -> None:
+def run_tasks(tasks: Sequence[Task], *, alone: bool = False) -> None:
     """Call `kernel(start, stop, *args)` for each task (kernel, start, stop, args) and each range of a KernelTask.
 
     Return when all tasks have ended. Tasks begin in the order of the list and may run concurrently, so they must write
     different memory. If a task raises an exception or the caller is interrupted, no more tasks begin, and the exception
-    is raised when all tasks that have begun have ended.
+    is raised when all tasks that have begun have ended. If `alone`, this thread runs all tasks: for little work, waking
+    helpers takes longer.
     """
     if len(tasks) == 1 and isinstance(tasks[0], KernelTask) and tasks[0].pieces == 1:
         run_whole(tasks[0])
@@ -299,7 +300,7 @@ def run_tasks(tasks: Sequence[Task]) -> None:
             calls = deque()
             parts.append(Calls(calls))
         calls.append(task)
-    helpers = min(_threads, pieces) - 1
+    helpers = 0 if alone else min(_threads, pieces) - 1
     if helpers < 1:
         for part in parts:
             part.work(loops.NEVER)
@@ -321,7 +322,7 @@ def run_tasks(tasks: Sequence[Task]) -> None:
 def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]:
     """Return the work of `parallel_for` as tasks, so that one `run_tasks` can run it together with other tasks."""
     if n > 0 and isinstance(kernel, loops.COMPILED):
-        return [KernelTask(kernel, n, grain, 1 if n <= grain else count_ranges(n, grain), args)]
+        return [KernelTask(kernel, n, grain, count_ranges(n, grain), args)]
     return [(kernel, start, stop, args) for start, stop in ranges(n, grain)]
 
 

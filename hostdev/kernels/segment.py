@@ -24,8 +24,7 @@ import numpy as np
 from hostdev.kernels.arrays import AnyIds, Counts, Rows, Strided, identity, scratch
 from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_read_once, prefetch_to_write
-from hostdev.kernels.loops import Call
-from hostdev.kernels.pool import Kernel, host_threads, parallel_for, run_tasks
+from hostdev.kernels.pool import Kernel, Task, host_threads, parallel_for, run_tasks
 from hostdev.kernels.unique import id_map
 
 _SORT_FROM_THREADS = 4
@@ -36,7 +35,7 @@ _PART = 32768  # occurrences
 _PIECES = 2  # tasks for the rows that one part completes
 _ORDER_FROM_COLUMNS = 16  # with fewer columns, ordering the rows costs more than it saves
 _GRAIN = 256
-_FEW = 1 << 17  # values of gradients
+_FEW = 1 << 17  # values of gradients, which one thread applies before another would have begun
 
 
 @kernel
@@ -258,14 +257,10 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: AnyIds, grads: Row
         if start < stop:  # a call: the loop's would take 5% longer for few rows, as it needs slices
             update(start, stop, chosen, source, sums if part else grads, *table)
 
-    tasks: list[Call] = [(_follow, 0, parts + 1, (found, find)), (_follow, 0, parts, (added, add))]
+    tasks: list[Task] = [(_follow, 0, parts + 1, (found, find)), (_follow, 0, parts, (added, add))]
     if in_order:
         tasks += [(update_complete, part, piece, ()) for part in range(parts + 1) for piece in range(_PIECES)]
-    if N * D > _FEW:
-        run_tasks(tasks)
-    else:  # waking another thread would take longer
-        for call, first, last, args in tasks:
-            call(first, last, *args)
+    run_tasks(tasks, alone=N * D <= _FEW)
     if not in_order:
         every = (seen.ids, identity(len(seen.ids)), sums, *table)
         parallel_for(update, len(seen.ids), *every, grain=_GRAIN)
