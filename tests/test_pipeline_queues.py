@@ -4,7 +4,7 @@ import threading
 import time
 from typing import Any, cast
 
-from hostdev.pipeline.scheduling.passes import PipelineQueues
+from hostdev.pipeline.scheduling.workers import PipelineQueues
 
 
 class _Slow:

@@ -105,17 +105,15 @@ class CallbackError(UserError):
 
 
 class RunObserver:
-    """Receives a run's events on rank 0; this one ignores them, and is false.
+    """Receives a run's events on rank 0; this one ignores them.
 
     Attributes:
         error: The error that ends the run.
+        listens: Whether anybody receives the events.
     """
 
     error: CallbackError | None = None
-
-    def __bool__(self) -> bool:
-        """Return whether anybody listens."""
-        return False
+    listens = False
 
     def start(self, run: RunInfo, runtime: Any, again: StepInfo | None) -> None:
         """Receive the run before its first step; `again` is the last step whose evaluation is repeated, or None."""

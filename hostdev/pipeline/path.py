@@ -14,7 +14,6 @@ from hostdev.pipeline.context import Context
 from hostdev.pipeline.forwarding import ForwardedRows
 from hostdev.pipeline.results import PlannedBatch, SentBatch, SteppedBatch
 from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight, SharedRows, Unfinished
-from hostdev.pipeline.stages.deduplicate import announce, deduplicate
 from hostdev.pipeline.stages.look_up import (
     look_up,
     look_up_conflicting,
@@ -23,7 +22,7 @@ from hostdev.pipeline.stages.look_up import (
     take_forwarded,
     take_memory,
 )
-from hostdev.pipeline.stages.plan import plan
+from hostdev.pipeline.stages.plan import announce, deduplicate, plan
 from hostdev.pipeline.stages.update import await_step, receive_sums, release, unpin, update, update_first
 from hostdev.pipeline.tiers import PassPins
 
@@ -34,6 +33,12 @@ class End(NamedTuple):
     """The last item of a queue, with the error that ended the stage, if any."""
 
     error: BaseException | None
+
+
+def raise_held(held: list[BaseException | None]) -> None:
+    """Remove the error, if any, from a list and raise it; in the list, it would form a reference cycle."""
+    if held[0] is not None:
+        raise held.pop()  # type: ignore[misc]
 
 
 class Stopped(Exception):  # noqa: N818  (not an error: a thread is asked to end)
@@ -151,7 +156,8 @@ class Path:
                 if update:
                     announce(context, waiting, announced)
                 announced = [max(0, count - 1) for count in announced]
-                self.pins.announce(waiting)
+                if context.tiers:
+                    self.pins.announce(waiting)
                 yield waiting.pop(0)
             else:
                 yield ends.pop()  # not kept: an error holds the frames that it passed through, including this one
@@ -170,7 +176,7 @@ class Path:
             find_unfinished = waits.find_unfinished(in_flight)
             planned = plan(self._context, batch, self._update, find_unfinished)
             in_flight.writes, in_flight.claimed = planned.writes, find_unfinished is not None
-            if self.pins:
+            if self._context.tiers:
                 waits.pin(self.pins, planned)
                 in_flight.pins = self.pins.take(planned.number)
                 in_flight.pins.await_rows()

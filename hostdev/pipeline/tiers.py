@@ -99,9 +99,6 @@ class PassPins:
         self._held: set[BatchPins] = set()
         self.released = 0  # batches
 
-    def __bool__(self) -> bool:
-        return bool(self._tables)
-
     def announce(self, batches: Sequence[UniqueBatch]) -> None:
         """Announce batches that are not planned yet, and pin the rows of the first ones as far as there is room."""
         if not self._update:

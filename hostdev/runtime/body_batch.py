@@ -140,7 +140,8 @@ class BodyBatch:
             located.append((offsets, weights, binding.feature.pooling == "mean"))
         uses = [self._get_uses(step_batch, group, micro, located) for group in range(len(runtime.group_specs))]
         with torch.set_grad_enabled(any(leaf.trained for leaf in self.all_leaves)):
-            require_stackable(runtime.stacks, runtime.bindings, micro.ids)
+            if runtime.stacks:
+                require_stackable(runtime.stacks, runtime.bindings, micro.ids)
             return uses, runtime.layout.get_values(self.leaves, uses, [ids.shape for ids in micro.ids])
 
     def _get_uses(self, step_batch: StepBatch, group: int, micro: MicroBatch, located: list[Any]) -> GroupUses:

@@ -17,10 +17,10 @@ from hostdev.models.model import Model
 from hostdev.pipeline.context import PipelineHooks
 from hostdev.train import checkpointing
 from hostdev.train.build import device_of, estimate_uses, make_cache_specs, seed_torch, warm_up_kernels
-from hostdev.train.logs import RunLogs, get_trace_path
 from hostdev.train.network import DenseNetwork
 from hostdev.train.options import TrainConfig
 from hostdev.train.processes import ProcessSession, make_run_dir
+from hostdev.train.rundir import RunLogs, get_trace_path
 from hostdev.train.session import BatchSource, Session, TrainingData
 from hostdev.train.trainer import StepSettings, Trainer
 

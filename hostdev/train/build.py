@@ -387,8 +387,6 @@ class FrozenColumns:
 
     def detach(self, rows: Any) -> Any:
         """Return a model's rows with those of the frozen columns detached from the graph."""
-        if not self.features:
-            return rows
         return {name: self._detach(name, rows[name]) if name in self.features else rows[name] for name in rows}
 
     def _detach(self, name: str, rows: Any) -> Any:
@@ -404,9 +402,6 @@ class FrozenColumns:
                 here = torch.cat([more, mask]).to(values.device)[None, :, None]
                 found.append(torch.where(here, values.detach(), values))
         return tuple(found) if isinstance(rows, tuple) else found[0]
-
-
-NOTHING_FROZEN = FrozenColumns({}, {})
 
 
 def freeze_columns(model: Model, schema: Schema, names: Sequence[str]) -> FrozenColumns:

@@ -73,7 +73,7 @@ class Epochs(BatchSource):
                 with session.logs.timeline.span("evaluation", epoch):
                     self._evaluate(epoch, stop)
                 self._keep_best()
-            if session.observer and not session.is_stopped(stop) and (not evaluated or session.steps > first):
+            if session.observer.listens and not session.is_stopped(stop) and (not evaluated or session.steps > first):
                 self._report(epoch)
             if session.is_stopped(stop):
                 return "interrupted"

@@ -38,7 +38,7 @@ from hostdev.runtime.features import read_ids
 from hostdev.runtime.loop import NonFiniteError
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
-from hostdev.train.build import NOTHING_FROZEN, FrozenColumns
+from hostdev.train.build import FrozenColumns
 
 _METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 _MARK = "__dynamo_disable"  # in this attribute, torch's `_disable_dynamo` stores the method to call instead
@@ -181,7 +181,7 @@ class Setup(NamedTuple):
         tables: The tables, by name.
         log: Records the durations of the passes and of the optimizer.
         loss: Computes a micro-batch's loss from the model's outputs, the labels and the samples' weights.
-        frozen: Detaches the rows of frozen columns from the graph.
+        frozen: Detaches the rows of frozen columns from the graph; None if there are none.
     """
 
     model: Model
@@ -194,12 +194,16 @@ class Setup(NamedTuple):
     tables: Mapping[str, Table]
     log: OpLog
     loss: TargetLoss
-    frozen: FrozenColumns = NOTHING_FROZEN
+    frozen: FrozenColumns | None = None
 
     @property
     def autocast(self) -> torch.dtype | None:
         """The dtype of the dense layers' arithmetic; None for float32."""
         return torch.bfloat16 if self.precision == "bf16" else None
+
+    def detach(self, rows: Any) -> Any:
+        """Return a model's rows with those of the frozen columns detached from the graph."""
+        return rows if self.frozen is None else self.frozen.detach(rows)
 
 
 class Result:
@@ -399,7 +403,7 @@ class WholeNetwork(DenseNetwork):
 
     def _logits(self, dense: Tensor, rows: Rows) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.setup.autocast is not None):
-            logits: Tensor = self.setup.model(dense, self.setup.frozen.detach(rows))
+            logits: Tensor = self.setup.model(dense, self.setup.detach(rows))
         return logits
 
     def score(self, parts: Iterable[Batch]) -> Scored:

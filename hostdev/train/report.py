@@ -12,7 +12,7 @@ from hostdev.core.progress import counted
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.manifest import warn_of_unknown
 from hostdev.kernels.arrays import in_words
-from hostdev.train.logs import describe
+from hostdev.train.key_log import describe
 from hostdev.train.quality import Point, Quality
 from hostdev.train.target_scores import Evaluation
 

@@ -24,11 +24,11 @@ from hostdev.distributed.world import ALONE_WORLD, World
 from hostdev.train import checkpointing, report
 from hostdev.train.checkpointing import CheckpointSchedule, Progress
 from hostdev.train.interrupt import GracefulStop
-from hostdev.train.logs import RunLogs
 from hostdev.train.network import Losses, NonFiniteLossError, Result
 from hostdev.train.options import TrainConfig
 from hostdev.train.processes import ProcessSession
 from hostdev.train.quality import Quality
+from hostdev.train.rundir import RunLogs
 from hostdev.train.trainer import Trainer
 
 ENDLESS = 1 << 62  # steps of an epoch whose end nobody knows
@@ -321,7 +321,7 @@ class Session:
             self.progress.add(losses.wide, losses.deep, result.rows)
             self.logs.write_step(epoch, step, losses)
         self.logs.note_dropped(self.config.ops_log)
-        if self.observer:
+        if self.observer.listens:
             self.observer.step(self._describe_step(losses, result.rows, epoch))
         self.time_left.step("training")
         progress.set_postfix_str(f"loss {losses.wide:.4f}", refresh=False)
@@ -334,7 +334,7 @@ class Session:
 
     def start_observer(self, observer: RunObserver, config: dict[str, Any]) -> None:
         """Report the start of the run, and from now on its other events; `config` is the content of config.json."""
-        if not observer:
+        if not observer.listens:
             return
         self.observer, data, schedule = observer, self.data.manifest, self.source.schedule
         info = RunInfo(

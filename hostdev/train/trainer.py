@@ -28,7 +28,7 @@ from hostdev.models.model import Model, TargetLoss
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature, TableSpec
-from hostdev.train.build import NOTHING_FROZEN, agree_on_capacity, freeze_columns
+from hostdev.train.build import agree_on_capacity, freeze_columns
 from hostdev.train.network import DEEP, DenseNetwork, MicroBatches, Result, Setup, Table, WholeNetwork
 from hostdev.train.options import TrainConfig
 from hostdev.train.room import HostBudget, estimate_host_memory, make_host_budget, require_copies, require_room
@@ -120,7 +120,7 @@ class Trainer:
         self._make_tables(steps.seed, part if host_device_mix else None, on_host=host_device_mix)
         features = {name: _bind(feature, self.tables, steps.precision) for name, feature in model.features.items()}
         self.runtime = Runtime(features, device=device, cache=cache, depth=depth, ranks=world, log=log, **runtime)
-        frozen = NOTHING_FROZEN if schema is None or not steps.frozen else freeze_columns(model, schema, steps.frozen)
+        frozen = None if schema is None or not steps.frozen else freeze_columns(model, schema, steps.frozen)
         self._loss = TargetLoss() if schema is None else TargetLoss(schema.labels, schema.targets)
         rate = model.lr if steps.lr is None else steps.lr
         how = steps.l2, steps.precision, rate

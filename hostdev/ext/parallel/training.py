@@ -105,7 +105,7 @@ class StagedNetwork(DenseNetwork):
         def get_inputs(number: int) -> tuple[Tensor, Any]:
             micro.seed_layers(number)
             dense, rows = _get_inputs(step, number)
-            return dense, self.setup.frozen.detach(rows)
+            return dense, self.setup.detach(rows)
 
         def loss(number: int, output: Any) -> tuple[Tensor, Tensor]:
             logits, *terms = output if self._has_l2 else (output,)

@@ -184,7 +184,7 @@ class FollowedFiles(BatchSource):
         print(report.describe(line, found, over), flush=True)
         if file.rejected:
             note(f"{file.name}: {file.rejected:,} rows cannot be read and are left out; the first is {file.first}")
-        if self.session.observer:
+        if self.session.observer.listens:
             metrics = report.get_metrics(schema.labels, {"file": (found, scored), "window": (over, window.total())})
             info = EpochInfo(epoch=taken, step=self.session.steps, metrics=metrics, file=file.name)
             self.session.observer.epoch(info)

@@ -36,7 +36,7 @@ class RunCallbacks(RunObserver):
 
     def __init__(self, users: Iterable[tuple[str, Any]], trackers: Iterable[Tracker], stop: GracefulStop) -> None:
         self._users, self._trackers, self._stop = list(users), list(trackers), stop
-        self._has_any = bool(self._users or self._trackers)
+        self.listens = bool(self._users or self._trackers)  # at the beginning; trackers may have failed since
         self._failed: list[str] = []  # what to say about trackers that have failed
         self.error: CallbackError | None = None
         self._raised: Any = None  # the callback whose error it is
@@ -46,13 +46,9 @@ class RunCallbacks(RunObserver):
         self._generators: list[Any] = []
         self._is_started = self._has_ended = False
 
-    def __bool__(self) -> bool:
-        """Return whether there was anything to call at the beginning; trackers may have failed since."""
-        return self._has_any
-
     def start(self, run: RunInfo, runtime: Runtime, again: StepInfo | None) -> None:
         """Call `on_start`; raise CallbackError if a callback has failed. Trackers write the runtime's figures."""
-        if not self:
+        if not self.listens:
             return
         self._generators, self._step = get_generators(runtime.device), run.first_step
         self._is_started = True

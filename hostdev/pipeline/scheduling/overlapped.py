@@ -26,11 +26,10 @@ from hostdev.kernels.arrays import AnyIds
 from hostdev.kernels.pool import urgent
 from hostdev.pipeline.batch_ids import Request
 from hostdev.pipeline.context import Context
-from hostdev.pipeline.path import End, PassOptions
+from hostdev.pipeline.path import End, PassOptions, raise_held
 from hostdev.pipeline.results import Gradients, SentBatch, StepBatch
 from hostdev.pipeline.scheduling.in_flight import InFlight
-from hostdev.pipeline.scheduling.passes import PipelineQueues, raise_held
-from hostdev.pipeline.scheduling.workers import PassWorkers
+from hostdev.pipeline.scheduling.workers import PassWorkers, PipelineQueues
 from hostdev.pipeline.stages.look_up import reload
 from hostdev.pipeline.stages.step import begin_step, end_step
 
