@@ -99,7 +99,8 @@ def measure_reads(table: Any, count: int = 100_000) -> dict[str, float]:
     rows = np.random.default_rng(5).permutation(len(where))
     rows = rows[where[rows] > 0]
     with tier._changed:
-        rows = rows[tier.store.are_written(where[rows].astype(np.int64) - 1)][:count]
+        chunks = (where[rows].astype(np.int64) - 1) // tier.store.format.per_chunk
+        rows = rows[tier.store._buffer_of[chunks] < 0][:count]  # those of chunks that are written
     target = np.empty((len(rows), 3, DIM), np.float32)
     planes = Planes.of([target])
     with tier._changed:

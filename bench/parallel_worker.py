@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 import hostdev
 from bench.team import serve
+from hostdev.core import pieces as segments
 from hostdev.distributed.process_group import Ranks
 from hostdev.distributed.world import SCHEDULES
 from hostdev.ext.parallel.pieces import cut, get_pieces
-from hostdev.models import model as segments
 
 NETWORKS = Path(__file__).resolve().parents[1] / "examples" / "parallel"
 OURS, TORCH = "hostdev", "torch"

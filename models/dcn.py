@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from hostdev.core.optimizers import Adagrad, SparseOptimizer
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
 from hostdev.models.fields import FieldsModel, require_single_label
 from hostdev.models.layers import he_normal, in_float32, initialize, pass_through, perceptron, with_zero_biases
-from hostdev.models.model import Piece, Rows
+from hostdev.models.model import Rows
 from hostdev.runtime.spec import TableSpec
 
 LAYERS = (1024, 1024, 512, 256)

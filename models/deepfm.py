@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from hostdev.core.initializers import Constant, Initializer, Normal
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
 from hostdev.models.fields import FieldsModel, concatenate_fields, require_single_label
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
-from hostdev.models.model import Piece, Rows
+from hostdev.models.model import Rows
 from hostdev.runtime.spec import TableSpec
 
 LAYERS = (400, 400, 400)

@@ -23,10 +23,11 @@ from torch.nn import functional
 from hostdev.core.errors import UserError
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.optimizers import RowWiseAdagrad, SparseOptimizer
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
 from hostdev.models.fields import FieldsModel, concatenate_fields, require_single_label
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
-from hostdev.models.model import Piece, Rows
+from hostdev.models.model import Rows
 from hostdev.runtime.spec import TableSpec
 
 BOTTOM = (512, 256)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hostdev.core.errors import UserError
+from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.model import Ids, Model, ModelBatch, Piece, Rows, run
+from hostdev.models.model import Ids, Model, ModelBatch, Rows
 from hostdev.runtime.spec import Bag, Feature, TableSpec
 
 FIELDS = "fields"

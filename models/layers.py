@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hostdev.core.dropout import make_mask
 from hostdev.core.initializers import Constant, Initializer, Normal, initial_array
-from hostdev.models.model import Piece
+from hostdev.core.pieces import Piece
 
 
 def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = True) -> nn.Sequential:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
 from hostdev.models.fields import FieldsModel
 from hostdev.models.layers import Towers, glorot_normal, initialize, perceptron, with_zero_biases
-from hostdev.models.model import Piece
 from hostdev.runtime.spec import TableSpec
 
 EXPERTS = 8

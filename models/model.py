@@ -1,7 +1,6 @@
-"""The interface of trainable models, networks as sequences of segments, and the loss of a model's outputs."""
+"""The interface of trainable models, and the loss of their outputs."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -72,37 +71,6 @@ class Model(nn.Module):
                 [*ids.shape, D]; a tuple of such tensors if the feature has several tables.
         """
         raise NotImplementedError
-
-
-class Piece(NamedTuple):
-    """A segment of a network that is a sequence of segments; it takes the output of the previous segment.
-
-    Attributes:
-        name: The name by which `--stage-cut` refers to it.
-        call: Takes tensors and returns a tensor or a tuple of tensors; the first segment takes the network's inputs.
-        holds: The modules and parameters that the segment uses.
-    """
-
-    name: str
-    call: Callable[..., Any]
-    holds: tuple[nn.Module | nn.Parameter, ...] = ()
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The segment's parameters, each once."""
-        found: dict[int, nn.Parameter] = {}
-        for one in self.holds:
-            for parameter in [one] if isinstance(one, nn.Parameter) else one.parameters():
-                found.setdefault(id(parameter), parameter)
-        return list(found.values())
-
-
-def run(pieces: Iterable[Piece], *values: Any) -> Any:
-    """Apply the segments in order, starting with the network's inputs; return the last output."""
-    result: Any = values
-    for piece in pieces:
-        result = piece.call(*result) if isinstance(result, tuple) else piece.call(result)
-    return result
 
 
 class TargetLoss:

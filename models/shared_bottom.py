@@ -9,10 +9,10 @@ Shapes: B samples, nd dense columns, F columns of ids (bags included), D columns
 from collections.abc import Sequence
 
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
 from hostdev.models.fields import FieldsModel
 from hostdev.models.layers import Towers, glorot_normal, initialize, perceptron, with_zero_biases
-from hostdev.models.model import Piece
 from hostdev.runtime.spec import TableSpec
 
 BOTTOM = (256, 128)

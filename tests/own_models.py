@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hostdev import SGD, Bag, Feature, LazyAdam, TableSpec
+from hostdev.core.pieces import Piece, run
 from hostdev.models.deepfm import DeepFM
-from hostdev.models.model import Piece, run
 
 
 class ThreeTables(nn.Module):

@@ -245,6 +245,19 @@ def test_the_documents_name_files_that_exist():
     assert not gone
 
 
+def test_the_documents_import_names_that_exist():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [page for page in pages if "log" not in page.relative_to(ROOT).parts and page.name != "log.md"]
+    found = {
+        line
+        for page in pages
+        for line in re.findall(r"^ *(from hostdev[\w.]* import [\w, ]+)$", page.read_text(), re.M)
+    }
+    assert found
+    for line in sorted(found):
+        exec(line.strip(), {})
+
+
 def files_in(page):
     return re.findall(r"(?:\w+/)+[a-z0-9_]+\.py\b", page.read_text())
 

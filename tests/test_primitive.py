@@ -160,6 +160,11 @@ def test_targets():
         lookup(table, np.array([1]))
     assert lookup.add_prim_attr("primitive_target", "CPU") is lookup
     assert lookup(table, np.array([1])).shape == (1, 4)
+    for change in (lambda: lookup.add_prim_attr("primitive_target", "DEVICE"), lambda: lookup.times):
+        change()  # after a call on this table
+        with pytest.raises(ValueError, match="EmbeddingLookup has primitive_target 'DEVICE'"):
+            lookup(table, np.array([1]))
+        assert lookup.nbytes(table, np.array([1])) > 0
     with pytest.raises(ValueError, match="must be one of"):
         lookup.add_prim_attr("primitive_target", "GPU")
     with pytest.raises(ValueError, match="FusedSparseFtrl cannot update table 'deep'.* LazyAdam"):

@@ -335,7 +335,7 @@ def _end(precision: int) -> int:
 
 
 def _cut(full: pa.Array, end: int) -> pa.Array:
-    """Return the first characters of timestamps from `_full`; null where the others are not those of midnight."""
+    """Return the first `end` characters of timestamps from `_full`; null where the rest is not that of midnight."""
     fits = pc.equal(pc.utf8_slice_codeunits(full, end, _DAY + len(_MIDNIGHT)), _MIDNIGHT[end - _DAY :])
     return pc.if_else(fits, pc.utf8_slice_codeunits(full, 0, end), None)
 

@@ -38,7 +38,7 @@ class TableOptions:
     test_files: tuple[str, ...] = ()  # files of test rows
     validation_files: tuple[str, ...] = ()  # files of validation rows
     columns: tuple[str, ...] | None = None  # names for text without a header
-    delimiter: str | None = None  # the separator in text files; None for a comma or a tab
+    delimiter: str | None = None  # the separator in text files; None: a comma or a tab, by the suffix or the first line
     quotes: bool = True  # text files may have values in double quotes
     encoding: str = "utf-8"  # of text files
     skipped_lines: int = 0  # at the beginning of each text file

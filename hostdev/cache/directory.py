@@ -179,7 +179,7 @@ class Directory:
         return chance_at(self._likeliest.key)
 
     def choose(self, counts: npt.NDArray[Any]) -> None:
-        """See `AllRows`; keep a reference to `counts`. Call this before any row is inserted."""
+        """See `AllRows`. To be called before any row is inserted; `counts` is kept, and read when rows are inserted."""
         if self._capacity:
             self._likeliest = likeliest(counts, self._capacity)
 

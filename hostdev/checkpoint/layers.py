@@ -138,7 +138,7 @@ class SavedRows:
         return self._index.find(ids).places
 
     def locate(self, start: int, stop: int) -> LongIds | FileSlice:
-        """Return the places of the rows [start, stop) in stored order.
+        """Return where the rows [start, stop) in stored order are: a slice of the one file that has them, or places.
 
         The rows of a table by key are its out-of-vocabulary rows, and then those of its keys in the order of hashes.
         """

@@ -40,7 +40,7 @@ def hash_ids(values: Any) -> npt.NDArray[np.int64]:  # Any: arrays of several li
     texts = _as_arrow(values)
     if texts.null_count:
         row = int(np.flatnonzero(texts.is_null().to_numpy(zero_copy_only=False))[0])
-        raise ValueError(f"the value at index {row} is missing; give each missing value a text of its own, such as ''")
+        raise ValueError(f"the value at index {row} is missing; replace missing values with one text, such as ''")
     _, offsets, data = texts.buffers()
     n = len(texts)
     begins = np.frombuffer(offsets, np.int64, n + 1, 8 * texts.offset) if n else np.zeros(1, np.int64)

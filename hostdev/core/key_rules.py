@@ -140,7 +140,8 @@ class KeyUse:
         rows: int32 [N], the keys' rows.
         keys: int64 [V], the key of each row.
         last: uint32 [V], the number of the step that last used each row's key.
-        uses: uint32 [V], how often steps have used each row's key since it got the row, after decay.
+        uses: uint32 [V], how often steps have used each row's key, after decay. Uses while it waited for the row count
+            if the rule of admission counts uses.
         norms: Returns the Euclidean norms of rows' weights, float64 [N], after all earlier steps.
     """
 
@@ -165,7 +166,7 @@ class KeyUse:
 
     @property
     def uses(self) -> Recorded:
-        """How often steps have used each key since it got its row, after decay, uint32 [N]."""
+        """How often steps have used each key, after decay, uint32 [N]; see `uses` of the class."""
         return self._uses[self._rows]
 
     @property
@@ -179,6 +180,7 @@ class Eviction:
 
     A rule either drops keys by themselves (`expired`), or orders all keys (`scores`), of which the least are evicted
     down to a share of the capacity. Its `repr` is stored in checkpoints; a frozen dataclass has a suitable one.
+    `hostdev.testing.check_eviction` checks a rule.
 
     Attributes:
         every: Number of steps between evictions.

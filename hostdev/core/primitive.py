@@ -172,7 +172,7 @@ class OpLog:
 
     def write_to(self, file: IO[str] | RotatedFile) -> None:
         """Write a line per call to `file` from now on, until `close`."""
-        self._file, self.is_writing = file, True
+        self._file, self.is_writing, self._failed = file, True, None
         self._writer.start()
 
     def clock(self, target: str) -> OpClock | None:

@@ -19,15 +19,16 @@ class _TablePrimitive(Primitive):
 
     # Any, below: tables and arrays of NumPy or torch, which this module does not import.
 
-    _latest: tuple[Callable[[], Any], int] = (lambda: None), 0  # the last call's table, and its bytes per row
+    # the last call's table, the op's target then, and the bytes per row
+    _latest: tuple[Callable[[], Any], str, int] = (lambda: None), "", 0
 
     def _require(self, table: Any) -> int:
         """Check a table, which is almost always that of the last call; return the bytes read and written per row."""
-        latest, row_bytes = self._latest
-        if latest() is not table or self._times is None:  # the latter also after a change of the target
+        latest, target, row_bytes = self._latest
+        if latest() is not table or target != self.attrs["primitive_target"]:
             self._check(table)
             row_bytes = self.row_bytes(table)
-            self._latest = weakref.ref(table), row_bytes
+            self._latest = weakref.ref(table), self.primitive_target, row_bytes
         return row_bytes
 
     def _check(self, table: Any) -> None:
@@ -39,8 +40,8 @@ class _TablePrimitive(Primitive):
 
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
         """Return the bytes read and written."""
-        latest, row_bytes = self._latest
-        return len(ids) * (row_bytes if latest() is table else self._require(table))
+        latest, _, row_bytes = self._latest
+        return len(ids) * (row_bytes if latest() is table else self.row_bytes(table))
 
     @staticmethod
     def row_bytes(table: Any) -> int:

@@ -148,7 +148,7 @@ class KeySnapshot(Snapshot):
         return found
 
     def key_columns(self, first: int, last: int) -> KeyColumns:
-        """Return the keys at the positions [first, last)."""
+        """Return the keys at the positions [first, last), their last steps and their numbers of uses."""
         rows = self._order[first:last]
         used, uses = split(self.found.packed)
         return KeyColumns(self.found.by_row[rows], used[rows], uses[rows])

@@ -72,7 +72,7 @@ class TableKeys:
             return self.index.committed()
 
     def unknown_row(self, name: str = "") -> int:
-        """Return the row that features with the out-of-vocabulary row `name` use for keys without a row.
+        """Return the out-of-vocabulary row `name`, which keys without a row use; make it if there is none.
 
         The first rank has these rows; others return EMPTY. If such keys read zeros, there is one row of zeros, which no
         step updates; if they read their own initial values, there is one row, which nothing reads.

@@ -97,14 +97,7 @@ def _make_counter() -> tuple[Any, int]:
     return count, address_of(count) + 8 * _AT
 
 
-class _Own(threading.local):
-    """A thread's counter, for kernels that it runs alone."""
-
-    def __init__(self) -> None:
-        self.counter = _make_counter()
-
-
-_own = _Own()
+_own = threading.local()  # `counter`: a thread's counter, for kernels that it runs alone
 
 
 class Flag:
@@ -161,7 +154,10 @@ class KernelLoop:
 
 def run_alone(work: Kernel, n: int, *args: Any) -> None:
     """Run a kernel over n items in this thread. Called as a function, it would be compiled a second time."""
-    loop, (begun, address), done = getattr(work, "loop", None) or make_loop(work), _own.counter, 0
+    loop, counter, done = getattr(work, "loop", None) or make_loop(work), getattr(_own, "counter", None), 0
+    if counter is None:
+        counter = _own.counter = _make_counter()
+    begun, address = counter
     while not done:  # a finalizer or a signal's handler may also have run a kernel since the counter was set
         begun[_AT] = 0
         done = loop(address, NEVER.address, 1, n, n or 1, 1, 1, *args)

@@ -404,10 +404,11 @@ class FrozenColumns:
         return tuple(found) if isinstance(rows, tuple) else found[0]
 
 
-def freeze_columns(model: Model, schema: Schema, names: Sequence[str]) -> FrozenColumns:
+def freeze_columns(model: Model, schema: Schema, names: Sequence[str]) -> FrozenColumns | None:
     """Return the frozen columns of a model: `names`, and the columns that share their ids.
 
-    Rows of tables with one column, such as first-order weights, are trained. A gradient of 0 must not change a row.
+    Returns None if no feature looks them up. Rows of tables with one column, such as first-order weights, are trained.
+    A gradient of 0 must not change a row.
 
     Raises:
         UserError: The model has other features than hostdev's own models, or a table's optimizer changes rows that
@@ -435,4 +436,4 @@ def freeze_columns(model: Model, schema: Schema, names: Sequence[str]) -> Frozen
                 f"--frozen-vectors: {optimizer!r} changes rows of table {name!r} that get no gradient; give another "
                 "--table-optimizer, without weight decay"
             )
-    return FrozenColumns(features, tables)
+    return FrozenColumns(features, tables) if features else None

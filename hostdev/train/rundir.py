@@ -122,7 +122,7 @@ class RunDir:
             file.write(json.dumps(line) + "\n")
 
     def _keep_scores(self, kept: Collection[tuple[int, int]]) -> None:
-        """Remove the lines of scores.jsonl of other evaluations than these, given by epoch and step."""
+        """Keep only the lines of scores.jsonl whose (epoch, step) is in `kept`."""
         path = self.path / run_files.SCORES_LOG
         with naming(self.path):
             if not path.exists():

@@ -14,7 +14,7 @@ from hostdev.core.options import OptionError, OptionGroup, When, choice, count, 
 
 MOST_DEPTH = 64  # reading further ahead does not help
 TABLES = ("vocabulary", "dynamic")
-_MOST_USES = (1 << 24) - 1  # as in core.admission, whose kernels a command line need not import
+_MOST_USES = (1 << 24) - 1  # as in core.key_rules, whose kernels a command line need not import
 _HOST = "host_device_mix"
 _WHOLE_TABLE = "l2=table"
 _DYNAMIC = "tables=dynamic"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hostdev.core.initializers import Normal
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
+from hostdev.core.pieces import Piece
 from hostdev.data.schema import Schema
 from hostdev.models.fields import (
     FIELDS,
@@ -27,7 +28,7 @@ from hostdev.models.fields import (
     require_single_label,
 )
 from hostdev.models.layers import hidden_pieces, in_float32, initialize, perceptron
-from hostdev.models.model import Ids, ModelBatch, Piece, Rows
+from hostdev.models.model import Ids, ModelBatch, Rows
 from hostdev.runtime.spec import Bag, TableSpec
 
 L2_COEFFICIENT = 8e-5

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hostdev import UserError
+from hostdev.core.pieces import Piece, run
 from hostdev.ext.parallel.pieces import balanced, count_flops, cut, get_pieces, trace
 from hostdev.models.deepfm import DeepFM
-from hostdev.models.model import Piece, run
 from tests.conftest import ROOT
 from tests.models.samples import schema_of
 

@@ -158,7 +158,7 @@ def _compact(arguments: argparse.Namespace) -> int:
 
 
 def _rewrite(arguments: argparse.Namespace) -> int:
-    """Write the newest valid checkpoint for --ranks processes; `merge`, which has no --ranks, for one process."""
+    """Write the newest valid checkpoint again: `reshard` for --ranks processes, `merge` for one process."""
     chain = _report(find_newest_valid(arguments.path, partial(verify, segments=True)), arguments.prog)
     with sending(arguments.out, FILE_NAME):
         line = compact.rewrite(chain, arguments.out, getattr(arguments, "ranks", None))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, format_bytes
+from hostdev.core.pieces import Piece
 from hostdev.device.backend import free_bytes
 from hostdev.distributed.world import Layout, Mesh, Plan, World
 from hostdev.ext.parallel.pieces import count_saved, get_pieces
@@ -23,7 +24,6 @@ from hostdev.ext.parallel.plan import (
     resolve_layout,
     sliceable,
 )
-from hostdev.models.model import Piece
 
 _TRIAL_SECONDS = 6.0  # for all steps of the finalists together
 _FIRST_ROUNDS = 2  # steps of each layout from which the finalists are picked

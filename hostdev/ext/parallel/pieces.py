@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostdev.core.errors import UserError
-from hostdev.models.model import Piece, run
+from hostdev.core.pieces import Piece, run
 
 
 class Stage(nn.Module):

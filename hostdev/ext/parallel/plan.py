@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hostdev.core.errors import UserError
+from hostdev.core.pieces import Piece, run
 from hostdev.distributed.world import STRATEGIES, Mesh, Plan
 from hostdev.distributed.world import Layout as Layout  # a public name of this package
 from hostdev.ext.parallel.pieces import balanced, count_flops, cut, fake_mode, get_pieces
-from hostdev.models.model import Piece, run
 
 # The dimension along which each strategy slices a layer's parameters; None if they are replicated.
 _CUTS: Mapping[type[nn.Module], Mapping[str, Mapping[str, int | None]]] = {

@@ -19,11 +19,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 
 from hostdev.core.errors import UserError
+from hostdev.core.pieces import Piece
 from hostdev.core.timeline import Timeline
 from hostdev.distributed.channel import Channel
 from hostdev.ext.parallel.pieces import SampleShape, Stage, Traced
 from hostdev.ext.parallel.single_stage import Ops
-from hostdev.models.model import Piece
 
 _EXAMPLE = 2  # samples of the example tensors, which only define dtypes
 

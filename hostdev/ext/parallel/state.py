@@ -25,11 +25,11 @@ from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.names import inside
 from hostdev.core.outputs import is_text
+from hostdev.core.pieces import Piece
 from hostdev.distributed.dense import DenseState, get_buffer_names
 from hostdev.distributed.world import World
 from hostdev.ext.parallel.plan import get_slice_dim
 from hostdev.ext.parallel.tied import LocalParameters
-from hostdev.models.model import Piece
 
 MANIFEST, VERSION = "manifest.json", 1
 _NO_TEXT = "the name is not UTF-8, and safetensors cannot read such a file"

@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hostdev.core.pieces import Piece
 from hostdev.distributed.channel import Channel
 from hostdev.ext.parallel.plan import Sliced, sliced
-from hostdev.models.model import Piece
 
 Gradients = dict[tuple[int, int], Tensor | None]  # by stage and micro-batch
 

@@ -31,7 +31,10 @@ class _NobodyWaitsError(Exception):
 
 
 class ServedModel:
-    """One checkpoint's model. Its methods are called by one thread at a time, except that attributes are read by all.
+    """One checkpoint's model.
+
+    One thread at a time calls `encode` and `predict`. Any thread may read the attributes, and call `inputs_of` and
+    `successor`.
 
     Attributes:
         version: The checkpoint's step, as text.
@@ -83,11 +86,12 @@ class ServedModel:
             raise bad(str(error)) from None
         if plan is None:
             return self.inputs
-        if plan not in self._inputs_of:
+        inputs = self._inputs_of.get(plan)
+        if inputs is None:
             if len(self._inputs_of) >= _MOST_INPUTS:
                 self._inputs_of.clear()
-            self._inputs_of[plan] = describe_raw_inputs(plan, self.inputs)
-        return self._inputs_of[plan]
+            inputs = self._inputs_of[plan] = describe_raw_inputs(plan, self.inputs)
+        return inputs
 
     def predict(
         self, requests: Sequence[Columns], most: int, is_waiting: Callable[[int], bool] = lambda number: True

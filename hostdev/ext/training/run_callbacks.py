@@ -86,7 +86,7 @@ class RunCallbacks(RunObserver):
 
     def end_training(self) -> None:
         """Write the figures of the last steps before an evaluation, whose time does not count."""
-        if self:
+        if self.listens:
             self._write()
 
     def epoch(self, info: EpochInfo) -> None:
@@ -99,7 +99,7 @@ class RunCallbacks(RunObserver):
 
     def checkpoint(self, step: int, path: Path, seconds: float) -> None:
         """Call `on_checkpoint`."""
-        if self:
+        if self.listens:
             with self._same_generators():
                 self._call("on_checkpoint", CheckpointInfo(step=step, path=path, seconds=seconds))
 

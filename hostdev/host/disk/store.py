@@ -124,7 +124,8 @@ class SegmentStore:
         """Wait until records can be appended; must be called without the lock.
 
         Raises:
-            UserError: The disk is full, or a write has failed.
+            DiskFullError: The disk is full.
+            UserError: A write has failed.
         """
         while True:
             with self._preparing:
