@@ -113,7 +113,7 @@ docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Compiled once here, and not by two tests at the same time.
-kernels: kernels-others kernels-8-bits kernels-every-row
+kernels: kernels-others kernels-optimizers kernels-8-bits kernels-every-row
 
 kernels-%: $(VENV)/.ready
 	$(BIN)/python -m tests.compile_kernels $*

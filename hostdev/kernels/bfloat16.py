@@ -21,81 +21,67 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
 from numba import types, uint16, uint32, uint64
-from numba.extending import overload
+from numba.extending import intrinsic
 
 from hostdev.kernels.arrays import AnyIds, Rows
 from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.eight_bits import round_plane, to_nearest
-from hostdev.kernels.jit import bare, inline_code, kernel
+from hostdev.kernels.jit import bare, bare_bits, inline_code, kernel
 from hostdev.kernels.plane_formats import BFLOAT16, EIGHT_BITS, FLOAT32, UNSIGNED_8
 from hostdev.kernels.pool import get_grain, parallel_for
 
 Bfloat16 = npt.NDArray[np.uint16]
+_WORD = ir.IntType(32)
 WEYL = 0x9E3779B9  # difference between the counters of adjacent pairs of columns
 
 
-def to_float32(value: Any) -> Any:
+def _to_float32(typing_context: Any, value: Any) -> Any:
     """Convert a stored number, float32 or bfloat16 (as uint16), to float32."""
-    raise NotImplementedError("only compiled kernels can call this function")
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if isinstance(value, types.Float):
+            return arguments[0]
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], _WORD), _WORD(16)), ir.FloatType())
+
+    return (value if isinstance(value, types.Float) else types.float32)(value), generate
 
 
-@overload(to_float32, inline="always")
-def _overload_to_float32(value: Any) -> Any:
-    if isinstance(value, types.Float):
-
-        def keep(value: Any) -> Any:
-            return value
-
-        return keep
-
-    def widen_bfloat16(value: Any) -> Any:
-        return np.uint32(uint32(value) << uint32(16)).view(np.float32)
-
-    return widen_bfloat16
-
-
-def as_exact(to: Any, x: Any) -> Any:
+def _as_exact(typing_context: Any, to: Any, x: Any) -> Any:
     """Return x in the format of the array `to`, float32 or bfloat16, which must be able to represent x exactly."""
-    raise NotImplementedError("only compiled kernels can call this function")
+    found = x if isinstance(to.dtype, types.Float) else types.uint16
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if found is x:
+            return arguments[1]
+        return builder.trunc(builder.lshr(builder.bitcast(arguments[1], _WORD), _WORD(16)), ir.IntType(16))
+
+    return found(to, x if found is x else types.float32), generate
 
 
-@overload(as_exact, inline="always")
-def _overload_as_exact(to: Any, x: Any) -> Any:
-    if isinstance(to.dtype, types.Float):
+def _as_stored(typing_context: Any, to: Any, x: Any) -> Any:
+    """Return x rounded to the format of the array `to`, float32 or bfloat16.
 
-        def keep(to: Any, x: Any) -> Any:
-            return x
+    It is rounded to nearest, ties to even, like torch; NaN becomes the quiet NaN.
+    """
+    found = x if isinstance(to.dtype, types.Float) else types.uint16
 
-        return keep
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if found is x:
+            return arguments[1]
+        bits, half = builder.bitcast(arguments[1], _WORD), ir.IntType(16)
+        odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, _WORD(0x7FFF)), odd), _WORD(16))
+        is_nan = builder.fcmp_unordered("uno", arguments[1], arguments[1])
+        return builder.select(is_nan, half(0x7FC0), builder.trunc(rounded, half))
 
-    def cut(to: Any, x: Any) -> Any:
-        return uint16(np.float32(x).view(np.uint32) >> uint32(16))
-
-    return cut
+    return found(to, x if found is x else types.float32), generate
 
 
-def as_stored(to: Any, x: Any) -> Any:
-    """Return x rounded to the format of the array `to`, float32 or bfloat16."""
-    raise NotImplementedError("only compiled kernels can call this function")
-
-
-@overload(as_stored, inline="always")
-def _overload_as_stored(to: Any, x: Any) -> Any:
-    if isinstance(to.dtype, types.Float):
-
-        def keep(to: Any, x: Any) -> Any:
-            return x
-
-        return keep
-
-    def round_to_bfloat16(to: Any, x: Any) -> Any:
-        # Round to nearest, ties to even, like torch; NaN becomes the quiet NaN.
-        bits = np.float32(x).view(np.uint32)
-        rounded = uint32(uint32(bits + uint32(0x7FFF) + uint32((bits >> uint32(16)) & uint32(1))) >> uint32(16))
-        return uint16(0x7FC0) if x != x else uint16(rounded)
-
-    return round_to_bfloat16
+to_float32: Any = intrinsic(_to_float32)
+as_exact: Any = intrinsic(_as_exact)
+as_stored: Any = intrinsic(_as_stored)
 
 
 @functools.cache
@@ -127,9 +113,9 @@ def rounded_bits(bits, r):
 def _round_rows(start, stop, ids, row_ids, key, formats, steps, block):
     D = np.uint64(block.shape[2])
     block, steps = bare(block), bare(steps)
-    bits = block.view(np.uint32)
+    bits = bare_bits(block, np.uint32)
     words, codes = np.empty(steps.shape[1], np.uint32), np.empty(block.shape[2], np.uint8)
-    random = words.view(np.uint16)
+    random = bare_bits(words, np.uint16)
     for i in range(np.uint64(start), np.uint64(stop)):
         word = hashed(key, np.uint64(row_ids[i]))
         for plane in range(np.uint64(len(formats))):
@@ -148,9 +134,9 @@ def _round_rows(start, stop, ids, row_ids, key, formats, steps, block):
 @kernel
 def _round_into(start, stop, first_row, ids, key, steps, values, out):
     D = np.uint64(values.shape[2])
-    bits = values.view(np.uint32)
+    bits = bare_bits(values, np.uint32)
     words = np.empty(steps.shape[1], np.uint32)
-    random = words.view(np.uint16)
+    random = bare_bits(words, np.uint16)
     for i in range(np.uint64(start), np.uint64(stop)):
         row_id = np.uint64(first_row) + i if ids is None else np.uint64(ids[i])
         draw(hashed(key, row_id), steps[0], words)
@@ -223,7 +209,7 @@ def round_to_nearest(block: Rows, formats: tuple[int, ...]) -> None:
 
 @kernel
 def _are_bfloat16(values):
-    bits = values.view(np.uint32)
+    bits = bare_bits(values, np.uint32)
     for i in range(np.uint64(len(values))):
         row, lost = bits[i], uint32(0)
         for j in range(np.uint64(len(row))):

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from numba import float32, int32, uint8, uint32
 
 from hostdev.kernels.arrays import Rows
-from hostdev.kernels.jit import inline_code, kernel, prefetch_to_read
+from hostdev.kernels.jit import bare_bits, inline_code, kernel, prefetch_to_read
 from hostdev.kernels.pool import get_grain, parallel_for
 
 Codes = npt.NDArray[np.uint8]
@@ -76,7 +76,7 @@ def find_scale(values):
 
     If the magnitude is below 2^-90, return 0.
     """
-    bits = values.view(np.int32)
+    bits = bare_bits(values, np.int32)
     largest, positive = int32(0), int32(0)
     for j in range(np.uint64(len(bits))):
         largest = max(largest, int32(bits[j] & int32(_ABSOLUTE)))
@@ -129,7 +129,7 @@ def _decode(codes, scale, unsigned, out):
 @inline_code
 def decode_plane(plane, unsigned, out):
     """Write the values of a stored slot, uint8 [P], to out, float32 [D], and return `out`."""
-    _decode(plane, plane[len(plane) - 4 :].view(np.float32)[0], unsigned, out)
+    _decode(plane, bare_bits(plane[len(plane) - 4 :], np.float32)[0], unsigned, out)
     return out
 
 
@@ -137,7 +137,7 @@ def decode_plane(plane, unsigned, out):
 def store_plane(values, unsigned, random, plane):
     """Quantize values, float32 [D], and store them in the slot `plane`, uint8 [P]; `random` is as in `encode`."""
     scale, D = find_scale(values), len(values)
-    plane[len(plane) - 4 :].view(np.float32)[0] = scale
+    bare_bits(plane[len(plane) - 4 :], np.float32)[0] = scale
     if scale == float32(0):
         plane[:D] = 0
     else:

@@ -8,7 +8,7 @@ Indices are converted to `np.uint64` before use: numba adds wrap-around for nega
 vectorization.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,8 +17,10 @@ import numpy as np
 from llvmlite import ir
 from llvmlite.binding import ffi as llvm
 from numba import types
+from numba.core import cgutils as _cgutils
 from numba.core.compiler_lock import global_compiler_lock as _numbas_lock
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
+from numba.np import arrayobj as _arrayobj
 
 from hostdev.kernels.cached import check_cache
 
@@ -29,8 +31,11 @@ _OPTIONS: dict[str, Any] = {
     "boundscheck": False,  # ids are checked once, before they are passed to a kernel
 }
 
+_LINE = 64  # bytes of a cache line
 _turns: Callable[[], AbstractContextManager[object]] = nullcontext
 _lock: Any = _numbas_lock  # numba has no annotations
+_codegen: Any = _cgutils
+_arrays: Any = _arrayobj
 _llvms_lock: Any = llvm.lib._lock._lock  # a reentrant lock, which a Python function acquires for each call of LLVM
 
 
@@ -95,7 +100,7 @@ def inline_code(function: Callable[..., Any]) -> Any:
 
 
 def _prefetch(to_write: int, locality: int) -> Any:
-    """Return an intrinsic that prefetches the cache line at an address.
+    """Return an intrinsic that prefetches the cache lines at an address, up to a number of bytes.
 
     Args:
         to_write: 1 to prefetch for writing, 0 for reading.
@@ -103,17 +108,21 @@ def _prefetch(to_write: int, locality: int) -> Any:
     """
 
     @intrinsic
-    def ask(typing_context: Any, address: Any) -> Any:
+    def ask(typing_context: Any, address: Any, nbytes: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
             function = builder.module.declare_intrinsic(
                 "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, word, word, word])
             )
             constants = [ir.Constant(word, value) for value in (to_write, locality, 1)]  # 1: data, not code
-            builder.call(function, [builder.inttoptr(arguments[0], byte), *constants])
+            size = _codegen.intp_t(_LINE)
+            lines = builder.sdiv(builder.add(arguments[1], _codegen.intp_t(_LINE - 1)), size)
+            with _codegen.for_range(builder, lines) as loop:
+                line = builder.add(arguments[0], builder.mul(loop.index, size))
+                builder.call(function, [builder.inttoptr(line, byte), *constants])
             return context.get_dummy_value()
 
-        return types.void(types.intp), generate
+        return types.void(types.intp, types.intp), generate
 
     return ask
 
@@ -147,44 +156,47 @@ fetch_or = _fetch("or", types.uint64)  # sets bits
 load: Any = intrinsic(_load)
 
 _ask_to_write = _prefetch(1, 3)
-ask_to_read = _prefetch(0, 2)
+_ask_to_read = _prefetch(0, 2)
 _ask_to_read_once = _prefetch(0, 0)
 
 
+def _row_at(typing_context: Any, array: Any, row: Any) -> Any:
+    """Return the address of array[row]; the row need not exist."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        given = _arrays.make_array(array)(context, builder, arguments[0])
+        stride = _codegen.unpack_tuple(builder, given.strides)[0]
+        return builder.add(builder.ptrtoint(given.data, stride.type), builder.mul(arguments[1], stride))
+
+    return types.intp(array, types.intp), generate
+
+
+_address_of_row: Any = intrinsic(_row_at)
+
+
+# Not intrinsics: numba would count a reference to the array, atomically, until the loop over its lines ends.
 @inline
 def prefetch_to_write(array, row, nbytes):
     """Prefetch the first `nbytes` of array[row] for writing; the row need not exist."""
-    address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
-    for offset in range(0, nbytes, 64):
-        _ask_to_write(address + offset)
+    _ask_to_write(_address_of_row(array, row), nbytes)
 
 
 @inline
 def prefetch_to_read(array, row, nbytes):
     """Prefetch the first `nbytes` of array[row] into the L2 cache; the row need not exist."""
-    address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
-    for offset in range(0, nbytes, 64):
-        ask_to_read(address + offset)
+    _ask_to_read(_address_of_row(array, row), nbytes)
 
 
 @inline
 def prefetch_to_read_once(array, row, nbytes):
     """Do the same as `prefetch_to_read`, for data that is used once and must not evict other data from the cache."""
-    address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
-    for offset in range(0, nbytes, 64):
-        _ask_to_read_once(address + offset)
+    _ask_to_read_once(_address_of_row(array, row), nbytes)
 
 
-def _as_pointer(typing_context: Any, address: Any) -> Any:
-    """Return an address as a pointer."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.intp), generate
-
-
-_pointer: Any = intrinsic(_as_pointer)
+@inline
+def ask_to_read(address):
+    """Prefetch the cache line at an address into the L2 cache."""
+    _ask_to_read(address, 1)
 
 
 @kernel
@@ -193,29 +205,66 @@ def address_of(array):
     return array.ctypes.data
 
 
-@inline
-def array_at(address, n, dtype):
+def _make_array(context: Any, builder: Any, of: Any, data: Any, shape: Sequence[Any]) -> Any:
+    """Return a C-contiguous array of a numba type in memory that the caller keeps alive."""
+    made, itemsize = _arrays.make_array(of)(context, builder), _codegen.intp_t(_arrays.get_itemsize(context, of))
+    strides = [itemsize]
+    for length in reversed(shape[1:]):
+        strides.insert(0, builder.mul(strides[0], length))
+    data = builder.bitcast(data, context.get_data_type(of.dtype).as_pointer())
+    _arrays.populate_array(made, data, shape, strides, itemsize, meminfo=None)
+    return made._getvalue()
+
+
+def _array_at(typing_context: Any, address: Any, n: Any, dtype: Any) -> Any:
     """Return the C-contiguous array [n] at an address; the caller must keep the memory alive."""
-    return numba.carray(_pointer(address), n, dtype)  # type: ignore[attr-defined]
+    found = types.Array(dtype.dtype, 1, "C")
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        return _make_array(context, builder, found, pointer, [arguments[1]])
+
+    return found(types.intp, types.intp, dtype), generate
 
 
-def bare(array: Any) -> Any:
+def _bare(typing_context: Any, array: Any) -> Any:
     """Return the same C-contiguous array, but not reference-counted; for use in kernels.
 
     The caller must keep the array's memory alive. In a loop with branches, numba would count references to slices of
     the array atomically, in memory that threads share, which takes longer than the arithmetic on a short row.
     """
-    raise NotImplementedError("only compiled kernels can call this function")
+    found = types.Array(array.dtype, array.ndim, "C")
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        given = _arrays.make_array(array)(context, builder, arguments[0])
+        return _make_array(context, builder, found, given.data, _codegen.unpack_tuple(builder, given.shape))
+
+    return found(array), generate
 
 
-@overload(bare, inline="always")
-def _overload_bare(array: Any) -> Any:
-    dtype = getattr(np, str(array.dtype))
+def _bare_bits(typing_context: Any, array: Any, dtype: Any) -> Any:
+    """Return the values of a C-contiguous array as another dtype, without conversion or reference counting.
 
-    def without_count(array: Any) -> Any:
-        return numba.carray(_pointer(array.ctypes.data), array.shape, dtype)  # type: ignore[attr-defined]
+    See `bare`. The last dimension gets the length that has as many bytes.
+    """
+    found = types.Array(dtype.dtype, array.ndim, "C")
 
-    return without_count
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        before, after = (_arrays.get_itemsize(context, one) for one in (array, found))
+        given = _arrays.make_array(array)(context, builder, arguments[0])
+        *shape, last = _codegen.unpack_tuple(builder, given.shape)
+        if before > after:
+            last = builder.mul(last, _codegen.intp_t(before // after))
+        elif after > before:
+            last = builder.udiv(last, _codegen.intp_t(after // before))
+        return _make_array(context, builder, found, given.data, [*shape, last])
+
+    return found(array, dtype), generate
+
+
+array_at: Any = intrinsic(_array_at)
+bare: Any = intrinsic(_bare)
+bare_bits: Any = intrinsic(_bare_bits)
 
 
 @inline

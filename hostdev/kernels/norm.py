@@ -34,7 +34,7 @@ def _square(block, row, j):
     return w * w
 
 
-@kernel
+@inline
 def _fold(block, first, x, out):
     """Write each column's sum of squares over the rows first .. first + 4095 to out [D]; x [512, D] is scratch."""
     D = block.shape[2]

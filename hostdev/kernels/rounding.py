@@ -17,7 +17,7 @@ from hostdev.kernels.arrays import AnyIds, Keys, Positions, Rows
 from hostdev.kernels.bfloat16 import as_exact, draw, rounded_bits, steps_of, to_float32
 from hostdev.kernels.counter import hashed
 from hostdev.kernels.eight_bits import NEAREST, Codes, Flags, decode_plane, store_plane
-from hostdev.kernels.jit import bare, inline_code, kernel, prefetch_to_read, prefetch_update
+from hostdev.kernels.jit import bare, bare_bits, inline_code, kernel, prefetch_to_read, prefetch_update
 from hostdev.kernels.loops import run_alone
 from hostdev.kernels.pool import Task, get_grain, tasks_over
 from hostdev.kernels.shards import id_at
@@ -203,13 +203,13 @@ def _round_plane(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, 
 def _overload_round_plane(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, stored: Any) -> Any:
     def to_bfloat16(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, stored: Any) -> None:
         draw(word, steps, words)
-        bits, random = values.view(np.uint32), words.view(np.uint16)
+        bits, random = bare_bits(values, np.uint32), bare_bits(words, np.uint16)
         for j in range(len(values)):
             stored[j] = rounded_bits(bits[j], random[j])
 
     def to_codes(word: Any, steps: Any, values: Any, unsigned: Any, words: Any, stored: Any) -> None:
         draw(word, steps, words)
-        store_plane(values, unsigned, words.view(np.uint16), stored)
+        store_plane(values, unsigned, bare_bits(words, np.uint16), stored)
 
     return to_codes if stored.dtype == types.uint8 else to_bfloat16
 
