@@ -1,4 +1,4 @@
-"""python -m hostdev.data.preprocess table|criteo|synthetic|check|info: make, check or summarize Arrow shards."""
+"""python -m hostdev.data.preprocess: the same commands as `hostdev preprocess`."""
 
 if __name__ == "__main__":
     from hostdev.core import cli

@@ -44,7 +44,7 @@ from hostdev.kernels.pool import host_threads
 
 
 class ManifestWriter:
-    """Writes the manifest of a data set from the facts of its pieces, one for each piece, in the order of the rows."""
+    """Writes the manifest of a data set from the facts of its pieces, which are in the order of the rows."""
 
     def __init__(self, space: Workspace, facts: Sequence[Facts]) -> None:
         self._source, self._options, self._earlier = space.source, space.options, space.earlier
@@ -81,11 +81,11 @@ class ManifestWriter:
 
         Args:
             paths: The files of the pieces.
-            learned: What `Learning.run` returned.
+            learned: The result of `Learning.run`.
             shards: The results of `make_shard` by split, in order.
         """
         rows, schema = self.rows(), schemas.from_json(learned["schema"])
-        lines: Counter[int] = Counter()  # of each input before a piece, whose malformed lines are numbered from its own
+        lines: Counter[int] = Counter()  # lines of each input before the piece, which numbers its own from 1
         with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
             for path, fact in zip(paths, self._facts, strict=True):
                 before = lines[fact.end.input]
@@ -198,7 +198,7 @@ def build(
 
 
 def _find_blocks(source: Source, start: SourcePosition) -> Iterator[InputRange | HostdevError]:
-    """Yield the blocks of a source, then the HostdevError that ends it, if any."""
+    """Yield each block of a source as a range, then the HostdevError that ends the source, if any."""
     try:
         for block in source.blocks(start):
             yield InputRange(block.end.input, block, block.size)
@@ -207,13 +207,13 @@ def _find_blocks(source: Source, start: SourcePosition) -> Iterator[InputRange |
 
 
 def find_splits(source: Source, options: Options) -> tuple[str, ...]:
-    """Return the names of the splits."""
+    """Return the names of the splits: train, test and, if rows are chosen for it, validation."""
     has_validation = source.has_validation or options.validation_fraction is not None
     return SPLITS if has_validation else SPLITS[:2]
 
 
 def make_recipe(source: Source, options: Options, earlier: Earlier) -> list[Any]:
-    """Return what a data set depends on, as JSON."""
+    """Return everything that determines a data set, as JSON: the inputs' fingerprint, options, and earlier data set."""
     recipe = [source.stamp(), source.options(), options.as_json(), *earlier.recipe()]
     content: list[Any] = json.loads(json.dumps(recipe))
     return content
@@ -237,7 +237,7 @@ class Preparation:
     def first_pass(self, survey: Survey | None = None) -> FirstPass:
         """Return the first pass, to be run before `finish`.
 
-        `survey` has estimates for values that will be in memory with those of the rows.
+        `survey` has estimates of the earlier data set's values, if these will be in memory with the rows' values.
         """
         # The size of a vocabulary is not known yet.
         id_type = "int32" if self._space.hashed is None else self._space.hashed.schema.id_type
@@ -277,10 +277,10 @@ class Preparation:
         return {split: [results[key]["shard"] for of, key in order if of == split] for split in self._splits}
 
     def _collect(self, shards: dict[str, list[Result]]) -> None:
-        """Give the vocabulary and the shards their names in the data set, unless the tasks wrote them there.
+        """Link the vocabulary and the shards into the data set's folder, unless the tasks wrote them there.
 
-        A copy by a hard link leaves the file for a command that is repeated after an interruption; a file system
-        without links gets a copy.
+        The files stay where they were for a command that is repeated after an interruption. On a file system without
+        hard links, they are copied.
         """
         folder = self._space.path(result_name(""))
         if folder == self._work.result:
@@ -296,7 +296,7 @@ class Preparation:
                 shutil.copyfile(folder / name, path)
 
     def _is_sound(self, kind: str, result: Result) -> bool:
-        """Return whether a task of this kind may have this result, as far as one process has them in its journal."""
+        """Return whether a journal's result is valid for this kind of task; only some kinds are checked."""
         layout = self._layout
         try:
             if kind == "piece":

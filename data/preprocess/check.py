@@ -203,7 +203,7 @@ def _check_shards(
 ) -> SplitTotals | None:
     """Check the shards of a split, and add the result to the report.
 
-    Returns the sums over the rows; None if a row was unreadable or invalid, so that they are not to be compared. The
+    Returns the sums over the rows; None if a row was unreadable or invalid, as the sums cannot be compared then. The
     ids of the "train" split are counted with `counter`, if it is given.
     """
     shards = found.shards(split)

@@ -98,7 +98,7 @@ def _add_inspections(commands: Any) -> None:
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
-    """Parse the command line, and build, check or describe a data set."""
+    """Parse the command line, and run its command."""
     arguments = parser(prog).parse_args(argv)
     if hasattr(arguments, "flags"):
         arguments.flags = arguments.flags.from_flags(arguments)

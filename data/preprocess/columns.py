@@ -61,7 +61,7 @@ class WrongValueError(Exception):
 
 
 def reject(wrong: Mask, describe: Callable[[int], str]) -> None:
-    """Raise WrongValueError for the first row that a mask has, if any; `describe` returns the reason."""
+    """Raise WrongValueError for the first row that a mask marks, if any; `describe(row)` returns the reason."""
     for row in np.flatnonzero(wrong)[:1].tolist():
         raise WrongValueError(row, describe(row))
 
@@ -87,14 +87,14 @@ def check_text(array: pa.Array) -> None:
 
 
 def combined(array: Any) -> pa.Array:
-    """Return an array, or the one that has the values of a chunked array."""
+    """Return an array unchanged, and a chunked array as a single array."""
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-    return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array  # of older pyarrows
+    return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array  # older pyarrows return a chunked array
 
 
 @contextmanager
 def in_lists(lengths: npt.NDArray[Any]) -> Iterator[None]:
-    """Raise WrongValueError for a value of concatenated lists with the row of its list."""
+    """In a WrongValueError about a value of concatenated lists, replace the value's index by the row of its list."""
     try:
         yield
     except WrongValueError as error:

@@ -32,11 +32,11 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import TableSource, open_table
 from hostdev.data.preprocess.table_flags import text_format
 
-_SPLITS = ("fraction", "column", "after")  # how options choose test and validation rows, besides files
+_SPLITS = ("fraction", "column", "after")  # suffixes of the flags --test and --validation, which name files
 
 
 def summary(manifest: Manifest, out: Path, seconds: float) -> str:
-    """Return the command's output: sizes, and notes on labels and malformed lines."""
+    """Return the output: sizes, reused ids, values per bag, and notes on columns, labels and rejected rows."""
     statistics = manifest.statistics
     rows = statistics["rows"]
     more = f", {rows['validation']:,} validation" if "validation" in rows else ""

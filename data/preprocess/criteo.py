@@ -78,7 +78,7 @@ class CriteoText(CriteoSource, FileSource):
         self, files: Sequence[Path] = (), *, inputs: Sequence[AnyInput] | None = None, block_bytes: int | None = None
     ) -> None:
         if inputs is None:
-            inputs = [open_input(file, "train.txt".__eq__) for file in expand(files)]  # workers get it by pickle
+            inputs = [open_input(file, "train.txt".__eq__) for file in expand(files)]  # can be pickled for workers
         self.block_bytes = block_bytes or BLOCK_BYTES
         super().__init__([_CriteoFile(source, self.block_bytes) for source in inputs])
 

@@ -39,7 +39,7 @@ MOST_COLUMNS = 1 << 16
 _USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, quoted for a shell
 _SHOWN = 120  # characters of a header in a message
 _MANY_LINES = 20  # a quoted value with this many lines may have swallowed rows, after an unclosed quote
-_ROWLIKE = 0.8  # it has swallowed rows if this share of its lines has as many delimiters as a row
+_ROWLIKE = 0.8  # such a value has swallowed rows if this share of its lines has as many delimiters as a row
 _SCANNED = 16  # windows that are looked at together
 _STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, unusual in text
 
@@ -161,7 +161,7 @@ class DelimitedFile(LineFile):
         return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
-        """See `LineFile`; rows in quotes may have several lines."""
+        """See `LineFile`; a row may have several lines if quotes are allowed."""
         if not self._quotes:
             yield from super().parts(used, offset)
             return
@@ -243,7 +243,7 @@ class DelimitedFile(LineFile):
         return Chunk(batch.filter(pc.invert(again)), 0, chunk.rejected.merge(aside), chunk.size, skipped)
 
     def _refuse_swallowed(self, text: bytes, wrong: "_WrongRows", chunk: Chunk, header: int) -> None:
-        """Raise WrongRowError if a quoted value has many lines that look like rows, as after an unclosed quote."""
+        """Raise InvalidRowError if a quoted value has many lines that look like rows, as after an unclosed quote."""
         delimiter = self._delimiter.decode() if len(self._delimiter) == 1 else _STAND_IN.decode()
         columns = [str(i) for i in range(len(self.names))]
         found = [(number - header, wrong.text(i)) for i, number in enumerate(wrong.numbers().tolist())]

@@ -39,7 +39,7 @@ class Earlier:
         identity: Checksum of everything that a later data set reuses.
     """
 
-    keeps: ClassVar[bool] = True  # whether there is one, whose scaling is kept
+    keeps: ClassVar[bool] = True  # whether there is an earlier data set, whose scaling is kept
 
     folder: Path
     found: Manifest

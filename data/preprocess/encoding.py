@@ -107,14 +107,14 @@ class Encoding:
 
     @property
     def separators(self) -> Mapping[str, str | None]:
-        """By column, the separator of the values of a bag or a vector in text; None if the training files had lists."""
+        """The separator in text of each column of a bag, its weights or a vector; None if training read lists."""
         vectors = (name for name in self.schema.dense if self._readings[name].element is not None)
         found = {self._sources[name]: self._readings[name].separator for name in [*self.schema.bags, *vectors]}
         return found | {name: self._readings[bag].separator for bag, name in self._weights_columns.items()}
 
     @cached_property
     def _weights_columns(self) -> dict[str, str]:
-        """By weighted bag, the column with its weights, if it has one."""
+        """For each bag whose weights have a column of their own, that column's name."""
         readings = ((name, self._readings[name].weights_column) for name in self.schema.weighted_bags)
         return {name: column for name, column in readings if column is not None}
 
@@ -176,9 +176,9 @@ class Encoding:
         return self._encoded(rows, labels, numbers, self._weighted(rows, checked=True))
 
     def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, LongIds]:
-        """Encode the rows whose numbers are all valid; return them as a batch, and their indices in `rows`, int64 [m].
+        """Encode the rows whose numbers and weights are valid; return them as a batch, and their indices in `rows` [m].
 
-        Missing or unreadable labels are NaN. Raises the same errors as `encode`, except those about numbers.
+        Missing or unreadable labels are NaN. Raises the same errors as `encode`, except for numbers and weights.
         """
         rows = self._with_lists(rows)
         self._require_types(rows)
@@ -196,7 +196,7 @@ class Encoding:
         return (batch if len(kept) == len(rows) else _take_rows(batch, kept)), kept
 
     def _with_lists(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Return rows where bags of lists, and their weights, have a type of lists also if all are missing."""
+        """Cast the columns of list bags and their weights to lists if all values are missing; return the rows."""
         lists = {}
         for column in self.schema.columns:
             if column.kind == "bag" and self._separator(column) is None:
@@ -282,7 +282,7 @@ class Encoding:
 
     @cached_property
     def plain(self) -> PlainRows | None:
-        """Encodes plain values; None with weights, buckets, marks of missing values, vectors or decimal commas."""
+        """The encoder of plain values; None for weights, buckets, missing-value markers, vectors or decimal commas."""
         readings = [self._readings[column.name] for column in self.schema.columns]
         if (
             self.schema.weighted_bags

@@ -33,8 +33,8 @@ from hostdev.data.preprocess.text import Recoded, TextLines
 
 CHUNK_ROWS = 1 << 16
 AS_WRITTEN: Mapping[str, str] = MappingProxyType({})  # `TableFile.respelled` of readers that change no text
-CHUNK_VALUES = 1 << 21  # list elements
-CHUNK_BYTES = 1 << 25  # bytes of text
+CHUNK_VALUES = 1 << 21  # maximum list elements in a chunk
+CHUNK_BYTES = 1 << 25  # maximum bytes of text in a chunk
 _SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", ".zip", *COMPRESSED)
 _PART = re.compile(r"part-[0-9]+[^.]*")  # names of text files that Hadoop and Spark write
 _FEATHER_1 = b"FEA1"
@@ -62,7 +62,7 @@ class UnparsedRows(NamedTuple):
 
 
 def unparsed(lines: TextLines) -> UnparsedRows:
-    """Return lines as unparsed rows, whose content is the text and where it begins."""
+    """Return lines as unparsed rows, whose content is the text and its offset in the input."""
     return UnparsedRows((lines.text, lines.offset - len(lines.text)), lines.offset, lines.taken)
 
 
@@ -103,7 +103,7 @@ class TableFile(Protocol):
     """The input that the rows are read from."""
     names: tuple[str, ...]
     most_rows: int = 2**62
-    """An upper bound on the number of rows; this one if it is unknown without reading the whole file."""
+    """An upper bound on the number of rows; 2^62 if nothing is known without reading the whole file."""
     lines_before: int = 0
     """The number of lines before the first row."""
     respelled: Mapping[str, str] = AS_WRITTEN
@@ -132,7 +132,7 @@ class DividedFile(TableFile):
         raise NotImplementedError
 
     def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
-        """Divide the file into places: None for the whole file, or what JSON can hold.
+        """Divide the file into places, which are JSON values; None is the whole file.
 
         Returns the places, each with its size in bytes, and the error that follows them, if any. `looked` has the
         results of `look` for all windows of `looks`.
@@ -140,7 +140,7 @@ class DividedFile(TableFile):
         return [(None, self.input.size)], None
 
     def parts_at(self, used: Sequence[str], place: Any) -> Iterator[UnparsedRows]:
-        """Yield what `parts` yields of a place."""
+        """Yield the rows of a place, as `parts` does."""
         return self.parts(used, 0)
 
 
@@ -148,7 +148,7 @@ class FileSource(Source):
     """The rows of files, in their order.
 
     Attributes:
-        files: The files; the inputs are theirs.
+        files: The files; `inputs` has the input of each file.
         used: Names of the columns that are read.
     """
 
@@ -318,11 +318,11 @@ class ParquetTable(_TypedFile):
                 yield from self._read(file, used, read, offset)
 
     def looks(self) -> list[range]:
-        """See `DividedFile`: the sizes of all row groups are read."""
+        """See `DividedFile`: a single window, for which `look` reads the sizes of all row groups."""
         return [range(0)]
 
     def look(self, used: Sequence[str], windows: range) -> list[Any]:
-        """See `DividedFile`: the groups that `parts` reads at a time."""
+        """See `DividedFile`: the row groups that are read together, as `GroupsRead`."""
         with self._naming():
             return list(self._reads(used, 0))
 
@@ -359,7 +359,7 @@ class ParquetTable(_TypedFile):
             yield from split_batch(rest, row - len(rest), each)
 
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
-        """Parse a part's rows; raise WrongRowError for invalid UTF-8, which Arrow's reader does not check."""
+        """Parse a part's rows; raise InvalidRowError for invalid UTF-8, which Arrow's reader does not check."""
         for name, column in zip(part.content.schema.names, part.content.columns, strict=True):
             try:
                 check_text(column)
@@ -414,7 +414,7 @@ class ArrowTable(_TypedFile):
     def _batches(
         self, source: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions, only: int | None
     ) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """Yield record batches, or `only` one of a file, each with the approximate file position of its end."""
+        """Yield all record batches, or only number `only` of a file, with the approximate file position of each end."""
         if self._stream:
             for batch in pa.ipc.open_stream(source, options=options):
                 yield batch, source.tell()

@@ -26,13 +26,13 @@ from hostdev.data.preprocess.second_pass import MemoryCheck
 
 MAX_REJECTED = 0.01
 _MISSING = re.compile(r"column '(.+)': the value is missing")
-_TEXT = ("columns", "delimiter", "skipped_lines")  # options that a query would need in another form
+_TEXT = ("columns", "delimiter", "skipped_lines")  # with one of these options, no query is suggested
 _SOME, _MOST = 10_000, 0.5  # stop early if more than _MOST of at least _SOME rows are malformed
 _FIRST = 10  # priority of tasks that free memory or disk space
 
 
 class RowCounts:
-    """The rows of a source that were read so far, in order.
+    """Counts of the rows of a source that were read so far, in the order of the source.
 
     Attributes:
         rows: Number of well-formed rows.
@@ -43,14 +43,17 @@ class RowCounts:
         self._source = source
         self.rows = 0
         self.first: Rejected | None = None
-        self._input = self._lines = self._rejected = 0  # `_lines` are those of the current input only
+        self._input = self._lines = self._rejected = 0  # `_lines` counts only the current input
 
     def lines_before(self, source: int) -> int:
-        """Return the number of lines of input number `source` that were read."""
+        """Return the number of lines of input number `source` that were added so far; 0 for the next input."""
         return self._lines if source == self._input else 0
 
     def add(self, source: int, rows: int, rejected: int, first: Rejected | None) -> None:
-        """Add lines of input number `source`; `first` is the first malformed one, numbered from their beginning."""
+        """Add the next lines of input number `source`: `rows` well-formed and `rejected` malformed ones.
+
+        `first` is the first malformed line, numbered from the first of these lines; None if none is malformed.
+        """
         before = self.lines_before(source)
         if self.first is None and first is not None:
             self.first = first._replace(line=before + first.line)
@@ -85,7 +88,7 @@ class RowCounts:
 
 
 def _remedy(first: Rejected) -> str:
-    """Return how to leave out rows without a value in the first malformed row's column, or "" if that has a value."""
+    """Return a hint to leave out rows whose value is missing as in row `first`; "" if no value is missing there."""
     found = _MISSING.match(first.reason)
     if found is None:
         return ""
@@ -122,12 +125,12 @@ class FirstPass:
         self.end = BEGINNING
         self._counts = RowCounts(work.source)
         self._ranges: dict[int, InputRange] = {}
-        self._parsed: dict[int, Result | HostdevError] = {}  # results that wait for those before them
-        self._pieces: dict[str, tuple[Facts, Survey | None]] = {}  # likewise
-        self._missing: dict[int, list[Task]] = {}  # pieces whose range is parsed again
+        self._parsed: dict[int, Result | HostdevError] = {}  # by range, until all ranges before it are counted
+        self._pieces: dict[str, tuple[Facts, Survey | None]] = {}  # by piece, until those before it have facts
+        self._missing: dict[int, list[Task]] = {}  # by range that is parsed again: the tasks of its pieces
 
     def resume(self) -> bool:
-        """Continue after the pieces that an interrupted process wrote in order; return whether these are all.
+        """Take the leading intact pieces that an interrupted process wrote; return whether these are all pieces.
 
         Raises TransientError if their distinct values or their shards would not fit into memory.
         """
@@ -156,8 +159,8 @@ class FirstPass:
         """Parse all ranges.
 
         Raises:
-            UserError: More than 1% of the lines are malformed, or the input is unreadable: the first error in the
-                source's order, which a HostdevError among `ranges` ends.
+            UserError: More than 1% of the lines are malformed, or the input is unreadable. The first error in the
+                source's order is raised; a HostdevError in `ranges` comes last in this order.
             TransientError: Values or shards do not fit into memory, or a read fails.
         """
         place = number = len(self.names)
@@ -189,7 +192,10 @@ class FirstPass:
             self._runner.note(_parsed_task(len(self.names)), {"files": {}})
 
     def _submit(self, number: int, one: InputRange) -> None:
-        """Submit the task that parses a range, unless its result is known, and is all that is needed of it."""
+        """Submit the task that parses range `number`.
+
+        If the journal has its result, and other tasks write the range's pieces, that result is used instead.
+        """
         self._ranges[number] = one
         known = self._runner.known(task := self._parse_task(number))
         if known is not None and all(block["piece"] is None for block in known["blocks"]):
@@ -202,7 +208,7 @@ class FirstPass:
         return Task(f"parse-{number:06d}", "parse", arguments, again=again, noted=not self._work.in_memory)
 
     def _handle(self, task: Task, result: Result | HostdevError) -> bool:
-        """Take a finished task; return whether the ranges after it are needed, because it did not fail."""
+        """Process a finished task; return False if it could not parse its range: then later ranges are not needed."""
         if task.kind == "parse" and not task.again:
             self._parsed[task.arguments[0]] = result
             return not isinstance(result, HostdevError) and result["error"] is None
@@ -225,17 +231,17 @@ class FirstPass:
         return True
 
     def _count(self, place: int, result: Result | HostdevError, progress: Any) -> None:
-        """Count the blocks of the next range, and submit the tasks that write their pieces."""
+        """Count the next range's blocks, and submit the tasks that write missing pieces; raise the range's error."""
         one = self._ranges.pop(place) if self._work.in_memory else self._ranges[place]
         if isinstance(result, HostdevError):
             raise result
         counts = self._counts
         for block in result["blocks"]:
             end, first = SourcePosition(*block["end"]), block["first"] and Rejected(*block["first"])
-            # In one process, a repeated command continues after the pieces before the first one that is missing.
+            # In one process, a repeated command resumes after the leading pieces, and writes all later ones again.
             task = _piece_task(block["name"], counts.rows, end, block["size"])._replace(again=self._work.in_memory)
             counts.add(end.input, block["rows"], block["rejected"], first)
-            counts.check_rejected(self._source.most_rows)  # fails as soon as the remaining rows cannot lower it to 1%
+            counts.check_rejected(self._source.most_rows)  # fails once the remaining rows cannot lower the share to 1%
             self.names.append(block["name"])
             if block["piece"] is None:
                 self._runner.submit(task)
@@ -249,7 +255,7 @@ class FirstPass:
             raise error
 
     def _take(self, name: str, facts: Facts, found: Survey | None) -> None:
-        """Take the facts of a piece, and add all that are the next ones in order."""
+        """Store the facts of a piece; then add the facts of all pieces that are next in order."""
         self._pieces[name] = facts, found
         while len(self.facts) < len(self.names) and (following := self.names[len(self.facts)]) in self._pieces:
             facts, found = self._pieces.pop(following)
@@ -263,7 +269,7 @@ def _make_name(number: int, block: int = 0) -> str:
 
 
 def _parsed_task(pieces: int) -> Task:
-    """Return the journal's entry for the end of the first pass."""
+    """Return the task whose entry in the journal marks the end of the first pass."""
     return Task("parsed", "parsed", (pieces,))
 
 
@@ -275,9 +281,11 @@ def _piece_task(name: str, begin: int, end: SourcePosition, size: int) -> Task:
 def parse(work: Workspace, number: int, given: list[Any]) -> Result:
     """Parse range `number`.
 
-    Returns what is counted of each block, and the error that ended the range, if any. A block is parsed before the
-    number of rows before it is known, which decides its test rows. If rows are drawn, they are kept as they are for the
-    task `write`, which draws them; else the block's piece is written at once, by a worker.
+    Returns the counts of each block, and the error that ended the range, if any.
+
+    Which rows are drawn for testing depends on the number of rows before the block. If this is not known yet, the
+    parsed rows are kept for the task `write`, which draws them; otherwise, a worker writes the block's piece at once.
+    In one process, `write` always writes it.
     """
     one = InputRange(*given)
     work.check_input(one.input)

@@ -49,7 +49,7 @@ TIMESTAMPS = frozenset({DATE, *range(TIMESTAMP, TIME)})
 TIMES = frozenset(range(TIME, MISSING_WORD))
 MISSING = frozenset({EMPTY, *range(MISSING_WORD, PADDED_TO + 2)})
 
-_AT_ONCE = 1 << 20  # texts
+_AT_ONCE = 1 << 20  # texts classified at a time
 
 
 def timestamp_form(is_t: Any, precision: Any, zone: Any) -> Any:

@@ -288,7 +288,7 @@ def _count_hashed(folder: Path, found: Manifest, test: SplitTotals) -> dict[str,
 
 
 def _count_raw(folder: Path, found: Manifest, test: SplitTotals, space: Space) -> Curve:
-    """Count the occurrences of the raw ids of an id space, in memory that grows with the distinct ids."""
+    """Return the curve of an id space of raw ids, and add to `test.seen`; memory grows with the distinct ids."""
 
     def count(shard: Shard) -> tuple[Counts, Counts]:
         parts = read_parts(folder, found, shard, known=True)
@@ -311,7 +311,7 @@ def _count_seen(
     is_seen: Callable[[Array], Array],
     shown: str,
 ) -> None:
-    """Add to `test.seen` the occurrences of ids of some id spaces for which `is_seen` is not 0 in the test rows."""
+    """Add to `test.seen` the occurrences, in test rows, of ids of `spaces` that `is_seen` maps to true or nonzero."""
 
     def look(shard: Shard) -> Counts:
         seen = np.zeros(len(found.schema.columns), np.int64)

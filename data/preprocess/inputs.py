@@ -34,7 +34,7 @@ _MAGIC_BYTES = 512
 _LARGEST_EMPTY = 512  # largest size in bytes of a compressed file with empty content
 _ERRORS = (OSError, EOFError, pa.ArrowException, tarfile.TarError, zlib.error, zipfile.BadZipFile)  # raised by reading
 _SKIPPED_AT_ONCE = 1 << 22
-_SHOWN = 10  # names of an archive in a message
+_SHOWN = 10  # maximum number of an archive's names in a message
 
 
 class Stream:
@@ -140,7 +140,7 @@ class InputFile:
             return stream.read(size)
 
     def describe(self) -> dict[str, Any]:
-        """Return the absolute path and size."""
+        """Return the absolute path and the size and, for an archive, the name of the file in it."""
         member = {"member": self._member} if self._archive else {"member": self._zipped} if self._zipped else {}
         return {"file": places.whole_path(self.path), "bytes": places.stamp(self.path)[0], **member}
 

@@ -1,7 +1,7 @@
-"""Lookup of values' ids in a data set's vocabulary, whose file is checked when it is loaded, also for plain rows.
+"""Lookup of values' ids in a data set's vocabulary, and a fast encoder of rows that are plain Python values.
 
-Rows that are plain Python values take less time than Arrow's way for up to thousands of rows. `PlainRows` finds the
-same ids and numbers as `Encoding.encode`, and leaves to it what it does not know.
+The vocabulary's file is checked when it is loaded. For up to thousands of rows, `PlainRows` takes less time than
+`Encoding.encode`, which uses Arrow. It finds the same ids and numbers, and returns None for rows that it cannot read.
 """
 
 import re
@@ -32,14 +32,14 @@ from hostdev.kernels.strings import TextMap, hash_texts
 
 _PLAIN_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}", re.ASCII)
 _NONE = type(None)
-_MOST_PLAIN = 1 << 16  # rows; for more, Arrow's way takes less memory
+_MOST_PLAIN = 1 << 16  # maximum rows of `PlainRows`; for more, `Encoding.encode` takes less memory
 
 
 class ValueIds:
     """Map from values to ids.
 
     Attributes:
-        written: For each id space with columns of which the manifest does not record it, how its values were written.
+        written: For each id space, how its values were written; empty if the manifest records it for all its columns.
         rates: For each id space, the share of out-of-vocabulary values in training rows.
 
     Raises:
@@ -106,7 +106,7 @@ class ValueIds:
 def written_by_space(data: Manifest, inferred: Mapping[str, Written]) -> dict[str, Written]:
     """Return, for each id space, how its values were written in the training files.
 
-    This comes from the manifest or, for columns about which the manifest does not record it, from `inferred`.
+    The manifest records this by column; for columns without a record, it is taken from `inferred`, by id space.
     """
     found: dict[str, Written] = {}
     for column in data.schema.columns:
@@ -129,7 +129,7 @@ class PlainColumn(NamedTuple):
         space: The name of its id space.
         oov: The id of unknown values.
         written: How its values were written in training.
-        reading: How its values are read. It has no marks of missing values, no buckets and no weights.
+        reading: How its values are read; without missing-value markers, buckets and weights.
     """
 
     name: str
@@ -151,7 +151,7 @@ class PlainRows:
 
     Args:
         data: The data set's manifest; its bags have no weights.
-        readings: How columns are read, by name; none has marks of missing values, buckets, vectors or decimal commas.
+        readings: How columns are read, by name; without missing-value markers, buckets, vectors and decimal commas.
         written: How the values of each id space were written in training.
         known: The mapping from values to ids.
         scaling: The scaling of numbers.
@@ -322,7 +322,7 @@ def _texts(written: Written, values: Sequence[Any]) -> Sequence[str]:
 
 
 def _require_as_trained(written: Written, texts: Sequence[str]) -> None:
-    """Require that training cannot have hashed different texts for these values."""
+    """Raise _UnusualError if training may have hashed other texts for these values."""
     integers = written.kind == "number" and written.has_plain_integers
     if not all(map(_PLAIN_INTEGER.fullmatch, texts)) if integers else written.has_type:
         raise _UnusualError

@@ -1,6 +1,6 @@
-"""The client's part of learning: it plans the tasks for scaling and vocabulary, and makes the schema of the counts.
+"""The client's part of learning: it plans the tasks for scaling and vocabulary, and makes the schema from the counts.
 
-In one process, values are counted in memory. Workers count them by hash ranges, so that none has to hold them all.
+In one process, values are counted in memory. Workers count them by hash ranges, so that no worker has to hold them all.
 """
 
 import math
@@ -20,12 +20,12 @@ from hostdev.data.preprocess.vocabulary import MOST_OF_A_BAG
 from hostdev.data.schema import Schema, Space
 from hostdev.kernels.strings import BYTES_A_TEXT, BYTES_A_VALUE
 
-RANGE_SHARE = 0.25  # of a worker's memory for a thread, for the values of a range
-_PLACE_BYTES = 48  # of a value's first occurrence and uses, while a range's file is written
-_MARGIN = 1.05  # error margin of the estimates, and the ranges' different sizes
-GROUP_VALUES = 1 << 20  # values that a task puts in order
-SURVEYS = 64  # that a task merges
-MOMENTS = 8  # pieces whose numbers a task looks at
+RANGE_SHARE = 0.25  # share of a worker's memory per thread, for the values of a range
+_PLACE_BYTES = 48  # per value: its first occurrence and uses, while a range's file is written
+_MARGIN = 1.05  # for the error of the estimates, and for the ranges' different sizes
+GROUP_VALUES = 1 << 20  # maximum values that a task `rank` puts in order
+SURVEYS = 64  # maximum surveys that a task merges
+MOMENTS = 8  # maximum pieces that a task `moments` reads
 
 
 class _Group(NamedTuple):
@@ -44,7 +44,7 @@ class Learning:
         self._layout, self._known = work.source.layout, work.earlier.known_ids(work.source.layout)
 
     def run(self, names: Sequence[str], index: list[str], rows: int) -> Result:
-        """Return the schema, the statistics of the scaling and more, as JSON.
+        """Return the schema, the statistics of the scaling and of the values, and the vocabulary's SHA-256, as JSON.
 
         Args:
             names: The names of all pieces.
@@ -69,7 +69,7 @@ class Learning:
                 found = self._find_words(groups, scale, rows)
         finally:
             self._work.values.clear()
-        self._runner.executor.close_files()  # those of the vocabulary, which are removed now
+        self._runner.executor.close_files()  # the files of the vocabulary's tasks, which are removed below
         self._runner.note(task, found)
         for folder in () if self._work.in_memory else ("spread", "words"):
             for path in self._work.path(folder).iterdir():
@@ -78,7 +78,7 @@ class Learning:
         return found
 
     def _moments(self) -> list[Task]:
-        """Return the tasks that look at the numbers of groups of pieces; none if one task looks at all of them."""
+        """Return the tasks `moments`, one per group of pieces; none if the task `scale` reads all pieces or none."""
         work = self._work
         if work.in_memory or work.earlier.keeps or not self._layout.dense or not has_groups(make_scaling(work)):
             return []
@@ -89,7 +89,7 @@ class Learning:
         ]
 
     def _find_words(self, groups_of_numbers: list[Task], scale: Task, rows: int) -> Result:
-        """Find the vocabulary, and the scaling at the same time."""
+        """Find the vocabulary, and the scaling at the same time; return the result of `run`."""
         in_memory, noted, pieces = self._work.in_memory, not self._work.in_memory, len(self._names)
         self._ranges = [1] * len(self._layout.spaces) if in_memory else self._count_ranges()
         parts = [(space, r, several) for space, several in enumerate(self._ranges) for r in range(several)]
@@ -99,7 +99,7 @@ class Learning:
             steps = pieces * (1 + len(parts) + has_numbers)
         with bar(steps, "counting", "steps") as progress:
             done: Callable[[int], object] = progress.update
-            if in_memory:  # its tasks look at many pieces
+            if in_memory:  # each task advances the bar after each piece
                 self._work.advance, done = progress.update, lambda n: None
             if max(self._ranges) > 1:
                 self._runner.map((Task(f"spread-{name}", "spread", (name, self._ranges)) for name in self._names), done)
@@ -235,7 +235,13 @@ def _earlier_groups(space: Space) -> Iterator[_Group]:
 
 
 def _new_groups(firsts: npt.NDArray[np.int64], first: int, number: int) -> Iterator[_Group]:
-    """Yield groups of new values: those of some consecutive pieces, about GROUP_VALUES; ids begin at `first`."""
+    """Yield groups of about GROUP_VALUES new values, which occur first in consecutive pieces.
+
+    Args:
+        firsts: For each piece, the number of new values that occur first in it, int64 [pieces].
+        first: The first id.
+        number: The first group's number.
+    """
     ends = np.cumsum(firsts)
     start = done = 0
     while start < len(firsts) and ends[-1] > done:

@@ -20,7 +20,7 @@ from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.reading import ReadSettings, readable
 from hostdev.kernels.arrays import Mask, Numbers, Values
 
-MOST = 1 << 16  # numbers in a vector
+MOST = 1 << 16  # maximum numbers in a vector
 _LARGEST = float(np.finfo(np.float32).max)
 Get = Callable[[str], pa.Array]
 
@@ -92,9 +92,9 @@ def read_numbers(
     """Return numeric columns [n, columns], NaN where a number is missing, and the mask of unreadable rows [n].
 
     Args:
-        names: Names of the data set's numeric columns; those of a vector are consecutive.
+        names: Names of the data set's numeric columns; a vector's columns are consecutive.
         readings: Reading settings by name.
-        get: Returns the values [n] of the file's column with a name.
+        get: Called with a column's name in the file; returns the column [n].
     """
     found, unread = np.empty((n, len(names))), np.zeros(n, np.bool_)
     for place, name, width in _columns(names, readings):
@@ -225,7 +225,7 @@ def read_weighted(reading: ReadSettings, name: str, get: Get) -> WeightedValues:
     Args:
         reading: Settings of the bag, with `weights` or `weights_column`.
         name: The feature's name, which is its column's name unless `reading` has another.
-        get: Returns the file's column with a name [n].
+        get: Called with a column's name in the file; returns the column [n].
     """
     return _read(reading, name, get)[0]
 
@@ -268,7 +268,11 @@ def require_weighted(reading: ReadSettings, name: str, get: Get) -> WeightedValu
 
 
 def _read(reading: ReadSettings, name: str, get: Get) -> tuple[WeightedValues, Mask, pa.Array, Codes]:
-    """Return the values; the mask of those with an invalid weight [N]; the weights as given; and each row's weights."""
+    """Read a weighted bag.
+
+    Returns the values; the mask of the values with an invalid weight [N]; the weights as the file has them, null where
+    a value has none [N]; and each row's number of weights [n].
+    """
     values, lengths, wrong = _flat(reading, get(reading.column or name))
     if reading.weights is not None:
         values, given = _split(values, reading)

@@ -42,7 +42,7 @@ def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str
 
 
 def different_columns(there: Manifest, here: Manifest) -> str | None:
-    """Describe how the columns or the scaled numbers of a data set differ from those of a checkpoint's, or None."""
+    """Describe the first difference from a checkpoint's data set in columns, scaling or hashed features, or None."""
     pairs = (
         ("numeric columns", there.schema.dense, here.schema.dense),
         ("columns with ids", _columns(there.schema), _columns(here.schema)),

@@ -14,17 +14,17 @@ from hostdev.core.errors import UserError
 from hostdev.core.keys import RAW, is_raw
 from hostdev.core.options import OptionError, OptionGroup, choice, count, option, switch
 
-MODES = ("max", "log", "standard")  # of scaling
+MODES = ("max", "log", "standard")  # modes of scaling
 TASKS = ("binary", "regression")
 DECIMALS = (".", ",")
 _LOCAL = re.compile(r"local:([0-9]+)")
 _ADDRESS = re.compile(r"(tcp|tls)://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
-MOST_LOCAL = 1024  # workers of --scheduler local:N
-THRESHOLD = 1  # values seen once carry no information; they train the out-of-vocabulary id instead
+MOST_LOCAL = 1024  # maximum number of workers of --scheduler local:N
+THRESHOLD = 1  # default for tables: values seen once carry no information; they train the out-of-vocabulary id
 
 
 def ids_in_words(ids: int) -> str:
-    """Return the number of ids of a data set as text."""
+    """Return a data set's number of ids as text, or "raw ids" for values hashed into 62 bits."""
     return "raw ids" if is_raw(ids) else f"{ids:,} ids"
 
 
@@ -36,7 +36,7 @@ class Options:
     hash_buckets: int | None = None  # number of hash buckets; None for a vocabulary
     dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
     test_fraction: float | None = 0.1  # share of test rows, drawn by seed and row number; None if the source decides
-    validation_fraction: float | None = None  # share of validation rows, drawn in the same way; None for no rows
+    validation_fraction: float | None = None  # share of validation rows, drawn in the same way; None to draw none
     seed: int = 2020
     rows_per_shard: int = 1 << 18
 
@@ -48,7 +48,7 @@ class Options:
             raise UserError("--test-fraction and --validation-fraction together leave no rows for training")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the options for the manifest, without those that have no effect."""
+        """Return the options for the manifest; a fraction that is None is left out, and the seed if both are None."""
         found = asdict(self)
         if self.validation_fraction is None:
             del found["validation_fraction"]
@@ -61,7 +61,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionFlags(OptionGroup):
-    """How rows become shards: the values of `Options` that are given; None for the default."""
+    """How rows become shards: the flags that set `Options`; None if a flag is not given."""
 
     section: ClassVar[str] = "conversion"
     title: ClassVar[str] = "conversion of rows to shards"
@@ -93,7 +93,7 @@ class ConversionFlags(OptionGroup):
     rows_per_shard: int | None = count(f"maximum rows per file (default {Options.rows_per_shard})")
 
     def resolve(self, **defaults: Any) -> Options:
-        """Return the options; `defaults` override those of `Options`."""
+        """Return the options; for flags that are not given, `defaults` replace the defaults of `Options`."""
         given = {one.name: getattr(self, one.name, None) for one in fields(Options)}
         if self.ids == "raw":
             given["hash_buckets"] = RAW
@@ -119,7 +119,7 @@ def parse_scheduler(text: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags(OptionGroup):
-    """What prepares the data set."""
+    """The seed, and the threads or workers that prepare the data set."""
 
     section: ClassVar[str] = "run"
     title: ClassVar[str] = "random draws, threads and workers"
@@ -139,7 +139,7 @@ class RunFlags(OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierFlags(OptionGroup):
-    """What is kept of an earlier data set."""
+    """The earlier data set whose ids, columns and scaling are kept."""
 
     section: ClassVar[str] = "earlier"
     title: ClassVar[str] = "an earlier data set"
@@ -184,7 +184,7 @@ class RoleFlags(OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnFlags(OptionGroup):
-    """Features by columns, which a features file replaces."""
+    """Flags that name the features' columns; a features file replaces these flags."""
 
     section: ClassVar[str] = "columns"
     title: ClassVar[str] = "features"
@@ -212,7 +212,7 @@ class ColumnFlags(OptionGroup):
     )
 
     def check(self) -> None:
-        """Raise OptionError if there is also a features file."""
+        """Raise OptionError if one of these flags is given together with a features file."""
         for name in ColumnFlags.options():
             if self.has(name) and self.has("features"):
                 raise OptionError(name, " has no effect with --features, whose file defines the columns; leave it out")

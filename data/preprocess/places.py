@@ -1,4 +1,4 @@
-"""Where the files with raw rows are: paths of this machine, or those of `source_path` for files in a store.
+"""Access to files of raw rows: on this machine, or in an object store, with a path from `addresses.source_path`.
 
 Files of a store are read as streams, without a copy on this machine.
 """
@@ -18,17 +18,17 @@ from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.stores import About, Store
 
-_FIRST, _MOST = 1 << 16, 1 << 23  # bytes of the first request of a stream, and of later ones
-_AHEAD = 2  # requests
+_FIRST, _MOST = 1 << 16, 1 << 23  # bytes of a stream's first request, and maximum of later ones
+_AHEAD = 2  # requests that are prefetched
 
 
 def is_file(path: Path) -> bool:
-    """Return whether there is a file."""
+    """Return whether there is a file at a path."""
     return path.is_file() if address_of(path) is None else about_in_store(path) is not None
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether there is a folder; in a store, one that has files."""
+    """Return whether there is a folder at a path; a store has only folders with files."""
     return path.is_dir() if address_of(path) is None else bool(names_below(path))
 
 
@@ -38,7 +38,7 @@ def files_below(path: Path) -> list[Path]:
 
 
 def stamp(path: Path) -> tuple[int, Any]:
-    """Return a file's size, and its modification time or what else differs if it is replaced."""
+    """Return a file's size, and its modification time in nanoseconds or, in a store, its version."""
     if address_of(path) is None:
         found = path.stat()
         return found.st_size, found.st_mtime_ns
@@ -49,7 +49,7 @@ def stamp(path: Path) -> tuple[int, Any]:
 
 
 def whole_path(path: Path) -> str:
-    """Return a file's absolute path, or its address."""
+    """Return a file's absolute path, or its address in a store."""
     return address_of(path) or str(path.resolve())
 
 
@@ -62,14 +62,14 @@ def open_bytes(path: Path, *, buffered: bool = True) -> BinaryIO:
 
 
 def open_arrow(path: Path, *, mapped: bool = False) -> Any:
-    """Open a file as Arrow's readers take it; `mapped` maps one of this machine into memory."""
+    """Open a file for Arrow's readers; if `mapped`, a file of this machine is mapped into memory."""
     if address_of(path) is not None:
         return pa.PythonFile(open_bytes(path), mode="r")
     return pa.memory_map(os.fsencode(path)) if mapped else pa.OSFile(os.fsencode(path))
 
 
 def identities(paths: list[Path]) -> Iterator[tuple[Path, Any]]:
-    """Yield the files that are there, each with a value that is the same for the same file under another name."""
+    """Yield files with values that are equal for the same file under two names; skip missing files of this machine."""
     for path in paths:
         if (address := address_of(path)) is not None:
             yield path, address
@@ -84,7 +84,7 @@ def _store(address: str) -> Store:
 
 
 def _find(path: Path) -> tuple[Store, str]:
-    """Return the folder of a file in a store, and the file's name."""
+    """Return the store at the folder of a file, and the file's name."""
     address = address_of(path)
     if address is None or "/" not in address.partition("://")[2]:
         raise UserError(f"{address or path} is not the address of a file; give one such as s3://BUCKET/FOLDER/FILE")
@@ -93,7 +93,7 @@ def _find(path: Path) -> tuple[Store, str]:
 
 
 def about_in_store(path: Path) -> About | None:
-    """Return what is known of a file in a store, by its `source_path`; None if there is no such file."""
+    """Return the facts about a file in a store, given its path from `source_path`; None if there is no such file."""
     if (address := address_of(path)) is not None and "/" not in address.partition("://")[2]:
         return None  # a bucket
     store, name = _find(path)
@@ -101,18 +101,18 @@ def about_in_store(path: Path) -> About | None:
 
 
 def names_below(path: Path) -> list[str]:
-    """Return the names of the files below a folder in a store, within it; [] if there is no such folder."""
+    """Return the names, relative to a folder in a store, of the files below it; [] if there is no such folder."""
     address = address_of(path)
     assert address is not None
     return sorted(name for name in _store(address).list() if name)
 
 
 class StoreFile(io.RawIOBase):
-    """A file in a store, read in order or here and there. A stream that is read in order is read ahead.
+    """A file in a store. If it is read in order, the next bytes are prefetched.
 
     Args:
-        path: The file's `source_path`.
-        size: Its size.
+        path: The file's path, from `source_path`.
+        size: The file's size in bytes.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -156,7 +156,7 @@ class StoreFile(io.RawIOBase):
         return len(piece)
 
     def _fill(self, wanted: int) -> None:
-        """Get content at the position: what was read ahead, or what is asked for."""
+        """Get the content at the position, by a prefetched request or a new one."""
         in_order = self._at == self._next
         if in_order and self._coming and self._coming[0][0] == self._at:
             start, stop, coming = self._coming.pop(0)
@@ -188,7 +188,7 @@ class StoreFile(io.RawIOBase):
         self._coming = []
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop prefetching, and close the file."""
         if not self.closed:
             self._stop.set()
             self._drop()

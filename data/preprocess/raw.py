@@ -155,7 +155,7 @@ class RawRows:
     splits: npt.NDArray[np.uint8] | None = None  # [n], each row's index in `manifest.SPLITS`; None to draw them later
     texts: Mapping[str, pa.Array] | None = None  # by id space, the values; None if keys are not indices
     missing: Mapping[str, int] = field(default_factory=dict)  # by id space, the key of a missing value
-    forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # for each column with ids, its values' forms
+    forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids (see `preprocess.forms`)
     weight: npt.NDArray[np.float32] | None = None  # [n]; None: all are 1
     bag_weights: Mapping[int, npt.NDArray[np.float32]] = field(default_factory=dict)  # [N], by index in `bags`
 
@@ -164,7 +164,7 @@ class RawRows:
         return len(self.label)
 
     def take(self, rows: npt.NDArray[np.int64]) -> "RawRows":
-        """Return the rows at these indices, without malformed lines."""
+        """Return the rows at these indices, without malformed lines, splits and forms."""
         bags = tuple(ragged.take(keys, ragged.offsets_of(lengths), rows) for keys, lengths in self.bags)
         keys = np.empty((self.keys.shape[1], len(rows)), np.int64)
         for i, column in enumerate(keys):
@@ -210,7 +210,7 @@ class InputRange(NamedTuple):
         input: The input's number.
         place: Where the blocks are, as the source divides the input; None for all of it; or a block in memory.
         size: In the source's unit, for the progress bar; 0 if unknown.
-        begin: The number of rows before it; None if that is unknown until the ranges before it are parsed.
+        begin: The number of rows before the range; None if it is unknown until the ranges before are parsed.
     """
 
     input: int
@@ -261,26 +261,26 @@ class Source:
     def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
         """Divide an input into ranges that can be read alone; also return the error that follows them, if any.
 
-        `looked` has the results of `look` for all windows of `looks`. Places of ranges are such as JSON can hold.
+        `looked` has the results of `look` for all windows of `looks`. The ranges' places are JSON values.
         """
         raise NotImplementedError
 
     def blocks_of(self, one: InputRange) -> Iterator[RawBlock]:
-        """Yield the blocks of a range that `blocks` yields."""
+        """Yield the blocks of a range: the rows that `blocks` yields there."""
         raise NotImplementedError
 
     def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
         """Parse a block's rows; thread-safe.
 
         If `hashed` is true, keys may be hashes, which cannot be turned back into values.
-        Raises WrongRowError for an invalid value, and UserError for unreadable input.
+        Raises InvalidRowError for an invalid value, and UserError for unreadable input.
         """
         raise NotImplementedError
 
     def kinds(self, forms: Mapping[str, Mapping[int, frozenset[int]]]) -> dict[str, Any]:
-        """Return the manifest's entry `kinds`, or an empty one if there is none.
+        """Return the manifest's entry `kinds`; empty if the source has none.
 
-        `forms` has the forms of the values, by column, then by input number.
+        `forms` has the forms of the values (see `preprocess.forms`), by column, then by input number.
         """
         return {}
 
@@ -289,7 +289,7 @@ class Source:
         return [source.describe() for source in self.inputs]
 
     def stamp(self) -> list[Any] | None:
-        """Return a fingerprint of the inputs: each file's path, size and time; None if one can be read only once."""
+        """Return a fingerprint of the inputs: each file's path, size and time; None if a file can be read only once."""
         stamps = [source.stamp() for source in self.inputs]
         return None if None in stamps else stamps
 

@@ -60,7 +60,7 @@ class ReadSettings:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "ReadSettings":
-        """Return the settings in the result of `as_json`; raise TypeError, ValueError or AttributeError for others."""
+        """Return the settings that `as_json` stored; raise TypeError, ValueError or AttributeError if invalid."""
         return cls(**{**content, "missing": tuple(content.get("missing", ()))})
 
     @property
@@ -77,7 +77,7 @@ class ReadSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     def within(self, missing: Iterable[str], decimal: str, separator: str | None, *, trimmed: bool) -> "ReadSettings":
-        """Return these settings combined with those for all columns; `separator` is a bag's separator, or None."""
+        """Return these settings with those for all columns added, and with a bag's `separator` or None."""
         every = tuple(dict.fromkeys([*missing, *self.missing]))
         return replace(self, trimmed=trimmed, missing=every, separator=separator, decimal=decimal)
 

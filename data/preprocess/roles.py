@@ -1,6 +1,6 @@
-"""The first rows of a table's columns, and roles that `preprocess suggest` finds for columns that are no features.
+"""Samples of a table's columns, and the roles that `preprocess suggest` finds for columns other than features.
 
-These are labels, weights, times, positions, and leaks.
+The roles are label, weight, time, position, and leak.
 """
 
 import json
@@ -54,8 +54,8 @@ _IDS = re.compile(
     r"|([acgipsuv]|gu|uu)id",
     re.I,
 )
-_CHANCE = 1e-4  # a value beside which all labels are equal is suspicious if chance makes it so more rarely than this
-_LEAST = 20  # rows with either label, for a number to be found to separate them
+_CHANCE = 1e-4  # rows whose labels are all equal are suspicious if the probability of this by chance is lower
+_LEAST = 20  # minimum rows with each label, for numbers to be found to separate the labels
 _YEAR, _MONTH, _DAY = r"(?:19|20|21)\d\d", r"(?:0?[1-9]|1[0-2])", r"(?:0?[1-9]|[12]\d|3[01])"
 _MONTH_NAME = r"(?i:jan|feb|mar|mär|apr|may|mai|jun|jul|aug|sep|okt|oct|nov|dec|dez)[a-zäé]*\.?"
 _WEEKDAY = r"(?:(?i:mon|tue|wed|thu|fri|sat|sun)[a-z]*,? )?"
@@ -80,8 +80,8 @@ _TIME_WORDS = {*("time", "timestamp", "stamp", "date", "datetime", "day", "ts", 
 _AT = {"created", "updated", "clicked", "seen", "shown", "viewed", "event", "modified", "posted", "visited", "logged"}
 _PERIOD = re.compile(r"(.*_)?(hour|minute|month|weekday|dow|quarter|day_of_(the_)?(week|month|year)|of_day)")
 _UNITS = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
-_EPOCH = (1e9, 2.1e9)  # seconds from 1970: 2001 to 2036
-_FEW_ROWS = 100  # up to this many rows may have ids that increase with every row
+_EPOCH = (1e9, 2.1e9)  # seconds since 1970: from 2001 to 2036
+_FEW_ROWS = 100  # in a table with at most this many rows, numbers that increase with every row may be ids
 _POSITIONS = {
     "",
     "index",
@@ -101,10 +101,10 @@ _POSITIONS = {
 
 @dataclass
 class SampledColumn:
-    """A sampled column.
+    """A column of the first rows.
 
-    `type` is its type in the file. `texts` has all values as text, or the lists of a list column; `known` has those
-    that are not missing. `marks` has the missing-value markers that occur in the column.
+    `type` is the column's type in the file. `texts` has all values as text, or the lists of a list column; `known` has
+    the elements of `texts` that are not missing. `marks` has the missing-value markers that occur often (see `_RARE`).
     """
 
     name: str
@@ -144,14 +144,17 @@ class SampledColumn:
         return pc.if_else(pc.is_in(self.texts, value_set=_missing(self.marks)), "", self.texts)
 
     def matches(self, pattern: str, share: float = 0.99) -> bool:
-        """Return whether at least this share of the known texts match the whole regular expression (of RE2)."""
+        """Return whether at least `share` of a text column's known values fully match a regular expression (of RE2)."""
         if self.kind != "text" or not len(self.known):
             return False
         return bool(pc.mean(pc.match_substring_regex(self.known, f"^(?:{pattern})$")).as_py() >= share)
 
 
 def sample(file: TableFile) -> list[SampledColumn]:
-    """Return the columns of the first rows, at most ROWS; raise UserError if there are none, or names are repeated."""
+    """Return the columns of the first rows, at most ROWS.
+
+    Raises UserError if there are no rows, if names are repeated, or if the first line is a JSON object.
+    """
     twice = next((name for name in file.names if file.names.count(name) > 1), None)
     if twice is not None:
         raise UserError(
@@ -194,8 +197,15 @@ def _missing(marks: list[str]) -> pa.Array:
 
 
 class Label(NamedTuple):
-    """The label's column, or None; the rule for positive labels (None: 1 and true); the reason; which rows are positive
-    and which rows have a label [n], both None where the rule cannot tell."""
+    """A table's label, and its rule.
+
+    Attributes:
+        name: The label's column; None if none was found.
+        rule: The rule for positive labels, such as ">3"; None if 1 and true are positive.
+        reason: Why this column and this rule were chosen.
+        positive: Which rows have a positive label [n]; None if the label's values fit no rule.
+        known: Which rows have a label [n]; None if the label's values fit no rule.
+    """
 
     name: str | None
     rule: str | None
@@ -205,7 +215,7 @@ class Label(NamedTuple):
 
 
 def find_label(columns: Sequence[SampledColumn], given: str | None) -> Label:
-    """Choose the label: `given`, or a column with a usual name, preferably one with two values."""
+    """Choose the label and its rule: the column `given`, or a column with a usual name, preferably a binary one."""
     if given is not None:
         candidates, why = [column for column in columns if column.name == given], "given"
     else:
@@ -241,7 +251,7 @@ def find_label(columns: Sequence[SampledColumn], given: str | None) -> Label:
 
 
 def is_binary(column: SampledColumn) -> bool:
-    """Return whether a column has 0 and 1, true and false, yes and no, or the like; a value may also be missing."""
+    """Return whether a column has 0 and 1, true and false, yes and no, or the like, or only one of the two."""
     if column.kind not in ("text", "number", "bool") or not 1 <= column.distinct <= 2:
         return False
     values = {value.lower() for value in pc.unique(column.known).to_pylist()}
@@ -249,7 +259,7 @@ def is_binary(column: SampledColumn) -> bool:
 
 
 def second_label(column: SampledColumn, label: Label) -> str | None:
-    """Return why a column beside the label looks like another outcome, known only after the label, or None."""
+    """Return a note if a column looks like a second outcome, known only after the event; otherwise None."""
     if label.name is None or column.kind in ("list", "nested"):
         return None
     binary = is_binary(column)
@@ -309,7 +319,7 @@ def find_weight(columns: Sequence[SampledColumn]) -> str | None:
 
 
 def may_be_weight(column: SampledColumn) -> str | None:
-    """Return why a column may be the rows' weight, or None."""
+    """Return a question for the user if a column may be the rows' weight; otherwise None."""
     if not (_MAYBE_WEIGHTS.fullmatch("_".join(column.words)) or _WEIGHTS.fullmatch("_".join(column.words))):
         return None
     if not _can_weigh(column) or is_binary(column):
@@ -324,7 +334,7 @@ def _can_weigh(column: SampledColumn) -> bool:
 
 
 def time_reason(column: SampledColumn) -> str | None:
-    """Return why a column has times, or None: by its type, its texts, its numbers, or its name."""
+    """Return a note if a column seems to have times, by its type, texts, numbers or name; otherwise None."""
     what = "split with --test-after, or extract hour and weekday with `preprocess query`"
     if column.kind == "other":
         return f"a time: {what}"

@@ -1,4 +1,4 @@
-"""Sources of rows that packages register: `hostdev preprocess NAME ...` reads the rows of each.
+"""Sources of rows that packages register; `hostdev preprocess NAME ...` reads the rows of the source NAME.
 
 This module imports little, so that a wrong flag is reported at once.
 """
@@ -20,9 +20,9 @@ KIND = "source"
 class RowSource:
     """A source of rows with named columns: subclass it, and register it as a `hostdev.source`.
 
-    The class is created without arguments when the command line is parsed: its module should import little, and `open`
-    the rest. The command has the options about columns' roles and splits, too. `hostdev.testing.check_source` checks
-    what `open` returns.
+    The class is created without arguments when the command line is parsed. Its module should therefore import little;
+    slow imports belong in `open`. The command also has the options of `options.RowFlags`.
+    `hostdev.testing.check_source` checks the result of `open`.
 
     Attributes:
         help: What the rows come from, in a line of `hostdev preprocess --help`.
@@ -31,7 +31,7 @@ class RowSource:
     help: ClassVar[str] = ""
 
     def add_options(self, to: argparse.ArgumentParser) -> None:
-        """Add the source's own options and arguments; --out is there."""
+        """Add the source's own options and arguments; `to` already has --out and the options of `RowFlags`."""
 
     def open(self, arguments: argparse.Namespace) -> "TableFile":
         """Return the rows, a subclass of `RecordBatches`; raise UserError if they cannot be read."""
@@ -47,7 +47,7 @@ class RecordBatches:
     """
 
     lines_before = 0
-    most_rows = 2**62  # unknown
+    most_rows = 2**62  # an upper bound on the number of rows; unknown here
     respelled: Mapping[str, str] = MappingProxyType({})
     changed = "the rows changed while they were read; run again once nothing writes to them"
 
@@ -57,20 +57,22 @@ class RecordBatches:
         self.input: Any = _Input(self)
 
     def batches(self, columns: Sequence[str], first: int) -> "Iterator[pa.RecordBatch]":
-        """Yield the rows from number `first` on, with these columns in this order; the same rows each time.
+        """Yield the rows from number `first` on, counted from 0, with these columns in this order.
 
-        A preparation reads them twice, and from the middle if it was killed. Raise UserError if they cannot be read.
+        Each call must yield the same rows: a preparation that was killed continues in the middle. Raise UserError if
+        the rows cannot be read.
         """
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:  # Any: JSON
-        """Return what the data set's manifest says of the rows: plain values, by name."""
+        """Return the manifest's entry about where the rows come from: plain values, by name."""
         return {"source": self.name}
 
     def fingerprint(self) -> list[Any] | None:  # Any: JSON
-        """Return what differs if the rows do, such as versions or times; None if rows can be read only once.
+        """Return values that differ whenever the rows differ, such as versions or times.
 
-        A preparation that was killed goes on only if this is equal.
+        Return None if rows can be read only once. A preparation that was killed resumes only if the fingerprint is
+        unchanged.
         """
         return None
 
@@ -95,7 +97,7 @@ class RecordBatches:
 
 
 class _Input:
-    """What `Input` says of a file, of rows without one."""
+    """What a preparation uses of an `inputs.InputFile`, for rows that are not in a file."""
 
     plain, size, path = False, 0, Path("-")
 

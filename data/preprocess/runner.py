@@ -1,7 +1,7 @@
-"""Tasks of a preparation: what they share, and what submits them and keeps a journal of their results.
+"""Tasks of a preparation: the workspace that they share, and the runner, which submits them and keeps a journal.
 
-A task's entry in the journal has a checksum of its arguments, and the checksums of the files that it has written. The
-task is not run again by a repeated command if it has the same arguments, and the files are intact.
+A task's entry in the journal has its result, a checksum of its arguments, and the checksums of the files that it has
+written. A repeated command does not run the task again if it has the same arguments and the files are intact.
 """
 
 import json
@@ -30,7 +30,7 @@ Result = dict[str, Any]  # of a task: JSON if it is for the journal; "files" has
 T = TypeVar("T")
 _SHA_256 = 64  # hexadecimal digits
 
-# Files: of a piece, of its survey, and of its dictionaries' ids; what becomes a file of the data set.
+# Names of files: a piece, its survey, and the ids of its dictionaries' values; and a file of the finished data set.
 piece_name = "pieces/{}.arrow".format
 survey_name = "pieces/{}.survey".format
 ids_name = "pieces/{}.ids".format
@@ -38,7 +38,7 @@ result_name = "result/{}".format
 
 
 class Workspace:
-    """What the tasks in threads of this process share; `cluster.job.WorkerJob` is that of workers.
+    """The state that tasks in threads of this process share; workers of a cluster have a `cluster.job.WorkerJob`.
 
     Parsed rows, surveys and counted values stay in memory between tasks.
 
@@ -83,7 +83,7 @@ class Workspace:
         return self.earlier.open()
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what `make` returned when it was first called for this name; thread-safe."""
+        """Return the object with this name, which the first call makes with `make`; thread-safe."""
         with self._making:
             if name not in self._made:
                 self._made[name] = make()
@@ -91,10 +91,10 @@ class Workspace:
             return made
 
     def check_input(self, number: int) -> None:
-        """Raise TransientError if an input is not the file that the client sees, or has changed."""
+        """Do nothing; on a worker, raise TransientError if an input is not the file that the client sees."""
 
     def blocks(self, one: InputRange) -> Iterator[RawBlock]:
-        """Yield the blocks of a range."""
+        """Yield the blocks of a range; here, its place is its only block."""
         yield one.place
 
     def put_rows(self, name: str, rows: RawRows) -> Files:
@@ -133,7 +133,7 @@ class Workspace:
         return _read_json(self.path(name), crc)
 
     def are_intact(self, files: Files) -> bool:
-        """Return whether files have these checksums."""
+        """Return whether all files have their checksums."""
         return all(
             self.path(name).is_file() and checksum(self.path(name), sha256 if len(of) == _SHA_256 else Crc32) == of
             for name, of in files.items()
@@ -153,11 +153,11 @@ class Task(NamedTuple):
     Attributes:
         key: Its name in the journal and, with a mark of this run, on Dask's dashboard.
         kind: A name of `tasks.TASKS`.
-        arguments: Its arguments, which JSON can hold if it is noted.
-        size: For the progress bar.
+        arguments: Its arguments; JSON values if the task is noted.
+        size: Its share of the progress bar.
         priority: Tasks with a higher one run first.
-        again: Whether a result of the journal is not used.
-        noted: Whether the journal gets its result.
+        again: Whether the task runs even if the journal has its result.
+        noted: Whether its result is recorded in the journal.
     """
 
     key: str
@@ -170,7 +170,7 @@ class Task(NamedTuple):
 
 
 class Executor(Protocol):
-    """What runs tasks: threads of this process (`tasks.Threads`), or workers (`cluster.prepare.DaskWorkers`)."""
+    """Runs tasks: in threads of this process (`tasks.Threads`), or on workers (`cluster.prepare.DaskWorkers`)."""
 
     memory: int | None
     """Bytes of memory for the tasks that share it; None for what is free on this machine."""
@@ -184,9 +184,9 @@ class Executor(Protocol):
         """Submit a task, which is not run if the files `known` are intact."""
 
     def gather(self) -> list[tuple[Task, dict[str, Any]]]:
-        """Wait for tasks; return those that are done, with what `tasks.run_task` has returned.
+        """Wait for tasks; return the finished tasks, each with the result of `tasks.run_task`.
 
-        Raises what is no error for users, and TransientError if nothing can run tasks any more.
+        Raises a task's exception that is no HostdevError, and TransientError if nothing can run tasks any more.
         """
 
     def stop(self) -> None:
@@ -202,7 +202,7 @@ class Runner:
     Args:
         executor: Runs the tasks; also an attribute.
         entries: The journal's entries.
-        is_sound: Whether a result in the journal is one of a task of this kind.
+        is_sound: Called with a kind of task and a result in the journal; returns whether the result is valid for it.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class Runner:
         return task, result
 
     def verify(self, given: Iterable[Files]) -> list[bool]:
-        """Return which groups of files have these checksums."""
+        """Return for each group of files whether all of them have their checksums."""
         tasks = [Task(f"verify-{i:06d}", "verify", (files,), again=True, noted=False) for i, files in enumerate(given)]
         results = self.map(tasks)
         return [results[task.key]["intact"] for task in tasks]
@@ -274,7 +274,7 @@ class Runner:
     def map(self, given: Iterable[Task], done: Callable[[int], object] = lambda n: None) -> dict[str, Result]:
         """Run tasks; return their results by key. Calls `done` with the size of each task that has finished.
 
-        If several fail, raises the error of the first one in the order of the tasks.
+        If several tasks fail, raises the error of the first one in their order.
         """
         results: dict[str, Result] = {}
         failed: dict[int, HostdevError] = {}
@@ -308,7 +308,7 @@ class Runner:
             return known
         result: Result = found["result"]
         if task.noted and not result.get("missing") and not result.get("error"):
-            result = json.loads(json.dumps(result))  # as the journal has it
+            result = json.loads(json.dumps(result))  # the same as if it was read from the journal
             self.note(task, result)
         return result
 

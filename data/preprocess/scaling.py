@@ -136,7 +136,7 @@ class Standard:
         self._count = total
 
     def finish(self) -> None:
-        """Count the rows that are fewer than a block."""
+        """Add the rows that are left, fewer than a block, to the statistics."""
         if self._waiting:
             self.merge(*moments(np.concatenate(self._rest)))
             self._rest, self._waiting = [], 0
@@ -173,7 +173,7 @@ class Standard:
 
 
 class BlockMoments(Standard):
-    """Finds the `moments` of blocks of training rows, in place of the scaling; `found` has them."""
+    """Collects the `moments` of blocks of training rows in `found`, instead of merging them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__(names)
@@ -345,7 +345,7 @@ def largest(
 
 
 def _statistics_of(mode: str, columns: npt.NDArray[np.int64], statistics: Mapping[str, Any]) -> dict[str, Numbers]:
-    """Return the statistics of some columns that a mode has, each float64 [len(columns)]."""
+    """Return the statistics that a scaling mode has, for some columns, each float64 [len(columns)]."""
     return {name: np.array(statistics[name], np.float64)[columns] for name in STATISTICS_OF[mode]}
 
 
@@ -360,7 +360,7 @@ def _by_mode(
 
 
 def learn(scaling: Scaling, known: Callable[[], Iterator[Numbers]], done: Callable[[], object] = lambda: None) -> None:
-    """Learn from the numbers of training rows that `known` yields, in order; call `done` after each array of them."""
+    """Learn from the numbers of training rows that `known` yields, in order; call `done` after each array."""
     if isinstance(scaling, ByColumn):
         scaling.find_limits(known)
     for numbers in known():

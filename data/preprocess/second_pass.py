@@ -25,8 +25,8 @@ from hostdev.kernels.columns import place_column
 
 _CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
 _SOME = 20  # `find_apart` and `find_squeezed` ignore columns with fewer values
-MOST_VALUES = 2**31 - 1  # per bag in a record batch: offsets are int32
-_NEARLY_ALL = 0.999  # share of a column's numbers
+MOST_VALUES = 2**31 - 1  # maximum values of a bag in a record batch: offsets are int32
+_NEARLY_ALL = 0.999  # share of a column's nonzero numbers that `find_squeezed` looks at
 _OVERHEAD = 16 << 20  # bytes per thread, besides rows
 _NUMBER_BYTES = 24  # per number of a piece during scaling: three float64 copies
 
@@ -60,7 +60,7 @@ def split_shards(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Ite
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """What all shards are made with; `dense` is the scaling's mode, `hashed` says that pieces have ids already."""
+    """Settings that all shards share; `dense` is the scaling's mode; if `hashed` is true, pieces have ids already."""
 
     schema: Schema
     layout: SourceLayout
@@ -201,11 +201,12 @@ def make_shard(path: Path, name: str, rows_of: Sequence[tuple[Path, slice]], how
 def shard_statistics(
     shards: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str], *, hashed: bool
 ) -> dict[str, Any]:
-    """Return the manifest's statistics of ids out of vocabulary, and the columns to tell of.
+    """Return the manifest's statistics of ids out of vocabulary, and what `find_apart` and `find_squeezed` found.
 
     Args:
         shards: The results of `make_shard` by split, in order.
         names: The columns with ids.
+        hashed: Whether ids are hashed; then the statistics by column are left out.
     """
     out, uses = (
         {split: [sum(one[kind][i] for one in made) for i in range(len(names))] for split, made in shards.items()}
@@ -229,7 +230,7 @@ class MemoryCheck:
         threads: Number of threads; each writes one shard at a time.
         splits: Number of splits.
         free: Bytes of memory for all threads; None for what is free on this machine.
-        survey: Estimates for the earlier data set's values, which will be in memory, too; None without such a data set.
+        survey: Estimates for the earlier data set's values, which will be in memory, too; None without an earlier one.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class MemoryCheck:
         self._rows, self._values, self._piece_rows = [0] * splits, [0] * splits, 0
 
     def add(self, facts: Facts, survey: Survey | None) -> None:
-        """Add a piece, and look at the memory after each few of them; see `check`."""
+        """Add a piece's facts and survey; `check` the memory after every few pieces."""
         self._unchecked.append(facts)
         self._surveys += [survey] if survey is not None else []
         if len(self._unchecked) == _CHECKED_AT_ONCE:

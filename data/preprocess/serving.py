@@ -24,17 +24,17 @@ _SHOWN = 40
 _LARGEST_EXPONENT = 400  # decimal; the exponents of floats are smaller
 _BOOLS = {form.TITLE: ("True", "False"), form.LOWER: ("true", "false"), form.UPPER: ("TRUE", "FALSE")}
 _BITS = ["false", "0", "0.0", "true", "1", "1.0"]
-_TRUE = 3  # index of the first that means true
+_TRUE = 3  # index in _BITS of the first text that means true
 _READABLE = {"number": form.NUMBERS | form.BOOLS, "time": form.TIMES, "timestamp": form.TIMESTAMPS}
-_SPELLED = form.WHOLES | form.FRACTIONS | form.PADDED  # of numbers, with a given number of digits
+_SPELLED = form.WHOLES | form.FRACTIONS | form.PADDED  # forms of numbers with a given number of digits
 _SHOWN_KINDS = {
     "bool": "true or false",
     "time": "a time of day such as 23:59:58",
     "timestamp": "a date or time such as 2024-12-31",
 }
 _DAY = 10  # characters of a date
-_SECONDS = 19  # and of a date and a time to the second
-_MIDNIGHT = " 00:00:00.000000000"  # which follows a date
+_SECONDS = 19  # characters of a date and a time to the second
+_MIDNIGHT = " 00:00:00.000000000"  # the time that follows a date without a time
 
 
 class WrongTypeError(Exception):
@@ -253,7 +253,7 @@ def _number_texts(numbers: pa.StringArray, forms: frozenset[int], *, allow_fract
             padded = pc.replace_substring_regex(padded, rf"(\.\d{{{digits}}})0*$", r"\1")
             end = pc.subtract(pc.binary_length(padded), pc.find_substring(padded, "."))
             texts.append(pc.if_else(pc.equal(end, 1 + digits), padded, None))
-        else:  # negative integers, and those with as many digits, are written otherwise
+        else:  # zeros before an integer, unless it is negative or has `width` digits or more
             width = number - form.PADDED_TO
             is_shorter = pc.and_(pc.less(pc.utf8_length(integers), width), pc.invert(pc.starts_with(integers, "-")))
             texts.append(pc.if_else(is_shorter, pc.utf8_lpad(integers, width, "0"), None))
@@ -274,10 +274,10 @@ def _time_texts(times: pa.StringArray, forms: frozenset[int]) -> Texts:
 
 
 def _timestamp_texts(values: pa.Array, written: Written, shown: str | None) -> Texts:
-    """Format dates or timestamps in each form that occurred in training: the forms with a time zone if the values have
-    one, otherwise the forms without.
+    """Format dates or timestamps in the forms that occurred in training, with a time zone only if the values have one.
 
-    Raises WrongValueError if training had only dates and a value has a time.
+    Raises WrongTypeError if there is no such form, and WrongValueError if training had only dates and a value has a
+    time.
     """
     fallback, is_aware = values.cast(pa.string()), getattr(values.type, "tz", None) is not None
     forms = {number: int(form.find_zone(number)) for number in sorted(written.forms & form.TIMESTAMPS)}
@@ -318,7 +318,7 @@ def _timestamp_texts(values: pa.Array, written: Written, shown: str | None) -> T
 
 
 def _plain(texts: list[pa.Array], fallback: pa.Array | None = None) -> Texts:
-    """Return texts of which none is doubtful; `fallback` is the first if it is None."""
+    """Return `Texts` without doubtful values; if `fallback` is None, the first array is the fallback."""
     return Texts(texts, texts[0] if fallback is None else fallback, np.zeros(len(texts[0]), np.bool_))
 
 
@@ -335,7 +335,7 @@ def _end(precision: int) -> int:
 
 
 def _cut(full: pa.Array, end: int) -> pa.Array:
-    """Return the first `end` characters of timestamps from `_full`; null where the rest is not that of midnight."""
+    """Return the first `end` characters of timestamps from `_full`; null where the time cut off is not 0."""
     fits = pc.equal(pc.utf8_slice_codeunits(full, end, _DAY + len(_MIDNIGHT)), _MIDNIGHT[end - _DAY :])
     return pc.if_else(fits, pc.utf8_slice_codeunits(full, 0, end), None)
 

@@ -25,7 +25,7 @@ from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.raw import RejectedLines
 from hostdev.data.preprocess.text import LONGEST
 
-_BLOCK = 1 << 22  # bytes
+_BLOCK = 1 << 22  # bytes of a block
 _NUMBER = r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?"
 _KINDS = {
     "LIBSVM": re.compile(rf"{_NUMBER}(?: qid:\d+)?(?: +\d+:{_NUMBER})+ *(?:#.*)?"),
@@ -39,7 +39,7 @@ _MOST = 4096  # maximum number of numeric columns
 class _Row(NamedTuple):
     """A line's label and entries.
 
-    An entry has the name of a column, an index or a slot's value, and a number, which is 1 for slots.
+    An entry is a column's name; an index, or a slot's value; and a number, which is 1 for slots.
     """
 
     label: str

@@ -1,4 +1,4 @@
-"""Readers of a data set's files: shards, in parts by several threads, with counts of their ids; and the vocabulary."""
+"""Readers of a data set's files: shards, in parts by several threads, and the vocabulary; and a counter of ids."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 MOST_ROWS = 1 << 16  # maximum number of rows in a part
 REMEDY = "preprocess the data again, or copy it again from an intact source"
-_MOST_IDS = 1 << 20  # per chunk
+_MOST_IDS = 1 << 20  # maximum ids, or values, in a chunk
 Counted = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # distinct ids, and how often each occurs
 
 

@@ -55,12 +55,12 @@ class Suggestion:
     settings: dict[str, Any] | None
     reason: str
     more: dict[str, str] = field(default_factory=dict)  # further reasons, by setting
-    asks: bool = False  # the values do not show what the column is
+    asks: bool = False  # whether the user must decide, as the values do not show what the column is
 
 
 @dataclass
 class Proposal:
-    """A features file as text, a suggestion for each column but the label and the weight, and if there is a label."""
+    """A features file as text, suggestions for all columns but the label and the weight, and whether it has a label."""
 
     text: str
     features: list[Suggestion]
@@ -183,8 +183,8 @@ def _numeric_or_ids(column: SampledColumn) -> Suggestion:
 def _separator(column: SampledColumn) -> str | None:
     """Return a separator that occurs in many texts and splits them into repeating parts, or None.
 
-    Names and titles also have blanks and commas; there, a bag must have a name that says so, or values that are no
-    words, or words that occur at any place.
+    Names and titles also have blanks, commas and semicolons. At these separators, a column is split only if its name
+    says that it has several values, if the parts are no words, or if the same words occur at any place.
     """
     texts = column.known.slice(0, 10_000)
     for separator in _SEPARATORS:

@@ -82,7 +82,7 @@ class Synthetic(CriteoSource):
             yield RawBlock((number, n), "synthetic", SourcePosition(0, number + 1), n)
 
     def ranges(self, number: int, looked: Sequence[Any]) -> tuple[list[InputRange], UserError | None]:
-        """See `Source`: chunks."""
+        """See `Source`; each range is one chunk."""
         chunks = range(-(-self.total // CHUNK_ROWS))
         return [InputRange(0, chunk, CHUNK_ROWS, chunk * CHUNK_ROWS) for chunk in chunks], None
 

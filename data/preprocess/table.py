@@ -33,13 +33,13 @@ from hostdev.data.preprocess.sparse_text import SparseText, find_kind
 from hostdev.data.preprocess.table_options import TableOptions
 from hostdev.data.preprocess.table_rows import RowParser, value_type
 
-_FLAGS = {"quotes": "--no-quotes", "skipped_lines": "--skip-lines"}  # of `TextFormat`, where names differ
+_FLAGS = {"quotes": "--no-quotes", "skipped_lines": "--skip-lines"}  # flags of `TextFormat` named unlike its fields
 
 
 def open_file(source: AnyInput, found: str, how: TextFormat) -> TableFile:
     """Open a file of format `found`, a result of `files.find_format`.
 
-    `how` is for text; sparse text is recognized only if all its values are defaults.
+    `how` is the format of text; sparse text is recognized only if all fields of `how` have their defaults.
     Raises UserError for a broken file, and for a pipe unless the format is text.
     """
     if found == "text":
@@ -54,7 +54,7 @@ class TableSource(FileSource):
     """The rows of files, of all tables in folders, or of standard input ("-").
 
     Args:
-        files: Paths, and files that are already open, such as a query's result; these are read last.
+        files: Paths, and files that are already open, such as a query's result; open files are read after the paths.
         options: Roles of the columns; may name further files, with test or validation rows.
 
     Raises UserError for unreadable files and wrong columns, in the constructor or while reading.
@@ -85,7 +85,7 @@ class TableSource(FileSource):
         return {"preset": "table", **self._options.as_json()}
 
     def content(self, number: int, part: UnparsedRows) -> Any:
-        """Return the file, the part, and the file's split; 0 if the options select the split of each row."""
+        """Return the file, the part, and the number of the file's split; 0 if the split is chosen row by row."""
         return self.files[number], part, self._splits[number]
 
     def parse(self, block: RawBlock, *, hashed: bool = False) -> RawRows:
@@ -99,7 +99,7 @@ class TableSource(FileSource):
     def kinds(self, forms: Mapping[str, Mapping[int, frozenset[int]]]) -> dict[str, Any]:
         """Return the manifest's entries about columns with ids: their types in the files, and the forms of the values.
 
-        `forms` has the forms of values by column name and file number.
+        `forms` has the forms of values (see `preprocess.forms`) by column name and file number.
         Prints a note for each column whose integers are written differently in two files.
         """
         found = {}

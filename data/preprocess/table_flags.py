@@ -1,6 +1,6 @@
 """Conversion of the flags of `preprocess table` and `query` to `TableOptions`.
 
-They name columns, a --features file (TOML with the kind and the settings of every feature), or an earlier data set
+The flags name columns, a --features file (TOML with the kind and the settings of every feature), or an earlier data set
 (--vocabulary), whose columns are kept.
 """
 
@@ -54,7 +54,7 @@ _KINDS: dict[str, dict[str, type]] = {
 }
 _TYPES = {str: "a quoted string", int: "an integer", list: 'a list, such as ["NA", "?"]', dict: "a table"}
 _ESCAPES = {"\\t": "\t", "tab": "\t"}
-_MOST = 120  # characters of a column list in a message
+_MOST = 120  # maximum number of characters of a column list in a message
 _SAME = "leave the flag out: --vocabulary takes the columns from that data set"
 
 
@@ -237,7 +237,7 @@ def parse_table_options(flags: RowFlags, earlier: Earlier | None = None) -> Tabl
 
 
 def text_format(flags: TextFlags) -> TextFormat:
-    """Return how text files are written."""
+    """Return the format of text files that the flags describe."""
     return TextFormat(
         columns=None if flags.columns is None else parse_names([flags.columns]),
         delimiter=None if flags.delimiter is None else _parse_delimiter(flags.delimiter),
@@ -340,7 +340,7 @@ def _pair(flag: str, text: str) -> tuple[str, str]:
 
 
 def find_earlier(flags: CriteoFlags | RowFlags) -> Earlier | None:
-    """Read the data set that --vocabulary names; raise UserError for flags that conflict with it."""
+    """Read the data set that --vocabulary names, if any; raise UserError for flags that conflict with it."""
     folder: Path | None = flags.vocabulary
     if folder is None:
         if flags.frozen_vocabulary:
@@ -362,7 +362,7 @@ def find_earlier(flags: CriteoFlags | RowFlags) -> Earlier | None:
 
 
 def keep_defaults(earlier: Earlier | None) -> dict[str, Any]:
-    """Return the keep_defaults of `Options` from the earlier data set, if any: threshold, hash buckets and scaling."""
+    """Return the earlier data set's threshold, hash buckets and scaling, as defaults of `Options`; {} without one."""
     if earlier is None:
         return {}
     options = earlier.found.options
@@ -410,7 +410,7 @@ def keep_columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
 
 
 def _is_same(value: Any, known: Any) -> bool:
-    """Return whether a flag's value equals that of the earlier data set."""
+    """Return whether a flag's value equals that of the earlier data set, in any order of names."""
     if isinstance(value, Mapping):
         mine, theirs = ({name: one.as_json() for name, one in each.items()} for each in (value, known))
         return mine == theirs

@@ -15,7 +15,7 @@ from hostdev.data.preprocess.reading import ReadSettings
 from hostdev.data.preprocess.scaling import ColumnScaling
 from hostdev.data.schema import SINGLE_LABEL, Column, Targets
 
-_ALWAYS = {  # in the manifest also with their default values
+_ALWAYS = {  # options that the manifest has even if they have their default values
     *("label", "positive", "numeric", "categorical", "bags", "share", "test_column", "test_after"),
     *("columns", "delimiter", "quotes"),
 }
@@ -33,8 +33,8 @@ class TableOptions:
     share: tuple[tuple[str, str], ...] = ()  # a column, and the column whose ids it shares
     test_column: tuple[str, str] | None = None  # a column, and its value in test rows
     test_after: tuple[str, str] | None = None  # a column; test rows have a larger or later value
-    validation_column: tuple[str, str] | None = None  # likewise for validation, among the other rows
-    validation_after: tuple[str, str] | None = None
+    validation_column: tuple[str, str] | None = None  # a column, and its value in validation rows; test rows excepted
+    validation_after: tuple[str, str] | None = None  # a column; validation rows have a larger or later value
     test_files: tuple[str, ...] = ()  # files of test rows
     validation_files: tuple[str, ...] = ()  # files of validation rows
     columns: tuple[str, ...] | None = None  # names for text without a header
@@ -133,7 +133,7 @@ class TableOptions:
         return self.targets.labels(self.label)
 
     def reading(self, name: str) -> ReadSettings:
-        """Return the reading settings of a label, the weight or a feature."""
+        """Return the reading settings of a label, the weight or a feature, including those for all columns."""
         own, separator = self.features.get(name, ReadSettings()), dict(self.bags).get(name)
         return own.within(self.missing, self.decimal, separator, trimmed=self.trimmed)
 
@@ -142,13 +142,13 @@ class TableOptions:
         return with_elements({name: self.reading(name) for name in self.roles()}, self.vectors, self.features)
 
     def column(self, name: str) -> str:
-        """Return the name of the column that the label or a feature is read from."""
+        """Return the name of the column that a label, the weight or a feature is read from."""
         owner = self._owners.get(name, name)
         return self.features.get(owner, ReadSettings()).column or owner
 
     @cached_property
     def _owners(self) -> dict[str, str]:
-        """By numeric column that is an element of a vector, the vector's name."""
+        """The vector's name, for each numeric feature that is an element of a vector."""
         return {part: name for name, vector in self.vectors.items() for part in vector.names(name)}
 
     def roles(self) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ class TableOptions:
         return bool(self.validation_files or self.validation_column or self.validation_after)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the manifest's entry, without default values; one without "trimmed" means that whitespace is kept."""
+        """Return the manifest's entry, without defaults except `_ALWAYS`; without "trimmed", whitespace was kept."""
         found = {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
         found["features"] = {name: settings for name, one in self.features.items() if (settings := one.as_json())}
         found["targets"] = self.targets.as_json()

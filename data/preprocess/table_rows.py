@@ -112,7 +112,7 @@ class RowParser:
 
         A key is the hash of the value's text if `hashed` is true, otherwise the text's index within the id space.
 
-        Raises WrongRowError for an invalid value of a column with ids, and UserError for values of a type that cannot
+        Raises InvalidRowError for an invalid value of a column with ids, and UserError for values of a type that cannot
         be read.
         """
         rows, rejected, column = _Rows(chunk, chunk.batch), chunk.rejected, self._columns[self._options.label]
@@ -249,7 +249,7 @@ class RowParser:
 
     @cached_property
     def _typed_numbers(self) -> dict[str, str]:
-        """By id space, a description of one of its columns with a numeric type, if any: its name, type and file."""
+        """For each id space with columns of numeric types: the name, type and file of one of them, as text."""
         found = {}
         for file in reversed(self._files):
             for name in self._options.roles():

@@ -1,9 +1,9 @@
 """The tasks of a preparation, by name, and the threads of this process that run them.
 
-The tasks that learn the scaling, write the shards and verify files stand here. Scaling has the sums of one thread in
-the same order: maxima are found by groups of pieces in any order. For means and deviations, a group computes the
-moments of its blocks of rows, which `scale` merges in order. Limits of clipped columns take several passes over all
-numbers; then, as in one process, one task does everything.
+The tasks that learn the scaling, write the shards and verify files are defined here. The scaling does not depend on how
+many workers learn it: maxima are found by groups of pieces, in any order; for means and deviations, a group computes
+the moments of its blocks of rows, which `scale` merges in the order of the rows. If columns are clipped, their limits
+take several passes over all numbers; then a single task learns the scaling, as in one process.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,11 +30,11 @@ from hostdev.kernels.arrays import Numbers
 _NAMES = ("low", "high", "count", "mean", "squares")
 
 
-moments_name = "words/moments-{:06d}.arrow".format  # of a group of pieces: their maxima and moments
+moments_name = "words/moments-{:06d}.arrow".format  # file with the maxima and moments of a group of pieces
 
 
 def has_groups(scaling: Scaling) -> bool:
-    """Return whether groups of pieces can be looked at before `scale`."""
+    """Return whether `find_moments` can prepare `scale` by groups of pieces; not if columns are clipped."""
     return not (isinstance(scaling, ByColumn) and scaling.clips)
 
 
@@ -87,7 +87,7 @@ def _columns(numbers: Numbers, columns: npt.NDArray[np.int64], dense: Sequence[s
 
 
 def scale(work: Workspace, groups: int, index: list[str]) -> Result:
-    """Return the statistics of the scaling; `groups` is the number of files of `find_moments`, 0 for none."""
+    """Return the scaling's statistics; `groups` is the number of files of `find_moments`, 0 to read the pieces here."""
     layout = work.source.layout
     scaling = make_scaling(work)
     if work.earlier.keeps:
@@ -126,7 +126,7 @@ def _options(work: Workspace, name: str, crc: str) -> ShardOptions:
 def shard(
     work: Workspace, name: str, split: int, ranges: list[list[int]], index: list[str], learned: list[str]
 ) -> Result:
-    """Write a shard; return its entry, as `shards.make_shard` does."""
+    """Write a shard; return its entry, as `second_pass.make_shard` does, and its file."""
     content, rows_of = work.read_json(*index), []
     for piece, start, stop in ranges:
         before = sum(content["rows"][piece][:split])
@@ -138,7 +138,7 @@ def shard(
 
 
 def verify(work: Workspace, files: Files) -> Result:
-    """Return whether files have these checksums."""
+    """Return whether all files have their checksums."""
     return {"intact": work.are_intact(files), "files": {}}
 
 
@@ -161,7 +161,7 @@ TASKS = {
 def run_task(work: Workspace, task: Any, arguments: tuple[Any, ...], known: Files | None) -> dict[str, Any]:
     """Run a task, a function such as those of `TASKS`.
 
-    Returns {"result": ...}, {"known": True} if the files `known`, with their checksums, are there already, or
+    Returns {"result": ...}; or {"known": True} if the files `known` are there already and have their checksums; or
     {"error": ...} for a HostdevError.
     """
     try:
@@ -182,7 +182,7 @@ class Threads:
         self._done: SimpleQueue[tuple[Task, Future[dict[str, Any]]]] = SimpleQueue()
 
     def has_room(self, running: int, parsing: int, pieces: int) -> bool:
-        """See `Executor`: blocks that are parsed and pieces that are written at once are held in memory."""
+        """See `Executor`; the number of parsed blocks and unwritten pieces is limited, as they are in memory."""
         return max(parsing, pieces) <= self.sharing and running <= 2 * self.sharing + 1
 
     def submit(self, task: Task, known: Files | None) -> None:
@@ -200,4 +200,4 @@ class Threads:
         self._work.stopping.set()
 
     def close_files(self) -> None:
-        """See `Executor`: none is left open."""
+        """See `Executor`; tasks leave no files open here."""

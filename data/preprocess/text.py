@@ -1,8 +1,8 @@
 """Reader of text in blocks of complete lines, from the beginning or at any window of an uncompressed file.
 
 Inputs with other encodings and line ends are converted to UTF-8 with newlines first. Where a row of quoted text ends
-depends on whether a quoted value is open, which depends on all text before. A window of it is therefore scanned once
-for each state in which it may begin, and then the results are chained.
+depends on whether a quoted value is open, which depends on all text before. A window of quoted text is therefore
+scanned once for each state in which it may begin, and then the results are chained.
 """
 
 import codecs
@@ -17,13 +17,13 @@ from hostdev.core.errors import UserError
 from hostdev.data.preprocess.inputs import AnyInput, Stream
 from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 
-_AT_ONCE = 1 << 22  # bytes
-STATES = 4  # of `scan_quotes`
+_AT_ONCE = 1 << 22  # bytes read at a time
+STATES = 4  # number of states of `scan_quotes`
 _UNCHANGED = -1
 
 
 class Recoded:
-    """An input converted to UTF-8 with newlines as line ends; what it says of its file is what the input says.
+    """An input converted to UTF-8 with newlines as line ends; path, size and fingerprint are those of the input.
 
     Args:
         source: The input.
@@ -181,7 +181,7 @@ def window_lines(
     start = number * block_bytes
     begin = _last_line_end(source, start, LONGEST * block_bytes, too_long)
     stop = start + block_bytes
-    if stop < source.size:  # if a line ends near the window's end, no text is copied to cut it there
+    if stop < source.size:  # if possible, end at a line end: then `text[:end]` below copies nothing
         stop = _line_end(source, max(start, stop - _NEAR), stop) or stop
     with source.open() as stream:
         stream.skip(begin)
@@ -226,10 +226,10 @@ def _last_line_end(source: AnyInput | Recoded, before: int, most: int, too_long:
 
 
 class Scan(NamedTuple):
-    """What a window does if it begins in one state of `scan_quotes`.
+    """The result of scanning a window that begins in one state of `scan_quotes`.
 
     Attributes:
-        state: The state at its end.
+        state: The state at the window's end.
         lines: Number of line ends.
         opened: The number, from 1, of the window's line on which its last quoted value begins; -1 if none does.
         end: Number of bytes up to and including the last line end outside quotes.
@@ -275,7 +275,7 @@ def _scan(text: bytes, delimiter: bytes, state: int) -> Scan:
 def chain(
     scans: Sequence[Sequence[Scan]], size: int, block_bytes: int, too_long: Callable[[], UserError], name: str
 ) -> tuple[list[TextRows], UserError | None]:
-    """Return the rows of each window of a file of `size` bytes, as `whole_lines` yields them with `_RowEnds`.
+    """Return the rows of each window of a file of `size` bytes, as `DelimitedFile.parts` yields them.
 
     Also returns the error that ends the iteration, if any. Windows without a row end have no entry.
     """

@@ -153,8 +153,8 @@ def rows_in(
         encoding: Turns rows into ids and numbers.
         options: The manifest's entry about how the data set's files were read.
         more: Names of additional columns to read.
-        query: Returns what computes the columns of a file that lacks some, or None.
-        raw: Whether it computes the columns of any file.
+        query: Returns the query that computes the columns of a file that lacks some; None if there is no query.
+        raw: Whether the query computes the columns of every file.
     """
     if raw and (computing := query()) is not None:
         return _computed(path, encoding, computing, more)

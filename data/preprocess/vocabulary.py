@@ -32,7 +32,7 @@ _MARGIN = 1.03  # error margin of the estimates (see kernels/cardinality.py)
 
 
 def make_values(format_keys: FormatKeys | None) -> "IntegerValues | TextValues":
-    """Return an empty collection: of integers if `format_keys` returns their texts, of texts if it is None."""
+    """Return an empty collection of integers, which `format_keys` turns into text; or of texts if it is None."""
     return TextValues() if format_keys is None else IntegerValues(format_keys)
 
 
@@ -110,7 +110,7 @@ class KnownIds(NamedTuple):
     Attributes:
         spaces: The id spaces with these ids.
         first: The first id that a new value may get.
-        grow: Called with an id space, its first new id and their number; returns the id space with them.
+        grow: Called with an id space, its first new id and its number of new ids; returns the space with the new ids.
     """
 
     spaces: Sequence[Space]
@@ -119,7 +119,7 @@ class KnownIds(NamedTuple):
 
     @classmethod
     def none(cls, layout: SourceLayout) -> "KnownIds":
-        """Return the ids without an earlier data set: numbers' and out-of-vocabulary ids only."""
+        """Return the ids without an earlier data set: only those of numeric columns, and the out-of-vocabulary ids."""
         dense, first = len(layout.dense), len(layout.dense) + len(layout.spaces)
         spaces = [Space(name, dense + i, first, 0) for i, name in enumerate(layout.spaces)]
         return cls(spaces, first, lambda space, begin, size: Space(space.name, space.oov, begin, size))
@@ -130,8 +130,8 @@ class CountedValues:
 
     Args:
         values: All values.
-        known: How many of them, the first ones, have an id of an earlier data set.
-        threshold: The other values get an id if they occur more often than this; None if none gets one.
+        known: How many values, from the first on, have an id of an earlier data set.
+        threshold: The other values get an id if they occur more often than this; None if they get no ids.
     """
 
     def __init__(self, values: IntegerValues | TextValues, known: int, threshold: int | None) -> None:
@@ -147,9 +147,10 @@ class CountedValues:
             yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > self._threshold)
 
     def assign(self, earlier: Sequence[Sequence[int]], first: int, oov: int, id_type: str) -> None:
-        """Assign ids: to earlier values those of segments (first, number), to new ones `first` and the following.
+        """Assign an id to each value.
 
-        All other values get the id `oov`.
+        The earlier data set's values get the ids of its segments, pairs (first, number), in `earlier`. The values of
+        `new` get the ids from `first` on, and all other values get the id `oov`.
         """
         # The last element is the id of unseen values, for which `find` returns -1.
         self._ids = np.full(len(self._values.uses) + 1, oov, id_type)
@@ -277,7 +278,7 @@ class HashBuckets:
 
         Args:
             keys: int64 [n, columns].
-            order: int64 [n], the rows in order.
+            order: int64 [n], the rows' indices in `keys`, in the order of the result.
             missing: For each column, the key of a missing value.
         """
         how = self._keys[: keys.shape[1]], self._buckets, self.schema.first_value, np.array(missing, np.int64)

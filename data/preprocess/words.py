@@ -44,9 +44,9 @@ Entry = tuple[Any, Array, Array | None]
 Part = tuple[int, int, int]  # id space, range, number of ranges
 
 
-# Files: of a piece's dictionaries, spread by range; of a range's values; of the numbers of its new values that occur
-# first in each piece; of values in the order of their ids; of the ids of a range's entries in all dictionaries, and of
-# where each piece's entries are in it; and of the ids of a piece's dictionaries.
+# Names of files. `spread`: a piece's dictionaries, sorted by range. `counted`: a range's values that get ids. `firsts`:
+# for each piece, the number of a range's new values that occur first in it. `ranked`: values in the order of their ids.
+# `ids`: the ids of a range's entries in all dictionaries. `ends`: where each piece's entries begin and end in `ids`.
 spread_name = "spread/{}.arrow".format
 counted_name = "words/counted-{:04d}-{:06d}.arrow".format
 firsts_name = "words/firsts-{:04d}-{:06d}.arrow".format
@@ -56,7 +56,7 @@ ends_name = "words/ends-{:04d}-{:06d}.arrow".format
 
 
 def _ranges_of(keys: Any, ranges: int) -> LongIds:
-    """Return the range of each value, int64 [N]. Its bits are not those by which hash tables place the value."""
+    """Return the range of each value, int64 [N]; it depends on other bits of the hash than places in hash tables do."""
     hashes = hash_texts(*arrow.get_buffers(keys)) if isinstance(keys, pa.Array) else keys.view(np.uint64)
     return (((mix64(hashes) >> np.uint64(32)) * np.uint64(ranges)) >> np.uint64(32)).astype(np.int64)
 
@@ -95,7 +95,10 @@ def close_files() -> None:
 
 
 def _entries(work: Workspace, name: str, part: Part) -> Entry:
-    """Return a range's entries of a piece: values, uses (0 for none in training rows), and indices; None for all."""
+    """Return a range's entries in a piece's dictionary: values, uses in training rows, and indices in the dictionary.
+
+    If there is only one range, the indices are None, and the uses end after the values of training rows.
+    """
     space, number, ranges = part
     if ranges == 1:
         path = work.path(piece_name(name))
@@ -110,7 +113,7 @@ def _entries(work: Workspace, name: str, part: Part) -> Entry:
 def _training_entries(work: Workspace, name: str, part: Part) -> Entry:
     """Return a range's entries of a piece that occur in training rows, as `_entries` does."""
     keys, uses, where = _entries(work, name, part)
-    if where is None:  # a piece's dictionary begins with them
+    if where is None:  # a dictionary begins with the values of training rows
         return keys[: len(uses)], uses, None
     there = uses > 0
     return (keys, uses, where) if there.all() else (_select(keys, there), uses[there], where[there])
@@ -124,7 +127,7 @@ def _select(keys: Any, rows: Array) -> Any:
 
 
 def count(work: Workspace, part: Part, index: list[str]) -> Result:
-    """Count the values of a range in the training rows of all pieces; keep those that get ids.
+    """Count the values of a range in the training rows of all pieces; keep the values that get ids; return totals.
 
     `index` has the name and the checksum of the file that lists all pieces.
     """
@@ -222,7 +225,7 @@ def rank(
     """Write the values whose first occurrence is in a range of places, in the order of their ids.
 
     Args:
-        place: The first and the last piece, exclusive, and of piece 0 the first and the last index.
+        place: (start, stop, low, high): pieces [start, stop); from piece 0, only the values with indices [low, high).
         ids: The ids, as pairs (first, number).
     """
     start, stop, low, high = place

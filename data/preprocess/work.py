@@ -28,7 +28,7 @@ from hostdev.data.folder import FILE_NAME as _MANIFEST
 
 _VERSION = 6  # version of the folder's format
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
-_SENT = "sent"  # the files that a store has
+_SENT = "sent"  # lists the files that a store has already
 
 _LEFT_OVER = "{out} is complete; the leftovers in {folder} can be removed"
 
@@ -100,7 +100,7 @@ class WorkFolder:
         sync_folder(self._out.parent)
 
     def _send(self, store: Store) -> None:
-        """Copy the result to a store: what is new since the last attempt, and the manifest after all others."""
+        """Copy the files of the result that a store lacks, the manifest last; then remove the result."""
         path = self.folder / _SENT
         lines = path.read_text().splitlines() if path.is_file() else []
         with path.open("a") as sent:
@@ -190,7 +190,7 @@ def claim(out: Path) -> Iterator[WorkFolder]:
                 raise
             try:
                 work._remove()
-            except OSError as left:  # the error before it is what the user needs to know
+            except OSError as left:  # the user needs to know the original error
                 note(f"the work folder could not be removed; do that by hand ({in_words(left)}): {folder}")
             if size:
                 note(

@@ -38,15 +38,15 @@ from hostdev.kernels.columns import narrowed
 from hostdev.kernels.jit import take_turns
 from hostdev.kernels.pool import set_host_threads
 
-rows_name = "rows/{}".format  # of a block's parsed rows
+rows_name = "rows/{}".format  # name of the file of a block's parsed rows
 FOLDERS = ("rows", "pieces", "spread", "words", "result")
 _Base: Any = type(Path())
 
 
 class PlacedPath(_Base):  # type: ignore[misc]
-    """A path whose text is the user's, perhaps relative to a folder of the client's; files are opened at `place`.
+    """A path that opens the file at `place`, and whose text is the path that the user gave on the client's machine.
 
-    Messages and rejected lines thus name the same file on all machines.
+    Messages and rejected lines thus have the same name for a file on all machines.
     """
 
     place: str | None = None
@@ -69,7 +69,7 @@ class JobPickler(pickle.Pickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to build a path anew."""
+        """Return how to rebuild a path; NotImplemented for any other object."""
         if not isinstance(obj, Path):
             return NotImplemented
         if (address := address_of(obj)) is not None:
@@ -77,14 +77,14 @@ class JobPickler(pickle.Pickler):
         return placed, (str(obj), os.path.abspath(obj))  # noqa: PTH100
 
 
-# What a task gets of its job: the path of the job's file, its checksum, the name of the client's host, and the versions
-# there. It is a plain tuple, which a worker with another version can read.
+# A task's reference to its job: the path of the job's file, the file's checksum, the name of the client's host, and the
+# client's versions of packages. It is a plain tuple, which a worker with another version can read.
 Reference = tuple[str, str, str, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to know.
+    """The description of a preparation for workers.
 
     Attributes:
         folder: Absolute path of the job's folder, within the work folder.
@@ -103,7 +103,7 @@ class Job:
 
 
 def get_versions() -> dict[str, str]:
-    """Return the versions that must be equal on all workers: hostdev's, and the major versions of what writes files."""
+    """Return versions that must be equal everywhere: hostdev's, and the major versions of pyarrow and numpy."""
     return {
         "hostdev": hostdev.__version__,
         "pyarrow": pa.__version__.partition(".")[0],
@@ -112,7 +112,7 @@ def get_versions() -> dict[str, str]:
 
 
 class WorkerJob(Workspace):
-    """A job as a worker sees it: what tasks leave for others is in files, because any worker may run these."""
+    """A job on a worker. Tasks leave data for other tasks in files, because any worker may run the other tasks."""
 
     in_memory = False
 
@@ -129,7 +129,7 @@ class WorkerJob(Workspace):
         """Open the vocabulary of the earlier data set; raise TransientError if it is not the client's."""
         if not self.earlier.keeps:
             return super()._open_stored()
-        earlier = replace(self.earlier, folder=Path(os.fspath(self.earlier.folder)))  # where it is
+        earlier = replace(self.earlier, folder=Path(os.fspath(self.earlier.folder)))  # the path that opens it here
         if not earlier.folder.is_dir():
             raise TransientError(f"{worker_name()} does not see {earlier.folder}; --vocabulary must be on the share")
         try:
@@ -170,7 +170,7 @@ class WorkerJob(Workspace):
 
 
 def look(work: Workspace, number: int, start: int, stop: int) -> Result:
-    """Return what divides an input into ranges."""
+    """Return the results of `Source.look` for windows [start, stop) of an input; `Source.ranges` needs them."""
     work.check_input(number)
     return {"looked": [list(one) for one in work.source.look(number, range(start, stop))], "files": {}}
 
@@ -213,7 +213,7 @@ def read_rows(path: Path) -> RawRows:
 
 
 def _narrow(values: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """Return integers in the smallest unsigned type that holds them; as they are if one is negative or large."""
+    """Return integers in the smallest unsigned type that holds them; unchanged if one is negative or above 32 bits."""
     if not len(values):
         return values
     low, high = int(values.min()), int(values.max())
@@ -238,7 +238,7 @@ _opening = threading.Lock()
 def open_job(reference: Reference) -> WorkerJob:
     """Return the job that a reference names, after checking this worker.
 
-    Raises TransientError, by the worker's name, if it does not see the work folder or has other versions.
+    Raises TransientError, which names the worker, if it does not see the work folder or has other versions.
     """
     with _opening:
         return _open(reference)
@@ -276,7 +276,7 @@ def wrong_versions(name: str, there: dict[str, str], here: dict[str, str]) -> st
     )
 
 
-_address = threading.local()  # the worker's, where Dask does not know it: outside tasks
+_address = threading.local()  # the worker's address, for code outside tasks, to which Dask does not tell it
 
 
 def name_worker(address: str) -> None:
@@ -313,7 +313,7 @@ def _require_file(path: Path, stamp: tuple[int, Any]) -> None:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Hold a lock of this host and user."""
+    """Hold the lock under which one process of this host and user at a time compiles kernels."""
     path = Path(tempfile.gettempdir()) / f"hostdev-compiling-{os.getuid()}.lock"
     try:
         file = path.open("w")
@@ -352,7 +352,7 @@ _TASKS: dict[str, Any] = {**TASKS, "look": look, "survey": survey}
 
 
 def run(reference: Reference, kind: str, arguments: tuple[Any, ...], known: Files | None) -> dict[str, Any]:
-    """Run a task of a job; return what `tasks.run_task` returns, with errors as JSON, as Dask would log raised ones."""
+    """Run a task of a job; return the result of `tasks.run_task`, with errors as JSON (Dask logs raised ones)."""
     try:
         outcome = run_task(open_job(reference), _TASKS[kind], arguments, known)
     except (HostdevError, OSError, MemoryError) as error:
@@ -364,7 +364,7 @@ def run(reference: Reference, kind: str, arguments: tuple[Any, ...], known: File
 
 
 def check(reference: Reference, dask_worker: Any = None) -> dict[str, Any]:
-    """Check this worker; return an error as `run` does, or None, and the bytes of memory for each of its threads."""
+    """Check this worker; return its error as JSON, or None, and its bytes of memory per thread."""
     name_worker(dask_worker.address)
     try:
         open_job(reference)

@@ -1,6 +1,6 @@
 """The client's part of a preparation on a cluster: it finds workers, describes the work to them, and submits tasks.
 
-The cluster's scheduler runs already, or has local worker processes.
+The cluster's scheduler is already running, or is started here with local worker processes.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from hostdev.data.preprocess.raw import InputRange, Source
 from hostdev.data.preprocess.runner import Files, Runner, Task
 from hostdev.data.preprocess.work import claim
 
-_FORMAT = 2  # of the job's folder and of the journal's entries
+_FORMAT = 2  # version of the formats of the job's folder and of the journal's entries
 _CONNECT_SECONDS = 20
 _FIRST_WORKER_SECONDS = 60
 _CLOSE_SECONDS = 10
@@ -45,8 +45,8 @@ _LOGGERS = ("distributed", "tornado", "asyncio")
 _POLLED = 1.0  # seconds between looks at the scheduler
 _THREADS_SECONDS = 5.0
 _GATHER_SECONDS = 20
-_LONELY_SECONDS = 30.0  # without a worker, until a line says so
-_AHEAD, _LEAST_AHEAD = 4, 16  # submitted tasks per thread, and at least
+_LONELY_SECONDS = 30.0  # after this time without a worker, a note says so
+_AHEAD, _LEAST_AHEAD = 4, 16  # maximum submitted tasks per thread; more are allowed up to _LEAST_AHEAD in all
 
 
 def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier: Earlier | None = None) -> Manifest:
@@ -73,8 +73,8 @@ def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier
     with connect(scheduler) as workers, claim(out) as work:
         recipe = ["cluster", _FORMAT, *make_recipe(source, options, earlier)]
         entries = work.begin(recipe)
-        # Its folder has the recipe's name, so that a task of another recipe that is still running on a worker writes
-        # elsewhere.
+        # The job's folder is named after the recipe, so that a task of another recipe that is still running on a worker
+        # writes elsewhere.
         folder = Path(os.path.abspath(work.pieces)) / sha256(json.dumps(recipe).encode()).hexdigest()[:12]  # noqa: PTH100
         splits = find_splits(source, options)
         for name in (*FOLDERS, *(f"result/{split}" for split in splits)):
@@ -91,7 +91,7 @@ def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier
 
 
 def _find_ranges(source: Source, runner: Runner) -> Iterator[InputRange | HostdevError]:
-    """Yield the ranges of all inputs; after an error, which ends the source there, nothing."""
+    """Yield the ranges of all inputs, up to the first error; then yield that error."""
     inputs = range(len(source.inputs) or 1)
     tasks = {
         number: [
@@ -223,8 +223,8 @@ def _local(workers: int) -> Iterator[Any]:
 def _loop_without_interrupts() -> Any:
     """Start the thread of Dask's event loop with SIGINT blocked.
 
-    The processes that it starts inherit that, so that Ctrl-C in a terminal, which reaches them, too, does not end them:
-    the command that started them does.
+    The worker processes, which this thread starts, inherit the blocked signal. Ctrl-C in a terminal reaches them, too,
+    but does not end them; the command that started them does.
     """
     from distributed.utils import LoopRunner
 
@@ -256,15 +256,15 @@ class DaskWorkers:
         self._threads, self._looked, self._lonely = 0, -_THREADS_SECONDS, monotonic()
 
     def check(self, reference: Reference) -> None:
-        """Check all workers that are there, and let `submit` run a job's tasks there.
+        """Check all present workers, and set the job whose tasks `submit` runs; set `memory` to the workers' minimum.
 
-        One that is lost meanwhile is left out, as one lost later is.
+        A worker that is lost during the check is left out.
 
-        Raises TransientError, by its name, for a worker that does not see the work folder or has other versions; and
-        if the scheduler is lost, or no worker is left and none comes.
+        Raises TransientError, which names the worker, if a worker does not see the work folder or has other versions;
+        also if the scheduler is lost, or if no worker is left and none comes.
         """
-        # Its checksum makes the keys of this run differ from those of one that was interrupted, which the scheduler may
-        # still have.
+        # The checksum makes this run's task keys differ from those of an interrupted run, which the scheduler may still
+        # have.
         self._reference, self._mark = reference, reference[1][:8]
         for _ in range(_CHECKS):
             try:
@@ -281,10 +281,10 @@ class DaskWorkers:
         raise TransientError(f"{self._address} has no worker any more; run again once there is one")
 
     def _memory(self, found: dict[str, Any]) -> list[int]:
-        """Return the bytes of memory of the workers that have answered; see `check`."""
+        """Return each worker's bytes of memory per thread, from answers to `job.check`; raise their errors."""
         memory = []
         for worker, answer in found.items():
-            if isinstance(answer, OSError):  # of the connection: the task returns those of the worker's own
+            if isinstance(answer, OSError):  # the connection failed; errors on the worker are in its answer
                 continue
             if isinstance(answer, BaseException):
                 raise TransientError(
@@ -297,12 +297,12 @@ class DaskWorkers:
         return memory
 
     def close_files(self) -> None:
-        """Let all workers close the files that tasks have left open; one that is lost has none."""
-        with contextlib.suppress(Exception):  # the next task tells if the scheduler is gone
+        """Let all workers close the files that tasks have left open; lost workers are skipped."""
+        with contextlib.suppress(Exception):  # if the scheduler is gone, the next task fails
             self._client.run(words.close_files, on_error="ignore")
 
     def has_room(self, running: int, parsing: int, pieces: int) -> bool:
-        """See `runner.Executor`: some tasks wait for each thread."""
+        """See `runner.Executor`; a few tasks are queued for each thread."""
         return running < max(_LEAST_AHEAD, _AHEAD * self._count_threads())
 
     def submit(self, task: Task, known: Files | None) -> None:

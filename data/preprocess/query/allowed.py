@@ -32,7 +32,8 @@ CHANGING = {
 }
 """Functions whose value changes between runs, and what to write instead."""
 
-_CLOCKS = frozenset(("current_date", "current_timestamp", "current_time", "localtimestamp"))  # need no parentheses
+# Functions that are called without parentheses.
+_CLOCKS = frozenset(("current_date", "current_timestamp", "current_time", "localtimestamp"))
 
 PICKING = _words(
     """
@@ -151,7 +152,8 @@ _MACROS = _words(
 EXPRESSIONS = AGGREGATES | _WINDOWS | _OPERATORS | _TIMES | _SCALARS | _MACROS
 """All functions and operators of DuckDB that a query may use outside FROM."""
 
-_BY_NAME = frozenset(("aggregate", "array_aggr", "array_aggregate", "list_aggr", "list_aggregate"))  # of an aggregate
+# Functions that take the name of an aggregate.
+_BY_NAME = frozenset(("aggregate", "array_aggr", "array_aggregate", "list_aggr", "list_aggregate"))
 
 READERS = _words(
     """
@@ -159,7 +161,7 @@ READERS = _words(
     read_json_objects_auto read_ndjson read_ndjson_auto read_ndjson_objects read_parquet read_text
     """
 )
-"""Table functions that read files, whose names are the first argument."""
+"""Table functions that read the files named by the first argument."""
 
 _TABLES = READERS | _words("generate_series json_each json_tree range repeat repeat_row unnest")
 

@@ -1,6 +1,6 @@
 """Which statements are row by row: each row of the result depends on one row of one table.
 
-Such a statement computes the columns of raw rows as it computed those of the data set.
+Such a statement computes the columns of raw rows in the same way as it computed the columns of the data set.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -16,7 +16,7 @@ class NotByRowError(Exception):
 
 
 def strip(tree: Node, aggregates: Set[str]) -> tuple[Node, dict[str, str]]:
-    """Remove from a statement's tree all that chooses and orders rows, so that it has one row for each of its table's.
+    """Remove from a statement's tree all that selects or orders rows: the result has one row for each row of the table.
 
     Expressions of the outermost SELECT that depend on other rows are removed, too.
 
@@ -51,7 +51,7 @@ def _require_all_rows(select: Node) -> None:
 
 
 def _strip(select: Node, named: Mapping[str, Node], aggregates: Set[str]) -> Node:
-    """Remove WHERE and ORDER BY from a SELECT and from those below it; return the FROM element that is their table."""
+    """Remove WHERE and ORDER BY from a SELECT and the SELECTs below it; return the FROM element that is their table."""
     _require_all_rows(select)
     if select["qualify"] is not None:
         raise NotByRowError("has QUALIFY")
@@ -107,7 +107,7 @@ def tables_in(select: Node, name: str) -> Iterator[Node]:
 
 
 def require_joined(select: Node, aggregates: Set[str]) -> None:
-    """Raise NotByRowError if a SELECT that joins other tables computes a value from several of its rows."""
+    """Remove ORDER BY from a SELECT with joins; raise NotByRowError if it computes a value from several rows."""
     _require_all_rows(select)
     for node in own(select):
         name = str(node.get("function_name", "")).lower()
@@ -121,9 +121,9 @@ def require_joined(select: Node, aggregates: Set[str]) -> None:
 def source_of(
     select: Node, name: str, columns: Set[str], named: Mapping[str, Node] | None = None, *, cast: bool = False
 ) -> str | None:
-    """Return the column of the table that a column of a stripped SELECT is without a change, or None.
+    """Return the column of the table that the column `name` of a stripped SELECT returns unchanged, or None.
 
-    `cast` tells whether a change of the type is no change.
+    If `cast` is true, a column whose type is cast counts as unchanged.
     """
     named = {
         **(named or {}),

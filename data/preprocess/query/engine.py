@@ -19,7 +19,7 @@ _LAST_SECOND = 32_503_680_000  # of the year 2999
 
 
 def _checked_time(function: str, kind: str, unit: str, per_second: int, instead: str) -> str:
-    """Return a macro that is a function of DuckDB, but fails for a number that is probably in a smaller unit."""
+    """Return a macro that calls DuckDB's function, but fails for a number that is probably in a smaller unit."""
     message = f"{function}() takes {unit}; this is after the year {_LAST_YEAR}; {instead}: "
     return f"""
     CREATE MACRO {function}(x) AS system.main.{function}(
@@ -29,7 +29,7 @@ def _checked_time(function: str, kind: str, unit: str, per_second: int, instead:
 
 
 # last_items: max(x, n) merges rows of equal times in logarithmic time, where a list would copy all of them for
-# each row. It allocates n values at once, so that histories of more than 1,000 items are cut from a list.
+# each row. But max(x, n) allocates n values at once; so histories of more than 1,000 items are cut from a list.
 MACROS = (
     """
     CREATE MACRO draw(value, seed) AS
@@ -70,7 +70,7 @@ CLOSED: dict[str, Any] = {
     "allow_community_extensions": False,
     "allow_persistent_secrets": False,
 }
-"""Settings without which DuckDB loads code or secrets from elsewhere."""
+"""Settings that keep DuckDB from loading extensions and stored secrets by itself."""
 _SHOWN = 500  # characters of an error
 _ROWS = 1 << 16  # rows of a batch
 
@@ -107,11 +107,11 @@ class Engine:
                 self.connection.register(name, table)
 
     def confine(self, names: Sequence[str]) -> None:
-        """Forbid to read other files than these, to write outside the spill folder, and to use a network.
+        """Allow only these files to be read; forbid writing outside the spill folder, and the network.
 
         Args:
-            names: Names and patterns of files. A folder is read with all that it holds, and so is the folder above a
-                pattern's first wildcard.
+            names: Names of files and folders, and patterns. All files in a folder are allowed, and for a pattern, all
+                files in the folder above its first wildcard.
         """
         names = [str(Path(name).expanduser()) if name.startswith("~") else name for name in names]
         folders = [

@@ -34,7 +34,7 @@ def is_given(node: Node, engine: Engine) -> bool:
 
 
 def select_all(engine: Engine, node: Node, more: str = "") -> str:
-    """Return a query for all columns of an element of a FROM clause, and for `more` expressions."""
+    """Return a query for all columns of an element of a FROM clause, and for `more`, SQL that begins with a comma."""
     tree = copy.deepcopy(parse(engine.connection, f"SELECT *{more} FROM x").tree)
     alone = copy.deepcopy(node)
     alone.update(alias="", column_name_alias=[], sample=None)
@@ -61,7 +61,7 @@ def _name(argument: Node) -> str | None:
 
 
 def with_options(engine: Engine, node: Node, without: Sequence[str] = (), **options: str) -> Node:
-    """Return a function's node without some of its named arguments, and with others, given as SQL."""
+    """Return a copy of a function's node without the named arguments `without`, and with `options`, given as SQL."""
     found = copy.deepcopy(node)
     arguments = found["function"]["arguments"]
     arguments[:] = [one for one in arguments if _name(one) not in {*without, *options}]
@@ -78,13 +78,13 @@ def list_files(node: Node, engine: Engine) -> list[str]:
     if not arguments:
         return []
     constants = [one for one in walk(arguments[0]) if one.get("class") == "CONSTANT"]
-    texts = [one["literal"]["text"] for one in constants if one["literal"]["kind"] == "STRING"]
-    in_order = sorted(zip([one["query_location"] for one in constants], texts, strict=False))
+    texts = [one for one in constants if one["literal"]["kind"] == "STRING"]
+    in_order = sorted((one["query_location"], one["literal"]["text"]) for one in texts)
     return [file for _, text in in_order for (file,) in engine.rows("SELECT file FROM glob(?) ORDER BY file", text)]
 
 
 def shown_files(node: Node) -> str:
-    """Return the first argument of a function that reads files, as a query has it."""
+    """Return the first argument of a function that reads files for a message: one name in quotes, or [...]."""
     texts = [one["literal"]["text"] for one in walk(node["function"]["arguments"][0]) if one.get("class") == "CONSTANT"]
     return quoted(texts[0]) if len(texts) == 1 else "[...]"
 
@@ -100,12 +100,12 @@ def replace_table(node: Node, name: str, connection: Any) -> None:
 
 
 def described(engine: Engine, node: Node) -> dict[str, str]:
-    """Return the types of a reader's columns."""
+    """Return the types of a reader's columns by name."""
     return {name: kind for name, kind, *_ in engine.rows(f"DESCRIBE {select_all(engine, node)}")}
 
 
 def with_files(engine: Engine, node: Node, files: Sequence[str]) -> Node:
-    """Return a function's node that reads some files."""
+    """Return a copy of a function's node that reads `files` instead."""
     shown = quoted(files[0]) if len(files) == 1 else f"[{', '.join(map(quoted, files))}]"
     found = copy.deepcopy(node)
     found["function"]["arguments"][0] = parse(engine.connection, f"SELECT * FROM f({shown})").select["from_table"][

@@ -128,11 +128,11 @@ def first_file(statement: Statement) -> str:
 
 
 def grown_joins(operators: Sequence[Node], first: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the condition of each join that has more rows than its main input, with the rows of its input and its own.
+    """Yield each join that has more rows than its main input: its condition, the input's rows, and the join's rows.
 
     Args:
         operators: Trees from `Engine.operators`.
-        first: The name or pattern of the first file. The main input of a join is the one that reads it, otherwise the
+        first: The name or pattern of the first file. A join's main input is the one that reads this file, otherwise the
             larger one, because DuckDB may exchange the inputs.
     """
     for operator in operators:
@@ -197,7 +197,7 @@ class QueryPlanner:
             self.rows("ROLLBACK")
 
     def uses(self, location: int, name: str) -> bool:
-        """Return whether the query's result has a column of its tables, or is computed from it."""
+        """Return whether the query uses the column `name` of the reader at `location`."""
         before = len(self.types({}) or ())
         self.rows("BEGIN")
         try:

@@ -1,4 +1,4 @@
-"""Files of raw rows: how a query read those of the data set, for the manifest, and the same for other files."""
+"""Files of raw rows: describes for the manifest how a query read its files, and reads other files in the same way."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ def describe_tables(tree: Node, completed: Node, engine: Engine) -> dict[str, An
 
     Args:
         tree: The query.
-        completed: The same after `readers.complete`, which has chosen the types.
+        completed: The same query after `readers.complete`, which has chosen the types.
         engine: Reads the tables.
     """
     columns: dict[str, dict[str, str]] = {}
@@ -83,7 +83,7 @@ def _name_of(node: Node) -> str | None:
 
 
 def _sniff(node: Node, engine: Engine) -> dict[str, Any] | None:
-    """Return the first CSV file's dialect that DuckDB finds for a FROM element; None if it reads no CSV."""
+    """Return the dialect that DuckDB detects in the first CSV file of a FROM element; None if this reads no CSV."""
     name = _name_of(node)
     if name is None or (node["type"] == "BASE_TABLE" and is_given(node, engine)) or _kind_of(node, name) != "CSV":
         return None
@@ -116,7 +116,7 @@ class RawFile(TableFile):
     Args:
         path: The file.
         query: Computes the columns.
-        optional: Further columns that are computed, or read, if that is possible.
+        optional: Further columns, which are computed or read if possible.
 
     Raises:
         UserError: The file cannot be read, or a column is not there and cannot be computed.
@@ -169,7 +169,7 @@ def open_raw(path: Path, query: "RawQuery", optional: Sequence[str]) -> RawFile:
 
 
 def _select(path: Path, query: "RawQuery", engine: Engine) -> str:
-    """Return the SQL that reads a file's columns; those of text files as text."""
+    """Return the SQL that reads a file's columns: all of CSV as text, and those of JSON that were text in training."""
     node = query.file_reader
     kind = _format_of(path.name) or (None if node is None else _kind_of(node, _name_of(node)))
     if kind is None:

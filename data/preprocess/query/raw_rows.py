@@ -1,4 +1,4 @@
-"""Columns of raw rows, computed by the statement that computed those of the data set, or by another one."""
+"""Columns of raw rows, computed by the statement that computed the data set's columns, or by another statement."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ ROWS = "rows"  # the table of the rows to predict in a statement of --query
 _RAW, _TYPED, _NUMBER = "hostdev raw", "hostdev rows", "hostdev row"  # names of tables and of a column
 _MOST_PLANS = 64
 _MEMORY_SHARE = 8
-_FEW = 1 << 10  # rows; of few, the encoding reads plain values faster than arrays
+_FEW = 1 << 10  # up to this many rows, the encoding reads plain values faster than arrays
 
 AsArray = Callable[[str, Any], pa.Array]
 
@@ -77,7 +77,8 @@ class RawQuery:
         encoding: Has the columns that are needed.
         source: The data set's query, or None.
         given: A statement that is used in place of the data set's query, or None. It reads the rows as the table
-            `rows`, which it may join with others; these are read once, here. If it is row by row, any name will do.
+            `rows`, which it may join with other tables; the other tables are read once, here. A statement that is row
+            by row may give the table any name.
 
     Raises:
         UserError: There is no statement, or `given` is invalid, or is not row by row.
@@ -98,7 +99,7 @@ class RawQuery:
         with self._lock:
             self._types: dict[str, RawType] = {}
             self._parse()
-            self._engine.connection.execute("SET enable_external_access = false")  # as a checkpoint's query is not ours
+            self._engine.connection.execute("SET enable_external_access = false")  # a checkpoint's query is not trusted
             self._engine.connection.execute("SET lock_configuration = true")
             self._types = {name: RawType(*self._kind(kind), form) for name, (kind, form) in known.items()}
 
@@ -131,7 +132,7 @@ class RawQuery:
                 ) from None
 
     def _join(self, rows: Node, select: Node) -> None:
-        """Read the tables that a statement joins with the rows, and number its result by the rows."""
+        """Read the tables that a statement joins with the rows, and add the row's number to each row of its result."""
         engine = self._engine
         rows["table_name"] = "hostdev marked"
         for number, node in enumerate(list(readers(self.tree))):
@@ -172,7 +173,7 @@ class RawQuery:
             names: The rows' columns.
             optional: Further columns that are computed, or taken from the rows, if that is possible.
             typed: Whether columns that the statement does not change get their types of training, too, unless they were
-                text. They need not where the encoding knows their types.
+                text. This is not needed if the encoding knows the columns' types.
 
         Raises:
             UserError: A column is not there and cannot be computed.
@@ -273,10 +274,10 @@ class RawQuery:
     def _bind(self, have: set[str]) -> tuple[list[str], list[str]]:
         """Return the columns of the table of rows that have the columns `have`, and the names of the result's columns.
 
-        The table has the columns that training read, without values if `have` has them not, as expressions that
-        predictions do not need may read them. If a given statement has no such expressions, `rows.*` does not have
-        these columns. Columns of the data set that training's query computed, and that rows have, are no part of the
-        table, unless a given statement names them.
+        For the data set's query, the table has the raw columns of training. A column that is not in `have` is null, as
+        expressions that predictions do not need may read it. For a given statement, the table has the first of these
+        lists of columns for which the statement is valid: `have` without columns that training's query computed;
+        `have`; `have` and the raw columns of training. Both results are empty if the statement cannot be used.
         """
         if self._reason:
             return [], []
@@ -389,12 +390,12 @@ class RawQuery:
 class RawPlan:
     """How the columns of a data set are computed from rows with certain columns.
 
-    It has what `predict.rows` uses of `Encoding`: the columns to read, and their kinds.
+    It has the methods and properties of `Encoding` that `ext.predict.rows` uses: the columns to read, and their kinds.
 
     Attributes:
-        computed: By column, the raw columns that it depends on.
-        taken: By column, the rows' column that it is, without a change.
-        raw: The columns that expressions depend on.
+        computed: For each computed column, the raw columns that it depends on.
+        taken: For each unchanged column, the rows' column with its values.
+        raw: The rows' columns that computed columns depend on.
     """
 
     def __init__(
@@ -402,7 +403,7 @@ class RawPlan:
     ) -> None:
         self._query, self._table, self.computed, self.taken = query, table, computed, taken
         needed = dict.fromkeys(name for names in computed.values() for name in names)
-        if computed and not needed:  # constants; any column has the number of rows
+        if computed and not needed:  # all are constants; any column tells the number of rows
             needed = dict.fromkeys([*taken.values()][:1])
         self.raw = list(needed)
 
@@ -416,7 +417,7 @@ class RawPlan:
 
     @cached_property
     def separators(self) -> dict[str, str | None]:
-        """By column with lists, the separator of the values in text; None if they are no text."""
+        """For each column with lists, the separator of the values in text; None if the column has lists, not text."""
         known = self._query.encoding.separators
         lists: dict[str, str | None] = {name: None for name in self.raw if self.type_of(name).is_list}
         return lists | {source: known[name] for name, source in self.taken.items() if name in known}
@@ -454,7 +455,7 @@ class RawPlan:
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Whether the encoding reads all computed values as plain ones, which is faster for few."""
+        """Whether the encoding reads all computed columns as plain Python values, which is faster for few rows."""
         tests = (pa.types.is_integer, pa.types.is_string, pa.types.is_float64)
         types = self._query.result_types(self._table, list(self.computed))
         types = [kind.value_type if pa.types.is_list(kind) else kind for kind in types]

@@ -1,7 +1,7 @@
 """Values of raw rows in the types that they had when a query read them in training.
 
 DuckDB guesses a text file's types from its values. A few rows to predict may suggest other types, so the types of the
-training files are kept. No value is changed: text that is no such number, or 3.7 for an integer, is an error.
+training files are kept. No value is changed: text that does not fit the type, or 3.7 for an integer, is an error.
 """
 
 from typing import Any, NamedTuple
@@ -50,8 +50,8 @@ def convert(engine: Engine, values: pa.Array, wanted: RawType, *, empty_is_missi
     """Return values [n] of any type as an array [n] of the type in training.
 
     Args:
-        engine: Parses text.
-        values: The values; the caller makes sure that no other thread uses `engine`.
+        engine: Parses text; no other thread may use it during the call.
+        values: The values.
         wanted: The type.
         empty_is_missing: Whether empty text is a missing value also if `wanted` is text, as in CSV files.
 

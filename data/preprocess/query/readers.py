@@ -32,7 +32,7 @@ from hostdev.data.preprocess.query.settle import implicit_name
 from hostdev.data.preprocess.query.spelling import SpelledColumn, choose, identifier, quoted, usual
 from hostdev.data.preprocess.query.statement import Node, parse, table_name, walk
 
-_EXACT = {"DOUBLE": 53, "FLOAT": 24}  # powers of 2 below which all integers are of a type
+_EXACT = {"DOUBLE": 53, "FLOAT": 24}  # exponents n: the type holds all integers up to 2^n
 _INTEGERS = frozenset(
     ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "UHUGEINT")
 )
@@ -52,6 +52,7 @@ _TYPED = frozenset(
         *("decimal_separator", "thousands"),
     ]
 )
+"""Options of CSV by which a query chooses types itself."""
 _TYPES = ("types", "dtypes", "column_types")
 _OF_FILES = frozenset(
     [
@@ -59,6 +60,7 @@ _OF_FILES = frozenset(
         *("store_rejects", "rejects_table", "rejects_scan", "rejects_limit"),
     ]
 )
+"""Options of CSV that `sniff_csv` does not have."""
 _TEMPORAL = frozenset(("date", "time", "timestamp", "timestamp with time zone"))
 
 
@@ -77,14 +79,14 @@ class Mixed(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Files of the same columns, and the types of these."""
+    """Files with the same columns, and the columns' types."""
 
     files: list[str]
     types: Mapping[str, str]
 
 
 def complete_parquet(node: Node, engine: Engine) -> list[Mixed]:
-    """Make a reader of several files give all columns types that hold their values; return columns without one."""
+    """Give the columns of several Parquet files types that hold all values; return columns without such a type."""
     files = list(dict.fromkeys(list_files(node, engine)))
     if len(files) < 2:
         return []
@@ -165,11 +167,6 @@ def _find(engine: Engine, node: Node, value: str, test: str, groups: Sequence[_G
     return None
 
 
-"""Options of CSV by which a query chooses types itself."""
-
-"""Options of CSV that `sniff_csv` does not have."""
-
-
 class Text(NamedTuple):
     """Columns of text files that a query sees with other types.
 
@@ -237,7 +234,7 @@ def find_changed(engine: Engine, text: Text, name: str) -> str:
 
 
 def _open_arrow(pattern: str, engine: Engine) -> None:
-    """Make Arrow files, which DuckDB does not read, a table with their name; raise UserError if they differ."""
+    """Register Arrow files, which DuckDB cannot read, as a table named `pattern`; raise UserError if schemas differ."""
     files = [file for (file,) in engine.rows("SELECT file FROM glob(?) ORDER BY file", pattern)]
     if not files:
         raise UserError(f"the query: no file matches {pattern}")
@@ -261,7 +258,7 @@ def _function(table: str) -> str | None:
 
 
 def _named_columns(tree: Node) -> frozenset[str] | None:
-    """Return the names of columns that a query does more with than return them; None if it may do so with all."""
+    """Return the names of the columns that a query mentions, in lower case; None if it may compute with others, too."""
     names: set[str] = set()
     for node in walk(tree):
         kind = node.get("type")
@@ -330,7 +327,7 @@ def _complete_csv(node: Node, engine: Engine, named: frozenset[str] | None) -> T
 
 @contextmanager
 def _about_quotes(given: Mapping[str, Node], node: Node) -> Iterator[None]:
-    """Add to the error of a text that cannot be read what a query may have to say of its quotes."""
+    """Add a hint about quotes to the error of a CSV file that cannot be read."""
     try:
         yield
     except UserError as error:
@@ -343,7 +340,7 @@ def _about_quotes(given: Mapping[str, Node], node: Node) -> Iterator[None]:
         ) from None
 
 
-_OF_ONE = frozenset(("delim", "skip"))  # of one file; with several files, DuckDB guesses those of each
+_OF_ONE = frozenset(("delim", "skip"))  # kept for a single file only; with several files, DuckDB detects them in each
 
 
 def _has(chosen: Mapping[str, SpelledColumn | None], kind: str) -> bool:
@@ -422,7 +419,7 @@ def _complete_json(node: Node, engine: Engine, *, keeps_json: bool) -> Text | No
 
 
 def _as_text(kind: Any, *, keeps_json: bool) -> str:
-    """Return a type of JSON with text for times and UUIDs, which are texts in JSON, and for mixed values."""
+    """Return a JSON column's type, with text for times and UUIDs, which JSON has as text, and for mixed values."""
     if kind.id == "list":
         return f"{_as_text(kind.children[0][1], keeps_json=keeps_json)}[]"
     if kind.id == "struct":

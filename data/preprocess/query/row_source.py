@@ -33,7 +33,7 @@ class Query(RowSource):
         )
 
     def open(self, arguments: argparse.Namespace) -> "QueryRows":
-        """Open the query that the flags specify."""
+        """Open the query that the flags give; raise UserError for wrong flags or an invalid query."""
         if (arguments.sql is None) == (arguments.query is None):
             how = "neither is given" if arguments.sql is None else "both are given"
             raise UserError(f"give the query either as an argument or with --query FILE; {how}")

@@ -30,7 +30,8 @@ from hostdev.data.preprocess.query.statement import (
 _NUMBERING = frozenset(
     ("row_number", "ntile", "lag", "lead", "first_value", "last_value", "nth_value", "first", "last", "fill")
 )
-_OF_FRAMES = frozenset(("first_value", "last_value", "nth_value", "first", "last"))  # the others ignore the frame
+# The functions of _NUMBERING whose value depends on the frame.
+_OF_FRAMES = frozenset(("first_value", "last_value", "nth_value", "first", "last"))
 
 
 class Settled(NamedTuple):
@@ -41,7 +42,7 @@ class Settled(NamedTuple):
         order: Description of the order of the rows.
         keeps_order: Whether this is the order of the files without any sort.
         doubts: Descriptions of expressions whose value could depend on threads.
-        ties: Which of the doubts are about rows that tie in a sort, which could also depend on memory.
+        ties: The doubts about rows that tie in a sort; their order could also depend on memory.
     """
 
     tree: Node
@@ -86,7 +87,7 @@ def settle(statement: Statement, *, windows: bool = True) -> Settled:
 
 
 def _settle_functions(statement: Statement, select: Node, doubts: list[str], ties: list[str], *, windows: bool) -> None:
-    """Add tie-breaking keys to the ORDER BY clauses inside a SELECT's aggregates and windows."""
+    """Add tie-breaking keys to ORDER BY in a SELECT's aggregates and windows; add to `doubts` and `ties`."""
     listed = {id(node) for item in select.get("select_list", ()) for node in walk(item)}
     for node in list(own(select)):
         name = node.get("function_name", "").lower()
@@ -119,7 +120,7 @@ def _settle_window(node: Node, keys: list[Node]) -> bool:
     orders = node["orders"]
     if name in _OF_FRAMES and not by_rows and (excludes_ties or not is_whole):  # with more keys, fewer rows would tie
         orders = node["arg_orders"] = copy.deepcopy(orders)
-    elif node["arg_orders"] and name in _NUMBERING - _OF_FRAMES:  # it is used instead
+    elif node["arg_orders"] and name in _NUMBERING - _OF_FRAMES:  # used instead of the window's ORDER BY
         orders = node["arg_orders"]
     orders += [ordering(key) for key in keys]
     return True
@@ -199,7 +200,8 @@ def _orders(select: Node) -> Iterator[Node]:
 
 def _order_all(select: Node) -> None:
     """Append tie-breaking keys to a SELECT's ORDER BY."""
-    if any(one.get("setop_type") == "UNION_BY_NAME" for one in _unions(select)):  # it may have more than these columns
+    # A UNION BY NAME may have more columns than its first SELECT.
+    if any(one.get("setop_type") == "UNION_BY_NAME" for one in _unions(select)):
         union = dict(select)
         modifiers, union["modifiers"] = union["modifiers"], []
         select.clear()
@@ -225,7 +227,7 @@ def _order_all(select: Node) -> None:
 
 
 def _unions(select: Node) -> Iterator[Node]:
-    """Yield a set operation and those that it consists of."""
+    """Yield a set operation and all set operations that it consists of; nothing for another SELECT."""
     if select.get("type") == "SET_OPERATION_NODE":
         yield select
         for one in _children(select):

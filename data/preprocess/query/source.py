@@ -23,7 +23,8 @@ from hostdev.data.preprocess.query.statement import Node, Statement, parse, to_s
 from hostdev.data.preprocess.row_source import RecordBatches
 
 _POLLED = 0.5  # seconds between updates of the query's progress
-_UNQUOTED = {"JSON": "{} ->> '$'", "JSON[]": "[one ->> '$' FOR one IN {}]"}  # a text in JSON has quotes
+# By type of column: the expression that removes the quotes of texts in JSON.
+_UNQUOTED = {"JSON": "{} ->> '$'", "JSON[]": "[one ->> '$' FOR one IN {}]"}
 _DOUBTS = 3  # maximum number of doubts in a note
 
 
@@ -36,7 +37,7 @@ class QueryRows(RecordBatches):
         threads: Maximum number of threads; a query whose result could depend on threads runs on a single one.
 
     Raises:
-        UserError: The query is invalid, or its result changes between runs.
+        UserError: The query is invalid, or its result could change between runs.
     """
 
     changed = "a file changed while it was read; run again once nothing writes to it"
@@ -69,16 +70,16 @@ class QueryRows(RecordBatches):
         found = settle.settle(statement)
         try:
             self._engine.schema(to_sql(self._engine.connection, found.tree))
-        except UserError:  # a table's name does not always stand for all its columns
+        except UserError:  # keys of windows use a table's name for all its columns, which is not always valid
             plain = settle.settle(statement, windows=False)
             self._engine.schema(to_sql(self._engine.connection, plain.tree))
             return plain
         return found
 
     def _with_texts(self, tree: Node, texts: Mapping[int, readers.Text]) -> str:
-        """Return the SQL of a query that returns columns of text files with the texts of the files.
+        """Return the SQL of a query whose columns from text files have the same texts as in the files.
 
-        `respelled` gets a reason for each column whose values have other texts than in the files.
+        Set `respelled` to the columns for which this is impossible, with reasons.
         """
         sql = to_sql(self._engine.connection, tree)
         kept = plan.kept_columns(tree, self._engine, texts)

@@ -68,10 +68,10 @@ TAGS = {
     "TIMESTAMP": "TIMESTAMP_S",
     "TIMESTAMP WITH TIME ZONE": "TIMESTAMP_S",
 }
-"""For each type whose spelling matters, a type that a query may have in its place, but which nothing else has."""
+"""For each type whose spelling matters, a rare type that replaces it when `plan.kept_columns` traces columns."""
 
 PLAIN = frozenset((SPELLINGS["BOOLEAN"][0], SPELLINGS["DATE"][0]))
-"""Spellings that are also those of Arrow."""
+"""Spellings that give the same text as Arrow's cast."""
 
 _TRIED = {
     "BIGINT": ("BIGINT", "HUGEINT", "DOUBLE"),
@@ -79,7 +79,7 @@ _TRIED = {
     "DOUBLE": ("BIGINT", "HUGEINT", "DOUBLE"),
     **{kind: (kind,) for kind in ("BOOLEAN", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE")},
     "DATE": ("DATE", "TIMESTAMP"),
-}  # by the type that DuckDB guessed
+}  # types to try in this order, by the type that DuckDB guessed
 
 
 class SpelledColumn(NamedTuple):
@@ -88,7 +88,7 @@ class SpelledColumn(NamedTuple):
     Attributes:
         type: The type.
         spelling: The expression that gives each value's text, or None if no expression gives all of them.
-        parsed: The expression that parses the text.
+        parsed: The expression that turns a text of the column into a value of the type.
     """
 
     type: str
@@ -103,7 +103,7 @@ def choose(
 
     Args:
         relation: A query whose columns are text.
-        guesses: For some of its columns, the types that DuckDB guessed.
+        guesses: For some columns of the relation, the types that DuckDB guessed.
         formats: For a type, the format of its values that DuckDB guessed.
     """
     tried = {name: _TRIED[guess] for name, guess in guesses.items() if guess in _TRIED}
@@ -152,13 +152,13 @@ def _spellings(kind: str, formats: Mapping[str, str]) -> Sequence[str]:
 
 
 def _spelled(name: str, kind: str, formats: Mapping[str, str]) -> list[str]:
-    """Return a test for each spelling."""
+    """Return for each spelling the test that it reproduces a text of the column."""
     value = _parsed(name, kind, formats)
     return [f"{spelling.replace(X, value)} = {_text(name)}" for spelling in _spellings(kind, formats)]
 
 
 def _fits(name: str, kind: str, formats: Mapping[str, str]) -> list[str]:
-    """Return the tests that all values of a type pass."""
+    """Return the tests that all texts of a column must pass, so that it can have a type."""
     tests = [f"{_parsed(name, kind, formats)} IS NOT NULL"]
     if kind == "DOUBLE":
         tests.append(f"regexp_full_match({_text(name)}, {quoted(_NUMBER)})")
@@ -173,7 +173,7 @@ def _fits(name: str, kind: str, formats: Mapping[str, str]) -> list[str]:
 def _true(
     engine: Engine, relation: str, tests: Mapping[tuple[str, str], Sequence[str]], *, if_missing: bool
 ) -> dict[tuple[str, str], list[str]]:
-    """Return the tests that hold for all values of their column; `if_missing` is the answer if it has no value."""
+    """Return the tests that hold for all values of their column; without values, `if_missing` decides."""
     asked = [(key, test) for key, of in tests.items() for test in of]
     if not asked:
         return {key: [] for key in tests}
