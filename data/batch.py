@@ -62,7 +62,7 @@ class Batch:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Return the samples of one or more batches with the same columns, in order, as one batch without weights."""
+    """Return the samples of batches with the same columns as one batch, without weights, or a single batch as it is."""
     if len(batches) == 1:
         return batches[0]
     bags = {
@@ -119,7 +119,7 @@ class ShardRows:
         }
 
     def places(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the locations of the rows at positions [start, stop) of the order, encoded as in kernels.pieces."""
+        """Return the locations of the rows at positions [start, stop) of the order, encoded as in kernels.columns."""
         rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
         return places_of(rows, self._first)
 

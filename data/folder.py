@@ -1,6 +1,7 @@
-"""A check that a folder is a data set, also in a store: what is small is copied, and shards when they are needed.
+"""A check that a folder is a data set, and copies of the files of a data set in a store.
 
-This module imports little, so that a wrong path is reported at once.
+The manifest and the vocabulary are copied first, shards when they are needed. This module imports little, so that a
+wrong path is reported at once.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ T = TypeVar("T")
 
 
 class RemoteFiles:
-    """The files of a data set in a `store`, and the copies that are `kept`. Any thread may call the methods.
+    """The files of a data set in a store (`store`), and their copies (`kept`). Any thread may call the methods.
 
     Args:
         address: The data set's address.
@@ -48,7 +49,7 @@ class RemoteFiles:
         return self.kept.use(self.store, name, sha256, use, stop)
 
     def fetch_to(self, name: str, sha256: str | None, path: Path) -> None:
-        """Copy a file to a path, which replaces what is there."""
+        """Copy a file of the store to a path, in place of an existing file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(path)
         with replacing(path) as part:
@@ -59,9 +60,9 @@ class RemoteFiles:
 
 
 def _link_or_copy(copy: Path, sha256: str, to: Path) -> None:
-    """Give an intact copy of a store's file a second name, under which it stays when others need room."""
+    """Link or copy an intact copy of a store's file to the path `to`, where it stays if the copy is removed."""
     if not _has_checksum(copy, sha256):
-        copy.stat()  # raises FileNotFoundError if other processes have made room
+        copy.stat()  # raises FileNotFoundError if another process has removed it
         raise ChangedError(f"{copy} is damaged; check the disk, or set HOSTDEV_STORE_CACHE to a folder on another one")
     try:
         os.link(copy, to)
@@ -70,7 +71,7 @@ def _link_or_copy(copy: Path, sha256: str, to: Path) -> None:
 
 
 def describe_place(root: Path) -> str:
-    """Return where a data set is, in words; for one in a store, also where its copies are and how large they may be."""
+    """Describe where a data set is; if it is in a store, also where its copies are and how large they may be."""
     from hostdev.core.memory import format_bytes  # imports NumPy
 
     files = RemoteFiles.find(root)
@@ -88,7 +89,7 @@ def refresh(folder: Path, address: str) -> None:
     files = RemoteFiles(address)
     content = files.store.read_manifest(FILE_NAME, without=True)
     if content is None:
-        content = files.store.read(FILE_NAME)  # says that it is missing
+        content = files.store.read(FILE_NAME)  # raises the error for a missing file
     try:
         _place_vocabulary(files, content, folder)
         _write(folder / FILE_NAME, content)
@@ -98,7 +99,7 @@ def refresh(folder: Path, address: str) -> None:
 
 
 def pin(root: Path) -> Path:
-    """Return a folder with a data set's manifest and vocabulary that stays as it is now, whatever the store gets."""
+    """Return a folder with the current manifest and vocabulary, unaffected by later changes of a store."""
     address = address_of(root)
     if address is None:
         return root
@@ -110,13 +111,13 @@ def pin(root: Path) -> Path:
 
 
 def _place_vocabulary(files: RemoteFiles, content: bytes, folder: Path) -> None:
-    """Copy the vocabulary that a manifest names, unless it is there."""
+    """Copy the vocabulary that a manifest names, unless an intact copy is there."""
     try:
         found = json_files.loads(content)
         name, sha256 = found["vocabulary"], found.get("vocabulary_sha256")
         inside(folder, name)
     except (ValueError, TypeError, KeyError, AttributeError):
-        return  # whoever reads the manifest says what is wrong
+        return  # reading the manifest reports the error
     if sha256 is None or not _has_checksum(folder / name, sha256):
         files.fetch_to(name, sha256, folder / name)
 
@@ -139,13 +140,13 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def require_input(folder: Path) -> None:
-    """Raise UserError unless a folder of this machine has a manifest; leave one in a store to `require`."""
+    """Raise UserError unless a folder of this machine has a manifest; only `require` checks a folder in a store."""
     if address_of(folder) is None:
         require(folder)
 
 
 def require(folder: Path) -> None:
-    """Raise UserError unless `folder` has a manifest. For one in a store, read the manifest and the vocabulary anew."""
+    """Raise UserError unless `folder` has a manifest; first copy the manifest and vocabulary of a folder in a store."""
     if (address := address_of(folder)) is not None:
         refresh(folder, address)
     if not (folder / FILE_NAME).is_file():

@@ -1,7 +1,8 @@
 """A data set's manifest, which describes its shards and their sources. Format versions 1 and 2 are read, 2 is written.
 
 Version 1 has only Criteo's columns and no id ranges, so every column is given the range that covers the ids of all
-columns' values. Its options and statistics are validated, and have warnings about suspicious columns.
+columns' values. The options and statistics of both versions are validated, and statistics give warnings about
+suspicious columns.
 """
 
 import json
@@ -190,7 +191,7 @@ class Manifest:
 
     @property
     def vocabulary_size(self) -> int:
-        """Total number of ids, including the fixed ones: those of dense columns and of out-of-vocabulary values."""
+        """Total number of ids, including the ids of dense columns and of out-of-vocabulary values."""
         return self.schema.rows
 
     @property

@@ -26,7 +26,7 @@ class Targets:
 
     Attributes:
         more: Names of further labels.
-        numeric: Names of the labels that can be any number; the others are 0 or 1.
+        numeric: Names of the labels that can be any number; all other labels are 0 or 1.
         weight: Name of the column with the samples' weights, or None.
     """
 

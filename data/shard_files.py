@@ -1,7 +1,7 @@
 """Memory-mapped Arrow IPC files; every file is checked before its rows are used.
 
 A file is read sequentially before it is mapped: the first time to verify its checksum, later to load it into the page
-cache for random access. This raises an error if the file cannot be read, or was shortened or replaced. A file
+cache for random access. Reading raises an error if the file cannot be read, or was shortened or replaced. A file
 that has changed since its checksum was computed is hashed again. Shortening a file that is already mapped kills the
 process (SIGBUS).
 """
@@ -148,7 +148,7 @@ def find_damage(
 ) -> str | None:
     """Return what is wrong with a shard of `rows` rows, such as "has missing values in 'label'", or None.
 
-    `known` says that its lists and values were checked before.
+    `known` says whether the shard's lists and values were checked before.
     """
     expected = shard_schema(found.schema, found.id_type)
     if not schema.equals(expected):

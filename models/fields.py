@@ -37,7 +37,7 @@ def bag_feature(column: str) -> str:
 def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: Sequence[str] = ()) -> dict[str, Feature]:
     """Return the features that look up a schema's ids in `tables`.
 
-    The model puts the ids of the columns `more` before those of the schema in FIELDS. In tables by key, each column of
+    In FIELDS, the model puts the ids of the columns `more` before the schema's ids. In tables by key, each column of
     ids has its own out-of-vocabulary row.
     """
     if not schema.columns:

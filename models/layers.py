@@ -1,6 +1,6 @@
 """Fully connected layers, their initial values, and a float32 last layer.
 
-A tower is a small network for one label, on top of what the labels share.
+A tower is a small network for one label, on top of the layers that all labels share.
 """
 
 import itertools
@@ -27,14 +27,14 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout; on a CPU, it draws a single number from torch's generator, from which the mask follows in parallel.
+    """nn.Dropout; on a CPU, it draws one number from torch's generator, and computes the mask from it in parallel.
 
     torch's own dropout draws every value from one serial generator, which takes as long as a layer. Elsewhere, in a
     compiled or traced network, and for tensors that are not plain (fake or distributed ones), this is torch's dropout.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input with values set to 0 at random and the others scaled, in training; else the input."""
+        """Return the input with values set to 0 at random and all other values scaled, in training; else the input."""
         is_plain = type(input) is Tensor and input.device.type == "cpu" and input.is_floating_point()
         if not (self.training and is_plain and not self.inplace and 0 < self.p < 1) or _is_traced():
             return super().forward(input)

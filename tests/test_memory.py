@@ -1,3 +1,4 @@
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,6 +32,11 @@ def test_a_containers_limit_counts_without_its_page_cache(tmp_path, monkeypatch,
     assert memory.available_bytes() == 10_000 - 1_000 < whole
     group(tmp_path / "memory" if v1 else tmp_path, "max", 9_000, 8_000, v1=v1)
     assert memory.available_bytes() > 10_000
+    group(tmp_path / "memory" if v1 else tmp_path, 10_000, 9_000, 8_000, v1=v1)
+    read = Path.read_text
+    own = Path("/proc/self/cgroup")
+    monkeypatch.setattr(Path, "read_text", lambda path: read(Path("/nowhere") if path == own else path))
+    assert memory.available_bytes() == 10_000 - 1_000
 
 
 def test_what_a_cache_may_take():

@@ -1,6 +1,6 @@
 """Addresses such as s3://BUCKET/FOLDER. This module imports little, so that command lines may use it.
 
-Also the folder for what hostdev keeps for a user between runs.
+It also finds the folder for files that hostdev keeps for a user between runs.
 """
 
 import os
@@ -11,10 +11,10 @@ from pathlib import Path
 from hostdev.core.errors import UserError
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
-# A user with a password, or who may be one, and what a signed address ends with.
+# In addresses: a user name with a password; over http(s) also a user name alone, which may be a token; and a query.
 _SECRETS = re.compile(r"(?<=://)[^/@:\s]*:[^/@\s]*@|((?<=http://)|(?<=https://))[^/@\s]*@|\?[^\s'\"]*")
 LOCAL = ("file", "local")
-_DATA, _CHECKPOINTS, _RESULTS, _SOURCES = "data", "checkpoints", "results", "sources"  # folders, by kind
+_DATA, _CHECKPOINTS, _RESULTS, _SOURCES = "data", "checkpoints", "results", "sources"  # subfolders of `get_folder()`
 
 
 def is_remote(text: str) -> bool:
@@ -24,12 +24,16 @@ def is_remote(text: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without users with passwords in addresses, and without what follows a question mark in them."""
+    """Return a text without the secrets that its addresses may contain.
+
+    Removed are user names with passwords, for http(s) also user names alone, and each question mark with the characters
+    up to the next space or quote.
+    """
     return _SECRETS.sub("", text)
 
 
 def get_folder() -> Path:
-    """Return the folder for copies of a store's files: HOSTDEV_STORE_CACHE, or one below the user's cache folder."""
+    """Return the folder for copies of stores' files: HOSTDEV_STORE_CACHE, or `stores` in the user's cache folder."""
     given = os.environ.get("HOSTDEV_STORE_CACHE", "")
     if given and not Path(given).is_absolute():
         raise UserError(f"HOSTDEV_STORE_CACHE must be an absolute path, not {given}")
@@ -37,43 +41,46 @@ def get_folder() -> Path:
 
 
 def data_path(text: str) -> Path:
-    """Return the path of a data set: for an address, that of the folder for its files that are copied as a whole.
+    """Return the path of a data set; for an address, a local folder for those of its files that are copied as a whole.
 
     `address_of` returns the address again, in any process. Nothing is read or written.
 
     Raises:
-        UserError: The address has a password, which would appear in logs.
+        UserError: The address has a password or a question mark, which would appear in logs, or names no folder.
     """
     return _path_of(text, _DATA)
 
 
 def checkpoint_path(text: str | Path) -> Path:
-    """Return the path of a checkpoint, or of a folder of checkpoints: for an address, that of its copies.
+    """Return the path of a checkpoint, or of a folder of checkpoints; for an address, a local folder for its copies.
 
-    See `data_path`.
+    `data_path` describes the errors.
     """
     return _path_of(str(text), _CHECKPOINTS)
 
 
 def result_path(text: str | Path) -> Path:
-    """Return the path of a new file or folder: for an address, where it is before it is copied to the store."""
+    """Return the path of a new file or folder; for an address, where it is written before it is copied to the store."""
     return _path_of(str(text), _RESULTS)
 
 
 def source_path(text: str | Path) -> Path:
-    """Return the path of a file or a folder with raw rows: for an address, one that is never written."""
+    """Return the path of a file or folder with raw rows; for an address, a path that stands for it and never exists."""
     return _path_of(str(text), _SOURCES)
 
 
 def local_path(text: str) -> Path:
-    """Return a path of this machine; raise UserError for an address of another place."""
+    """Return the path on this machine that a text names; raise UserError for the address of another place."""
     if is_remote(text):
         raise UserError(f"{without_secrets(text)} is an address; this must be a path of this machine")
     return _without_scheme(text)
 
 
 def require_input(path: Path, said: str) -> None:
-    """Raise UserError unless a path exists, is an address, or is - for standard input; {} in `said` is the path."""
+    """Raise UserError unless a path exists, is an address, or is - (standard input).
+
+    `said` is the message, with {} for the path.
+    """
     if str(path) == "-" or address_of(path) is not None:
         return
     try:
@@ -81,7 +88,7 @@ def require_input(path: Path, said: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(said.format(path)) from None
     except (OSError, ValueError):
-        pass  # whoever opens it says what is wrong
+        pass  # opening the file later reports the error
 
 
 def _without_scheme(text: str) -> Path:
@@ -109,7 +116,7 @@ def _path_of(text: str, kind: str) -> Path:
 
 
 def address_of(folder: Path) -> str | None:
-    """Return the address of what has this path, or None for what is on this machine."""
+    """Return the address for which a path stands (see `data_path`), or None for any other path."""
     try:
         root = get_folder()
     except UserError:
@@ -124,7 +131,7 @@ def address_of(folder: Path) -> str | None:
 
 
 def shown_place(folder: Path) -> str:
-    """Return what to call a file or folder in a message: its address, or its path."""
+    """Return the name of a file or folder for messages: its address, or its path."""
     return address_of(folder) or str(folder)
 
 

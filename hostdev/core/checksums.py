@@ -13,7 +13,8 @@ from typing import Any
 
 from hostdev.core.errors import StoppedError
 
-_AT_ONCE = 1 << 22  # bytes
+_AT_ONCE = 1 << 22  # bytes that are read at a time
+_MISSING = object()
 
 
 class Crc32:
@@ -54,7 +55,7 @@ def hash_stream(
 
     Args:
         file: A file or other stream, with `readinto`.
-        out: A file that what was read is written to.
+        out: A file to which the bytes that were read are written; None for no file.
         stop: Ends the reading early.
         most: The maximum number of bytes to read; None for all.
         digest: Makes the running checksum.
@@ -87,13 +88,14 @@ def json_checksum(content: Any) -> str:
 
 
 def is_whole_json(text: bytes, *, without: bool = False) -> bool:
-    """Return whether a text is a JSON object whose field `sha256` is the checksum of all others.
+    """Return whether a text is a JSON object whose field `sha256` is the checksum of its other fields.
 
-    With `without`, an object without this field is whole, too.
+    With `without`, an object that lacks this field also counts as whole.
     """
     try:
         content = json.loads(text)
-        return bool(content.pop("sha256", None if without else "") in (None, json_checksum(content)))
+        given = content.pop("sha256", _MISSING)
+        return without if given is _MISSING else bool(given == json_checksum(content))
     except (ValueError, TypeError, AttributeError, RecursionError):
         return False
 

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         inputs: By argument, a function that raises UserError if a value is an input that does not exist. It is called
-            before the parser asks for an argument that is missing, and before the command sees the arguments.
+            before the parser reports a missing argument, and before the command sees the arguments.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments like argparse."""
+        """Parse arguments like argparse, but check the given inputs before reporting a missing argument."""
         namespace = argparse.Namespace() if namespace is None else namespace
         try:
             return super().parse_known_args(args, namespace)
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
             raise
 
     def _check_inputs(self, namespace: argparse.Namespace) -> None:
-        """Check the inputs that are given, also of the chosen sub-command."""
+        """Check the inputs that are given, including the inputs of the chosen sub-command."""
         for name, require in self.inputs.items():
             value = getattr(namespace, name, None)
             for one in value if isinstance(value, list) else [value]:
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
             return ""
         given = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         near = [found for word in given for found in get_close_matches(word, self._all_options(), n=1, cutoff=0.7)]
-        near = [found for found in near if found not in given]  # known, but to another command
+        near = [found for found in near if found not in given]  # an option of another sub-command
         return f"; did you mean {' '.join(near)}?" if near else ""
 
     def _all_options(self) -> list[str]:
@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
 class StrictParser(Parser):
     """A parser that rejects two different values for one option; argparse would silently use the last value.
 
-    It is for commands that have some options that may be repeated, to name several columns, and others that may not.
+    It is for commands with two kinds of options: some may be repeated to name several columns, the rest may not.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -99,7 +99,7 @@ class StrictParser(Parser):
             self.register("action", name, _Once)
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        """Parse arguments like argparse."""
+        """Forget the values of earlier calls, and parse arguments like argparse."""
         self.values_given: dict[str, Any] = {}
         return super().parse_known_args(*args, **options)
 

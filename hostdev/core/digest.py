@@ -11,8 +11,8 @@ out-of-vocabulary rows as JSON; then a line with name, dtype and shape, and the 
 then its columns, whose rows are the out-of-vocabulary rows and then the rows of the keys. Keys are in the order of
 their hashes.
 
-Several threads hash the ranges. Ranges known to be unchanged are not read again. The system is told which pages of
-memory-mapped files are read soon, or in no order.
+Several threads hash the ranges. Ranges known to be unchanged are not read again. The kernel gets hints which
+pages of memory-mapped files will be read soon, or in random order.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from hostdev.core.keys import KeyArrays
 from hostdev.core.machine import available_cpus
 from hostdev.core.workers import Workers
 
-RANGE_BYTES = 1 << 20  # of weights
+RANGE_BYTES = 1 << 20  # bytes of weights per range
 _PIECE_BYTES = 1 << 24
 _COPIED_BYTES = 1 << 18
 _TOGETHER = 8  # ranges that a thread hashes per call
@@ -75,7 +75,7 @@ def rows_per_range(dim: int) -> int:
 
 
 def in_order(columns: Sequence[DigestColumn]) -> list[DigestColumn]:
-    """Return a table's columns in the digest's order: the weights, which are `columns[0]`, then the others by name."""
+    """Return a table's columns in the digest's order: the weights, `columns[0]`, then the other columns by name."""
     return [columns[0], *sorted(columns[1:], key=lambda column: column.name)]
 
 
@@ -104,7 +104,7 @@ class StateDigest:
         known: RangeDigests | None = None,
         keys: KeyArrays | None = None,
     ) -> None:
-        """Add a table; call this in order of the tables' names.
+        """Add a table; tables must be added in the order of their names.
 
         Args:
             name: The table's name.
@@ -127,7 +127,7 @@ class StateDigest:
             self._digest.update(self._column(column, length, known).data)
 
     def array(self, name: str, dtype: str, shape: Iterable[int], pieces: Iterable[Any]) -> None:
-        """Add an array of the dense part, whose content `pieces` yields in chunks."""
+        """Add an array of the dense part, or of a table's keys; `pieces` yields its content in chunks."""
         self._digest.update(f"{name} {dtype} {list(shape)}\n".encode())
         for piece in pieces:
             self._digest.update(np.ascontiguousarray(piece).data)
@@ -245,7 +245,7 @@ def populate(array: npt.NDArray[Any]) -> None:
 
 
 def read_singly(array: npt.NDArray[Any]) -> None:
-    """Read each page of a memory-mapped array alone, without those around it; do nothing where that is unknown."""
+    """Turn off read-ahead for the pages of a memory-mapped array; do nothing where mmap has no such hint."""
     if hasattr(mmap, "MADV_RANDOM") and array.nbytes:
         _advise(array, mmap.MADV_RANDOM)
 

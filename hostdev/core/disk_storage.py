@@ -13,15 +13,15 @@ MOST_DISK_WINDOW = 1024  # batches
 class Disk:
     """Store a table's rows on disk, and keep as many of them in memory as fit; results do not depend on how many.
 
-    The table writes its rows to a folder of its own in `dir`, which it removes at its end. Rows that have their initial
-    values take no space.
+    The table writes its rows to its own subfolder of `dir`, and removes the subfolder at the end. Rows that have their
+    initial values take no space.
 
     Attributes:
-        dir: The folder, which is created if it does not exist. Several tables may use the same one.
-        memory: Memory for the rows of the table, in bytes, or such as "4GiB". Beside it, a table takes 4 bytes for each
-            of its rows (8 bytes for more than about a billion).
-        window: Number of batches that loops read ahead, at most 1024, to know which rows to keep in memory. More reads
-            less of the disk where much of the table is in memory, and keeps so many of the program's batches in memory.
+        dir: The folder, which is created if it does not exist. Several tables may use the same folder.
+        memory: Memory for the rows of the table, in bytes, or such as "4GiB". In addition, a table takes 4 bytes for
+            each of its rows (8 bytes for more than about a billion rows).
+        window: Number of batches that loops read ahead, at most 1024, to know which rows to keep in memory. A larger
+            window reads less from the disk if much of the table is in memory, but holds more batches in memory.
     """
 
     dir: str | os.PathLike[str]

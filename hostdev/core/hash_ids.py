@@ -15,8 +15,8 @@ _BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
 def hash_ids(values: Any) -> npt.NDArray[np.int64]:  # Any: arrays of several libraries, and lists of texts
     """Return 64-bit ids of texts, for tables by key: XXH64 with seed 0 of a text's bytes in UTF-8, as int64.
 
-    The ids are the same on all platforms and in all versions. Two of 1e8 different texts have the same id with a
-    probability of 0.03%, two of 1e9 with 2.7%.
+    The ids are the same on all platforms and in all versions. Among 1e8 different texts, any two have the same id
+    with a probability of 0.03%; among 1e9, with 2.7%.
 
     ::
 
@@ -30,7 +30,7 @@ def hash_ids(values: Any) -> npt.NDArray[np.int64]:  # Any: arrays of several li
 
     Raises:
         TypeError: Values are not texts; integers are ids themselves.
-        ValueError: A value is missing, or an Arrow array is broken.
+        ValueError: A value is missing, nested lists differ in length, or an Arrow array is broken.
     """
     shape: tuple[int, ...] | None = None
     if isinstance(values, np.ndarray):

@@ -29,7 +29,7 @@ class NoHistory:
 
     how: CatchUp | None = None
     steps = 0
-    planes = 0  # of packed rows, which a batch needs of rows that miss steps
+    planes = 0  # number of planes in a packed row; 0 if weights are fetched instead of packed rows
 
     def record(self, lr: float, step: int, table: str) -> Clock | None:
         """Return None, in place of the clock for the updates of a step."""
@@ -101,7 +101,7 @@ class History:
         self._clock: Clock | None = None
 
     def _new_frozen(self, steps: int) -> npt.NDArray[np.float32]:
-        """Return memory for the final coefficients of rows that were last written at each of so many steps."""
+        """Return memory for the final coefficients of rows, by the step of their last write, for `steps` steps."""
         if self.how.betas is None:
             return np.empty((0, 0), np.float32)
         return np.full((steps, len(self._series.basis) + 1), np.float32(self.how.eps))
@@ -142,7 +142,7 @@ class History:
         return History(self.how)
 
     def hand_over(self, table: Any, *, whole: bool) -> None:
-        """Let a table with an equal optimizer adopt this history, of a checkpoint; see `HostTable.adopt`."""
+        """Give this history, from a checkpoint, to a table with an equal optimizer; see `HostTable.adopt`."""
         table.adopt(self, whole=whole)
         take_over_form(table.optimizer, self.how)
 
@@ -151,7 +151,7 @@ class History:
         row_slots[:, -1] = self.steps if step is None else step
 
     def require_steps(self, table: str, ids: AnyIds, row_slots: Rows) -> None:
-        """Raise ValueError unless the per-row state of the rows `ids` [N] says that they were written in a step."""
+        """Raise ValueError unless the per-row state of the rows `ids` [N] names a step from 0 to the current one."""
         require_last(table, ids, row_slots[:, -1], self.steps)
 
     def get_width(self, dim: int) -> int:
@@ -164,8 +164,8 @@ class History:
         Args:
             block: float32 [N, 1 + S, D]: weights, then state of D values.
             row_slots: float32 [N, R]: per-row state.
-            positions: Those rows of the arrays that are copies, int32 [any]; None for all.
-            formats: If values are to be rounded to the nearest that can be stored, the formats.
+            positions: Which rows of the arrays are copies to bring up to date, int32 [any]; None for all.
+            formats: The storage formats of the planes, to which values are rounded to nearest; None for no rounding.
         """
         some = (block, row_slots) if positions is None else (block[positions], row_slots[positions])
         run_tasks(bring_tasks(*some, self.clock()))
@@ -202,7 +202,7 @@ class History:
             self._inverse = np.concatenate([self._inverse, np.ones(more)])
             self._frozen = np.concatenate([self._frozen, self._new_frozen(more)])
         if self.how.betas is not None:
-            # Rows that were last written before a step are read after it, so the step's number may be set between.
+            # e(L) is set only when step L + 1 is recorded, because the program may set the table's step number before.
             self._frozen[first : self.steps, -1] = central
         if self.how.epsilon_hat or self.how.betas is None:
             epsilons = epsilons[:0]
@@ -278,7 +278,7 @@ class History:
 
 
 def make_history(optimizer: SparseOptimizer) -> NoHistory | History:
-    """Return the step history of a new table: a `History` if steps also change rows that they do not use."""
+    """Return the step history of a new table: a `History` if steps also change rows that no batch uses."""
     return NoHistory() if optimizer.catch_up is None else History(optimizer.catch_up)
 
 

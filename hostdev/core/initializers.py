@@ -28,7 +28,7 @@ class Normal:
     def __post_init__(self) -> None:
         if not 0 < self.std <= _LARGEST:
             raise ValueError(f"std must be positive and at most {_LARGEST:g}, not {self.std}")
-        object.__setattr__(self, "std", float(self.std))  # numpy's numbers are written otherwise
+        object.__setattr__(self, "std", float(self.std))  # the repr of a NumPy number differs
 
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: LongIds | None = None
@@ -122,12 +122,12 @@ class Given:
 
 
 class GivenRows:
-    """Given weights in some rows, and those of another initializer in the others.
+    """Given weights for some rows; another initializer fills the rest.
 
     Args:
-        others: Initializer of the other rows.
-        load: Returns the rows' ids, int64 [K], ascending and distinct, and their weights, float32 [K, D]. It is called
-            when the first row is filled, so that a table's shape can be known without its weights.
+        others: Initializer of the remaining rows.
+        load: Returns the ids of rows with given weights, int64 [K], ascending and distinct, and the weights, float32
+            [K, D]. It is called when the first row is filled, so that a table's shape can be known without its weights.
     """
 
     def __init__(self, others: "Initializer", load: Callable[[], tuple[LongIds, npt.NDArray[np.float32]]]) -> None:
@@ -146,7 +146,7 @@ class GivenRows:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: LongIds | None = None
     ) -> None:
-        """Fill a block with the rows' weights; the arguments are those of `Normal.fill`."""
+        """Fill a block with the weights of its rows and the initial slots; the arguments are those of `Normal.fill`."""
         self._others.fill(block, seed, name, slots, first_row=first_row, ids=ids)
         given, values = self._rows
         if ids is None:

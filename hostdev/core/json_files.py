@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 MOST_BYTES = 1 << 28
-_WIDEST = 2**63  # integers must fit int64; in content of any type, uint64 is enough
+_WIDEST = 2**63  # a field of type int must fit into int64; other numbers may need uint64
 _MOST_DIGITS = 20  # of an integer of 64 bits, with its sign
 
 T = TypeVar("T")

@@ -2,8 +2,8 @@
 
 Keys get a row after a number of uses, with a probability, or by a rule of your own.
 
-Eviction is decided before each step whose number is a multiple of `every`, from what the steps before it used. The
-rules with `keep` also evict before a step for whose new keys the table's capacity would not suffice.
+Eviction is decided before each step whose number is a multiple of `every`, from the uses in earlier steps. Rules with
+`keep` also evict before a step whose new keys would exceed the table's capacity.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Admission:
         counts: Whether the table counts the uses of keys that have no row, over all steps.
         expires: If `counts`: the table forgets the uses of a key that has been waiting without a use for this many
             steps; None for never.
-        sketch_bytes: If `counts`: the size of a count-min sketch that counts in place of exact counts; 0 for exact.
+        sketch_bytes: If `counts`: bytes of a count-min sketch that replaces exact counts; 0 for exact counts.
     """
 
     counts: ClassVar[bool] = False
@@ -47,8 +47,8 @@ class Admission:
     def admit(self, keys: Keys, uses: Counts, *, seed: int, name: str, step: int) -> Mask:
         """Return which keys get a row at once, bool [N].
 
-        The answer for a key must be a function of the arguments alone: ranks, threads and a resumed run ask in
-        different compositions.
+        The answer for a key must be a function of the arguments alone: ranks, threads and a resumed run
+        group the keys differently.
 
         Args:
             keys: int64 [N], distinct keys of a step that have no row.
@@ -134,14 +134,14 @@ def _require_steps(name: str, value: int) -> None:
 
 
 class KeyUse:
-    """What a rule may know of N keys that have a row, in no fixed order; each attribute is gathered when it is read.
+    """The uses of N keys that have a row, for a rule, in no fixed order; each attribute is gathered when it is read.
 
     Args:
         rows: int32 [N], the keys' rows.
         keys: int64 [V], the key of each row.
         last: uint32 [V], the number of the step that last used each row's key.
-        uses: uint32 [V], how often steps have used each row's key, after decay. Uses while it waited for the row count
-            if the rule of admission counts uses.
+        uses: uint32 [V], how often steps have used each row's key, after decay. If the admission rule counts uses, the
+            uses before the key had its row are included.
         norms: Returns the Euclidean norms of rows' weights, float64 [N], after all earlier steps.
     """
 
@@ -178,16 +178,16 @@ class KeyUse:
 class Eviction:
     """A rule that decides which keys lose their row: subclass it, and give an object to a table by key as `evict`.
 
-    A rule either drops keys by themselves (`expired`), or orders all keys (`scores`), of which the least are evicted
-    down to a share of the capacity. Its `repr` is stored in checkpoints; a frozen dataclass has a suitable one.
-    `hostdev.testing.check_eviction` checks a rule.
+    A rule either decides about each key alone (`expired`), or orders all keys (`scores`): then keys with the smallest
+    scores are evicted until a share of the capacity is left. The rule's `repr` is stored in checkpoints; a frozen
+    dataclass has a suitable one. `hostdev.testing.check_eviction` checks a rule.
 
     Attributes:
         every: Number of steps between evictions.
         keep: For a rule with `scores`: the share of the capacity that an eviction leaves, above 0 and at most 1. None
             for a rule with `expired`.
         decay: After each eviction, uses are multiplied by this factor and rounded down; above 0 and at most 1.
-        steps: For a rule with `expired`: no key that the last `steps` steps used expires; None if that may happen.
+        steps: For a rule with `expired`: keys that the last `steps` steps used do not expire; None if such keys may.
     """
 
     every: int = 100
@@ -200,9 +200,9 @@ class Eviction:
         raise NotImplementedError
 
     def scores(self, use: KeyUse) -> Array:
-        """Return the keys' scores, uint32 [N] or non-negative float64 [N]: those with the smallest are evicted.
+        """Return the keys' scores, uint32 [N] or non-negative float64 [N]; keys with the smallest scores are evicted.
 
-        Equal keys are ordered by a hash. Each key's score must be a function of its own use.
+        Keys with equal scores are ordered by a hash. Each key's score must be a function of its own use.
         """
         raise NotImplementedError
 
@@ -230,7 +230,7 @@ class Unused(Eviction):
 
 @dataclass(frozen=True)
 class _Keep(Eviction):
-    """Evict keys down to a share of the table's capacity; equal keys are ordered by a hash.
+    """Evict keys down to a share of the table's capacity; keys with equal scores are ordered by a hash.
 
     Attributes:
         keep: Share of the capacity that an eviction leaves, above 0 and at most 1.

@@ -6,24 +6,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-RAW = 2**62  # hash buckets of raw ids: so many that values hardly ever share one
-SHARED, ZEROS, INITIAL = UNKNOWN = "shared", "zeros", "initial"  # what keys without a row read
+RAW = 2**62  # number of hash buckets that stands for raw ids: two values hardly ever share a bucket
+SHARED, ZEROS, INITIAL = UNKNOWN = "shared", "zeros", "initial"  # values that keys without a row read
 
 
 class KeyColumns(NamedTuple):
-    """Keys, and what is known of their use."""
+    """Keys with their last steps and numbers of uses."""
 
     keys: npt.NDArray[np.int64]  # [N]
     last: npt.NDArray[np.uint32]  # [N], the last step that used each key
     uses: npt.NDArray[np.uint32]  # [N], how often each key was used
 
     def at(self, where: Any) -> "KeyColumns":
-        """Return the keys that an index of arrays selects."""
+        """Return the keys, last steps and numbers of uses that the array index `where` selects."""
         return KeyColumns(self.keys[where], self.last[where], self.uses[where])
 
 
 def join_columns(parts: Sequence[KeyColumns]) -> KeyColumns:
-    """Return the keys of all parts."""
+    """Return the keys, last steps and numbers of uses of all parts, concatenated."""
     keys, last, uses = zip(*parts, strict=True)
     return KeyColumns(np.concatenate(keys), np.concatenate(last), np.concatenate(uses))
 
@@ -32,9 +32,9 @@ class FormerIds(NamedTuple):
     """The keys that rows of a table by row get in a table by key."""
 
     keys: npt.NDArray[np.int64]  # [V], by row
-    known: npt.NDArray[np.bool_]  # [V], whether the row has a key
-    uses: npt.NDArray[np.uint32]  # [V]
-    unknown: Mapping[str, int]  # for names of out-of-vocabulary rows, the rows that become these
+    known: npt.NDArray[np.bool_]  # [V], whether the row gets a key
+    uses: npt.NDArray[np.uint32]  # [V], how often each row's key was used
+    unknown: Mapping[str, int]  # by name of an out-of-vocabulary row, the former row that becomes it
 
 
 class KeyArrays(NamedTuple):
@@ -43,12 +43,12 @@ class KeyArrays(NamedTuple):
     Attributes:
         step: Number of the keys' steps.
         unknown: Names of the out-of-vocabulary rows, ascending.
-        keys: int64 [K].
+        keys: int64 [K], the keys with a row.
         last: uint32 [K], the last step that used each key.
         uses: uint32 [K], how often each key was used.
-        waiting: int64 [W].
-        counts: int64 [W], the last step times 2^24 plus the uses of each key that waits.
-        sketch: uint32 [any], the counters of a sketch of the keys that wait.
+        waiting: int64 [W], the keys that wait for a row.
+        counts: int64 [W], for each waiting key, the last step that used it times 2^24, plus its number of uses.
+        sketch: uint32 [any], the counters of a count-min sketch of the uses of waiting keys; [0] without a sketch.
     """
 
     step: int
@@ -61,12 +61,12 @@ class KeyArrays(NamedTuple):
     sketch: npt.NDArray[np.uint32]
 
     def map(self, change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> "KeyArrays":
-        """Return these values with each array changed, in order."""
+        """Return the keys with `change` applied to each array, in the order of the fields."""
         return KeyArrays(self.step, self.unknown, *map(change, self[2:]))  # type: ignore[arg-type]
 
 
 def decayed(uses: npt.NDArray[np.uint32], factor: float, times: int = 1) -> npt.NDArray[np.uint32]:
-    """Return uses [N], multiplied by a factor and rounded down, as often as `times` says."""
+    """Return numbers of uses [N], multiplied by a factor and rounded down `times` times."""
     for _ in range(times):
         if not uses.any():
             break

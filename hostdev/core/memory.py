@@ -69,7 +69,7 @@ def available_bytes() -> int:
 def require_memory(needed: int, what: str, advice: str = "", error: type[HostdevError] = UserError) -> None:
     """Raise `error` unless `needed` bytes are available.
 
-    The message says what needs them, how many they are, how many there are, and `advice`.
+    The message has `what` needs the bytes, the needed and the available bytes, and `advice`.
     """
     free = available_bytes()
     if needed > free:
@@ -96,7 +96,7 @@ def _control_groups() -> list[Path]:
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
+        lines = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         root = _CGROUP / controllers if controllers == "memory" else _CGROUP

@@ -2,7 +2,7 @@
 
 Only an optimizer's learning rate may be changed (`table.optimizer.lr = 1e-4`); this takes effect at the next update.
 
-The effect of steps on rows without a gradient can be computed when a row is read, which `catch_up` describes.
+An optimizer's `catch_up` describes the effect of steps on rows without a gradient, which is applied when a row is read.
 """
 
 import math
@@ -50,7 +50,7 @@ def eps_correction(beta2: float, step: float) -> float:
 
 
 def central_step(beta1: float, step: int) -> float:
-    """Return a step in the middle, geometrically, of those after `step` whose effect on unused rows matters.
+    """Return the geometric middle of the steps after `step` whose effect on unused rows matters.
 
     `kernels.catch_up` expands a divisor around its value at this step. The factor 4 minimizes the largest error over
     beta1 in 0.5 .. 0.999, beta2 and first steps: at most 1e-7 of a row's movement for beta1 = 0.9, and for larger
@@ -62,9 +62,10 @@ def central_step(beta1: float, step: int) -> float:
 def get_terms(beta1: float, beta2: float) -> int:
     """Return how many terms of a series, 4 or 10, suffice to sum a row's missed steps to float32 precision.
 
-    `kernels.catch_up` defines the series, here for `epsilon_hat`; without it, 10 terms suffice where they do here. For
-    a constant learning rate, the relative error is the largest omitted term, 1 / C(r + P, P) for P terms and
-    r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient.
+    `kernels.catch_up` defines two series. The number is computed for the series with `epsilon_hat`: for a constant
+    learning rate, its relative error is the largest omitted term, 1 / C(r + P, P) for P terms and
+    r = 2 * ln(beta1) / ln(beta2), where C is the binomial coefficient. If at most 10 terms suffice for this series, 10
+    suffice for the series without `epsilon_hat`.
 
     Raises:
         ValueError: More than 10 terms would be needed, or beta1 is too close to 1.
@@ -113,7 +114,7 @@ class SparseOptimizer:
     clip_norm: float | None = None
     weight_decay: float = 0.0
 
-    primitive: ClassVar[str]  # the name of the op that applies it
+    primitive: ClassVar[str]  # the name of the op that applies the optimizer
     non_negative: ClassVar[frozenset[str]] = frozenset()  # slots that are never negative: 8 bits need no sign
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
@@ -150,7 +151,10 @@ class SparseOptimizer:
 
     @property
     def row_slots(self) -> Mapping[str, float]:
-        """The optimizer's own slots of one value per row, and `last` if a step also changes rows without a gradient."""
+        """Initial values of the slots that hold one value per row, by name.
+
+        They include `last` if a step also changes rows without a gradient.
+        """
         return self._own_row_slots if self.catch_up is None else {**self._own_row_slots, LAST: 0.0}
 
     @property

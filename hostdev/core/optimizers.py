@@ -75,7 +75,7 @@ class LazyAdam(_ElementwiseAdam):
     With `nesterov`, beta1 * m + (1 - beta1) * g takes the place of m in the last line.
 
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015; the efficient ordering at the end of
-    section 2, which adds eps to the uncorrected root, as `torch.optim.SparseAdam` and MindSpore do, and other than
+    section 2, which adds eps to the uncorrected root, as `torch.optim.SparseAdam` and MindSpore do, and unlike
     `torch.optim.Adam`. Deviations: only a batch's rows change; t counts table steps.
     """
 
@@ -101,14 +101,14 @@ class Adam(_ElementwiseAdam):
         v <- beta2 * v + (1 - beta2) * g^2
         w <- w - lr_t * m / (sqrt(v) + eps_t)
 
-    These are the results of `torch.optim.Adam`, up to rounding: eps_t beside the uncorrected root is eps beside the
-    corrected one. With weight_decay above 0, they are those of `torch.optim.AdamW`. If a row was not used for k steps,
-    one operation applies these k steps when the row is next read. This takes 4 bytes of state per row (`last`).
-    `LazyAdam` leaves such rows unchanged.
+    These are the results of `torch.optim.Adam`, up to rounding: adding eps_t to the uncorrected root equals
+    adding eps to the corrected root. With weight_decay above 0, they are the results of `torch.optim.AdamW`. If a row
+    was not used for k steps, one operation applies these k steps when the row is next read. This takes 4 bytes of state
+    per row (`last`). `LazyAdam` leaves such rows unchanged.
 
     With `epsilon_hat`, eps_t = eps in all steps, as in `LazyAdam` and in TensorFlow's Adam: for small gradients, the
     first steps are then up to 1 / sqrt(1 - beta2) = 32 times as small. Checkpoints of earlier versions of hostdev have
-    this form. A table into which one is loaded takes it over.
+    this form, and a table that loads such a checkpoint takes it over.
 
     Source: Kingma & Ba, 2015, algorithm 1; with `epsilon_hat`, the efficient ordering at the end of section 2;
     Loshchilov & Hutter, 2019; `kernels.catch_up`.
@@ -150,7 +150,7 @@ class RowWiseAdam(_AdamBase):
 
     The sum is computed as in `RowWiseAdagrad`. As with `LazyAdam`, only the rows of a batch change.
 
-    Source: Kingma & Ba, 2015, as for `LazyAdam`, with eps beside the uncorrected root; the mean square of a row as in
+    Source: Kingma & Ba, 2015, as for `LazyAdam`, with eps added to the uncorrected root; the mean square of a row as in
     FBGEMM's PARTIAL_ROWWISE_ADAM, which adds eps to the corrected root.
     """
 
@@ -300,8 +300,8 @@ class _AdagradBase(SparseOptimizer):
 class Adagrad(_AdagradBase):
     """Adagrad, per element: accum <- accum + g^2;  w <- w - lr * g / (sqrt(accum) + eps).
 
-    Source: Duchi, Hazan & Singer, "Adaptive Subgradient Methods", JMLR 2011, the diagonal case, with eps beside the
-    root as in torch.optim.Adagrad. Deviation: accum may start above 0.
+    Source: Duchi, Hazan & Singer, "Adaptive Subgradient Methods", JMLR 2011, the diagonal case, with eps added to
+    the root as in torch.optim.Adagrad. Deviation: accum may start above 0.
     """
 
     primitive: ClassVar[str] = "FusedSparseAdagrad"
@@ -360,15 +360,15 @@ OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
 def complete_arguments(name: str, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an optimizer whose class has this name, from hyperparameters in a checkpoint.
 
-    Checkpoints from before Adam had `epsilon_hat` have its form.
+    In a checkpoint without the argument `epsilon_hat`, Adam had the form with `epsilon_hat=True`.
     """
     return {"epsilon_hat": True, **hyperparameters} if name == Adam.__name__ else dict(hyperparameters)
 
 
 def can_continue(optimizer: Any, name: str, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a table's optimizer can continue from the state of one with this class name and these arguments.
+    """Return whether a table's optimizer can continue from the state of an optimizer with this class and arguments.
 
-    Learning rates may differ. `Adam` without `epsilon_hat` continues with it, as `take_over_form` does.
+    Learning rates may differ. `Adam` without `epsilon_hat` can continue with it, which `take_over_form` then sets.
     """
     mine = {**hyperparameters(optimizer), "lr": None}
     if mine.get("epsilon_hat") is False and arguments.get("epsilon_hat") is True:

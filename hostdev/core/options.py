@@ -17,7 +17,7 @@ class When(NamedTuple):
     Attributes:
         name: The option, or a property of the configuration, which must be true.
         equal: Only this value meets the condition.
-        above: Only larger values do.
+        above: Only values above this number meet the condition.
         shown: The condition in messages (default: the option, with the value if there is a condition on it).
     """
 
@@ -27,7 +27,7 @@ class When(NamedTuple):
     shown: str = ""
 
     def holds(self, config: "OptionGroup") -> bool:
-        """Return whether a configuration meets the condition; not if it lacks the option."""
+        """Return whether a configuration meets the condition; False if it lacks the option."""
         value = getattr(config, self.name, None)
         if self.equal is not None:
             return bool(value == self.equal)
@@ -54,9 +54,9 @@ class Option(NamedTuple):
         type: Parses the flag's text; None for a switch, which is True if it is given; `list` for a flag that may be
             repeated, whose value is the list of its texts.
         default: The value if the option is not given.
-        choices: All values.
-        aliases: Other words for some of the choices, by word. Files have the choices.
-        metavar: The value in --help (default: N, X or DIR for an integer, a number or a folder).
+        choices: All allowed values; None for no such list.
+        aliases: Other words for some of the choices, as {word: choice}. The configuration contains the choice.
+        metavar: The name of the value in --help (default: N, X or DIR for an integer, a number or a folder).
         bare: The value if the flag is given without one; None if it needs a value.
         least: Least value.
         most: Largest value.
@@ -64,18 +64,18 @@ class Option(NamedTuple):
         below: The value must be smaller than this.
         unit: What the value counts, for messages.
         check: Raises UserError if a value has the wrong form.
-        off: Values that have the same effect as the default: they need nothing, and exclude nothing.
+        off: Values that have the same effect as the default, so that they need and exclude nothing; or a test for them.
         needs: Conditions that must hold if the option is given, with the reason or "".
         excludes: Conditions that must not hold if the option is given, with the reason or "".
         unused_with: Conditions under which the option has no effect, with the reason or "".
         implies: Values of other options, by name, if the option is given.
-        is_flag: Whether the option is also a flag. New options are keys of a file only.
+        is_flag: Whether the option is also a flag. New options are only keys of a file of options.
         is_fixed: Whether results depend on the option: a resumed run must have the same value.
-        has_effect: Whether a fixed option counts as equal if the model is equal, as its default is the model's.
+        has_effect: Whether a fixed option counts as equal if it leads to an equal model: its default is the model's.
         is_kind: Whether a run with the option is of another kind, which must be resumed with it.
         is_local: Whether the option may differ between the processes of a run.
-        is_shared: Whether the option has no effect in one process.
-        is_number: Whether a file may give a number for the text.
+        is_shared: Whether the option only has an effect with several processes.
+        is_number: Whether a file of options may give an integer in place of text.
     """
 
     help: str
@@ -125,7 +125,7 @@ class Option(NamedTuple):
         return "" if self.least is None else f"{number and 'a number of '}at least {self.least:g}{unit}"
 
     def require(self, name: str, value: Any) -> None:
-        """Raise OptionError if a value that is given is out of bounds, or has the wrong form."""
+        """Raise OptionError if a given value is out of bounds, is not among the choices, or has the wrong form."""
         if self.bounds() and not self.is_within(value):
             raise OptionError(name, f" must be {self.bounds()}, not {value}")
         if self.choices is not None and value not in self.choices:
@@ -227,10 +227,10 @@ class OptionGroup:
                 group.check(self)
 
     def check(self) -> None:
-        """Raise UserError for rules of a group that its options do not state themselves."""
+        """Raise UserError if values break a rule of the group that its options do not state themselves."""
 
     def _check_needs(self, name: str, item: Option) -> None:
-        """Raise OptionError if an option that the given one needs is missing, or one that it excludes is given."""
+        """Raise OptionError if a given option lacks what it needs, is excluded by another option, or has no effect."""
         if item.is_off(getattr(self, name)):
             return
         flag = flag_of(name)
@@ -253,17 +253,17 @@ class OptionGroup:
                 raise OptionError(name, f"{value} {text}; leave one of them out")
 
     def _is_harmless(self, condition: When) -> bool:
-        """Return whether an option is given a value that has the effect of the default."""
+        """Return whether the option of a condition has a value with the same effect as its default."""
         item = self.options().get(condition.name)
         return item is not None and condition.equal is None and item.is_off(getattr(self, condition.name))
 
     def has(self, name: str) -> bool:
-        """Return whether an option is given; a property counts as given if it is true."""
+        """Return whether an option is given: it differs from its default, None and False. A property must be true."""
         value, item = getattr(self, name, None), self.options().get(name)
         return bool(value) if item is None else value is not None and value is not False and value != item.default
 
     def show(self, name: str) -> str:
-        """Return an option for messages, with its value if that is a word."""
+        """Return an option's flag for messages, with its value if the option has choices or may be a number."""
         item = self.options()[name]
         has_word = item.choices is not None or item.is_number
         return f"{flag_of(name)} {getattr(self, name)}" if has_word else flag_of(name)
@@ -351,7 +351,7 @@ class OptionGroup:
         return {name: shown_place(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
-_METAVARS: Mapping[Any, str] = {int: "N", float: "X"}  # by type; that of other types is a folder's
+_METAVARS: Mapping[Any, str] = {int: "N", float: "X"}  # by type; DIR for other types
 
 
 def _add_flag(to: Any, name: str, item: Option) -> None:

@@ -1,13 +1,13 @@
 """Files and folders that get their names when they are complete: new ones, and files that replace others.
 
 The content is written to a hidden file .NAME.partial or a hidden folder .NAME.unfinished beside the final one. The
-process holds a lock on that of a new file or folder, and never overwrites what another process creates meanwhile. A
-file that may replace another has random digits after its hidden name, so that any number of threads, processes and
-hosts may write it at once. The next process that writes the same file or folder removes what a killed one has left.
+process locks the hidden name of a new file or folder, and never overwrites what another process creates meanwhile. The
+hidden name of a file that may replace another ends in random digits, so that any number of threads, processes and hosts
+may write the file at once. The next process that writes the same file or folder removes what a killed process has left.
 
-Folders of checkpoints have hidden names of their own (`checkpoint.folder`): several ranks write to one at once.
+Folders of checkpoints have different hidden names (`checkpoint.folder`), because several ranks write to one at once.
 
-Flushed to disk, files and folders survive a power failure.
+Files and folders survive a power failure only after the caller has flushed them to disk.
 """
 
 import errno
@@ -27,7 +27,7 @@ from hostdev.core import locks
 from hostdev.core.errors import UserError
 
 _LONGEST = 240  # bytes of a hidden name, to which random digits may be appended
-_PARTIAL = re.compile(r"\.part(ial(-[0-9a-f]{8})?)?$")  # without digits, and .part: of earlier versions
+_PARTIAL = re.compile(r"\.part(ial(-[0-9a-f]{8})?)?$")  # without digits: `new_file`; .part: earlier versions
 _ABANDONED_SECONDS = 3600
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of a rename to an existing name
 
@@ -76,7 +76,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path, folder: Path | None = None) -> Iterator[Path]:
-    """Yield a hidden path to write to, which then takes the place of `path` at once, or is removed by an error.
+    """Yield a hidden path to write to; after the block it atomically replaces `path`, or is removed after an error.
 
     Args:
         path: The file, which may exist.
@@ -92,33 +92,34 @@ def replacing(path: Path, folder: Path | None = None) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file at once, in place of what is there."""
+    """Write a JSON file atomically, in place of an existing one; remove what killed writers of it have left."""
     remove_abandoned(path)
     with replacing(path) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def is_partial(path: Path) -> bool:
-    """Return whether this is the hidden name of a file that `replacing` writes, or once wrote."""
+    """Return whether this is a hidden file name of `replacing` or `new_file`, of this or an earlier version."""
     return _PARTIAL.search(path.name) is not None
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove the hidden files of killed processes from a folder and its subfolders, in which nobody writes now."""
+    """Remove the hidden files of killed processes from a folder and its subfolders; no process may be writing there."""
     for path in filter(is_partial, folder.rglob("*")):
         path.unlink(missing_ok=True)
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove hidden files of killed writers of `path`: those that have not been written to for an hour."""
+    """Remove hidden files of `path` whose writers were killed: files that were not written to for an hour."""
     with suppress(OSError):
         for partial in path.parent.iterdir():
-            if path.name in partial.name and is_partial(partial) and partial != path and is_abandoned(partial.stat()):
+            is_own = partial.name.removeprefix(".").startswith(f"{path.name}.")
+            if is_own and is_partial(partial) and is_abandoned(partial.stat()):
                 partial.unlink(missing_ok=True)
 
 
 def is_abandoned(state: os.stat_result) -> bool:
-    """Return whether the writer of a hidden file was killed: it has not written for an hour."""
+    """Return whether the writer of a hidden file counts as killed, because it has not written for an hour."""
     return time.time() - state.st_mtime > _ABANDONED_SECONDS
 
 
@@ -144,7 +145,7 @@ def taken_folder(out: Path) -> UserError:
 
 @contextmanager
 def _hidden(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> Iterator[Path]:
-    """Create and lock `path` for the block, then remove it; if locks are unsupported, append random digits to it."""
+    """Create and lock `path` for the block, then remove it; without locks, add random digits if `path` exists."""
     number, path = _claim(path, what, make, wait)
     try:
         yield path
@@ -155,7 +156,7 @@ def _hidden(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> I
 
 
 def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tuple[int, Path]:
-    """Return an open file or folder that this process has created and locked, and its path."""
+    """Return a descriptor and the path of a file or folder that this process has created and, if possible, locked."""
     while True:
         try:
             number = make(path)

@@ -17,7 +17,7 @@ def new_path(stem: str) -> Path:
 
 
 def require_new(out: Path) -> None:
-    """Raise UserError unless --out is a new file of a known format in a writable folder; call this before any work."""
+    """Raise UserError unless --out is a new file of a known format in a writable folder; commands check this first."""
     if out.exists():
         raise UserError(f"--out {out} exists; choose another file")
     if out.suffix.lower() not in _SUFFIXES or not out.parent.is_dir():

@@ -10,7 +10,7 @@ class Piece(NamedTuple):
     """A segment of a network; it takes the output of the previous segment.
 
     Attributes:
-        name: The name by which `--stage-cut` refers to it.
+        name: The name by which `--stage-cut` refers to the segment.
         call: Takes tensors and returns a tensor or a tuple of tensors; the first segment takes the network's inputs.
         holds: The modules and parameters that the segment uses.
     """

@@ -19,7 +19,7 @@ from hostdev.core.run_files import RotatedFile
 from hostdev.core.workers import Worker
 from hostdev.kernels.pool import Task, timed
 
-EXACT = 1 << 16  # durations, 8 bytes each
+EXACT = 1 << 16  # number of durations that are kept exactly, 8 bytes each
 _BITS = 7  # log2 of the number of buckets per power of two
 _BUCKETS = (63 - _BITS + 1) << _BITS
 TARGETS = ("CPU", "DEVICE")
@@ -35,7 +35,7 @@ class Durations:
     """
 
     def __init__(self) -> None:
-        self.latest = array("q")  # not yet in the histogram
+        self.latest = array("q")  # nanoseconds, not yet in the histogram
         self._earlier: npt.NDArray[np.int64] | None = None
         self._count = self._total = 0  # of the durations in the histogram
 

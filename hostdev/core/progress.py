@@ -39,7 +39,7 @@ def bar(
     begin: int = 0,
     left: Callable[[], float | None] | None = None,
 ) -> ProgressBar:
-    """Return a progress display: a bar in a notebook, or on standard error if it is a terminal; else lines on output.
+    """Return a progress display: a bar in a notebook or on a terminal (standard error), else lines on standard output.
 
     A notebook's bar needs ipywidgets; without it, a notebook gets lines on standard output, too.
     A bar always disappears at the end. The first line is written after ten seconds; quicker work writes no line.
@@ -79,7 +79,7 @@ def note(text: str) -> None:
 
 
 def overwrite(text: str = "") -> None:
-    """Write a text over the current line of the terminal that standard error is, such as a bar's; none erases it."""
+    """Replace the current line of the terminal at standard error, such as a bar's; an empty text erases the line."""
     print(f"{ERASE_LINE}{text}", end="", file=sys.stderr, flush=True)
 
 

@@ -49,7 +49,7 @@ def find(kind: str, name: str) -> Any:
         name: The name under which a package registers it.
 
     Raises:
-        UserError: No package registers the name, several do, or what it stands for cannot be imported. Other errors
+        UserError: No package registers the name, several do, or the implementation cannot be imported. Other errors
             of the module are raised unchanged.
     """
     registered = _list_registered(kind)
@@ -66,7 +66,7 @@ def find(kind: str, name: str) -> Any:
 
 
 def clear() -> None:
-    """Forget what was read, for packages that were installed since."""
+    """Forget the registered names and imported implementations, so that packages installed since are found."""
     find.cache_clear()
     _list_registered.cache_clear()
 
@@ -87,7 +87,7 @@ def _list_registered(kind: str) -> dict[str, list[_Registered]]:
     registered: dict[str, list[_Registered]] = {}
     for entry in entry_points(group=group):
         package = entry.dist.name if entry.dist is not None else "a package"
-        # The sources are newer than what was installed from them.
+        # The sources are newer than the package that was installed from them.
         if ours is None or package != _OURS:
             registered.setdefault(entry.name, []).append(_Registered(entry, package))
     for name, value in (ours or {}).items():
@@ -107,7 +107,7 @@ def _read_sources(path: Path, group: str) -> dict[str, str] | None:
 
 
 def load_class(path: str, what: str, name: str | None = None, choices: Iterable[str] = ()) -> Any:
-    """Import what "package.module:Class" names.
+    """Import and return what "package.module:Class" names, usually a class.
 
     Args:
         path: The module and the class.

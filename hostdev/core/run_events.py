@@ -16,7 +16,7 @@ class RunInfo:
         run_dir: The run directory, which has the logs and config.json.
         config: The content of config.json: all options, the versions, and how the data was prepared.
         rows: The numbers of samples, by split: "train", "test" and, if there are any, "validation".
-        steps: The number of steps at the end of the run, if it is not stopped early; None if nobody knows, as with
+        steps: The number of steps at the end of the run, if it is not stopped early; None if it is unknown, as with
             --follow.
         first_step: The number of steps that a resumed run has already taken; 0 for a new run.
         processes: The number of processes that train together.
@@ -50,17 +50,17 @@ class StepInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochInfo:
-    """The evaluation after an epoch or, with --follow, that of a file before the run is trained on it.
+    """The evaluation after an epoch or, with --follow, the evaluation of a file before training on it.
 
     Attributes:
         epoch: The epoch's number or, with --follow, the file's number, from 1.
         step: The number of steps so far.
-        metrics: The metrics by split, each by name: "auc" and "logloss", or "rmse" and "mae" for labels that are
-            numbers, and "rows". Each metric of a label is there as "LABEL/auc" if there are several labels. The splits
-            are "validation" (or "test" if there are no validation rows) and "training", a part of the training rows;
-            "test" also after the last epoch, if there are validation rows. With --follow, they are "file" and "window",
-            the last files together. Empty if nothing is evaluated. A metric is NaN if it is not defined, such as the
-            AUC of rows that all have the same label.
+        metrics: The metrics, as {split: {name: value}}; empty if nothing is evaluated. Names are "auc" and "logloss",
+            or "rmse" and "mae" for labels that are numbers, and "rows". With several labels, these are means over the
+            labels, and the metrics of each label have names such as "LABEL/auc". Splits are "validation" (or "test" if
+            there are no validation rows) and "training", a part of the training rows; with validation rows, also "test"
+            after an epoch whose result may be the run's. With --follow, the splits are "file" and "window", the last
+            files together. A metric that is not defined is NaN, such as the AUC of rows that all have the same label.
         file: With --follow, the file's name; otherwise None.
     """
 
@@ -105,7 +105,7 @@ class CallbackError(UserError):
 
 
 class RunObserver:
-    """Receives a run's events on rank 0; this one ignores them.
+    """Receives a run's events on rank 0; this base class ignores them.
 
     Attributes:
         error: The error that ends the run.
@@ -116,7 +116,7 @@ class RunObserver:
     listens = False
 
     def start(self, run: RunInfo, runtime: Any, again: StepInfo | None) -> None:
-        """Receive the run before its first step; `again` is the last step whose evaluation is repeated, or None."""
+        """Receive the run before its first step; `again` is the last step if its evaluation comes first, else None."""
 
     def step(self, info: StepInfo) -> None:
         """Receive a step's losses."""

@@ -20,7 +20,7 @@ TENSORBOARD, MLFLOW = "tensorboard", "mlflow.json"  # of --log-to
 KEYS_LOG, KEYS_PICTURE = "keys.log", "keys.png"  # of tables by key
 CONFIG, SUMMARY, CURVE, REPORT = "config.json", "summary.json", "curve.png", "report.html"
 FILES_LOG, ASIDE_LOG, NEEDED = "files.jsonl", "set_aside.jsonl", "needed.json"  # of --follow
-GROWN, REPLACED = "grown", "replaced"  # `why` of lines of set_aside.jsonl about changes of known files
+GROWN, REPLACED = "grown", "replaced"  # `why` in lines of set_aside.jsonl: how a known file has changed
 
 SCORE_BINS, SCORE_LIMIT = 240, 12.0  # bins of scores.jsonl: of equal width in log-odds from -SCORE_LIMIT to SCORE_LIMIT
 
@@ -28,8 +28,8 @@ _LOSS = re.compile(rb"^epoch: (\d+) step: (\d+), wide_loss is (\S+), deep_loss i
 _PLACE = re.compile(r"epoch: (\d+) step: (\d+), ")
 _FIGURE = re.compile(r"(training )?(\w+) is ([^\s,]+)")
 _BLOCK = 1 << 24  # bytes of loss.log that are parsed at a time
-LARGEST = 64 << 20  # bytes of one file
-_FEWEST = 4  # files, if the limit is small
+LARGEST = 64 << 20  # maximum bytes of one file of a rotated log
+_FEWEST = 4  # minimum number of files that share a rotated log's limit
 
 
 def loss_line(epoch: int, step: int, wide: float, deep: float) -> str:
@@ -70,7 +70,7 @@ def eval_line(epoch: int, step: int, test: Mapping[str, float], training: Mappin
 
     Args:
         test: Metrics by name; "rows" is the number of rows.
-        training: The same for training rows, if there are any.
+        training: Metrics of training rows, in the same form; None if there are none.
     """
     line = f"epoch: {epoch} step: {step}, {_figures(test)}"
     if training is not None:

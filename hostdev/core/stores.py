@@ -3,8 +3,8 @@
     [project.entry-points."hostdev.store"]
     mystore = "package.module:MyBackend"       # for addresses such as mystore://BUCKET/FOLDER
 
-`Store` tries again what fails for a while, and asks again for content that arrives damaged. Schemes that no package
-registers are those of fsspec. `Patience` repeats work that fails, with growing pauses and a limit of time.
+`Store` retries failed operations for a limited time, and requests content again that arrives damaged. fsspec handles
+the schemes that no package registers. `Patience` repeats failing work with growing pauses, up to a time limit.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from hostdev.core.checksums import HashedFile, is_whole_json
 from hostdev.core.errors import HostdevError, StoppedError, StoreError, in_words, raise_if_transient, write_stderr
 from hostdev.core.workers import run_in_thread
 
-LONGEST_SECONDS = 300.0  # of attempts, unless HOSTDEV_STORE_PATIENCE is set
+LONGEST_SECONDS = 300.0  # time limit of all attempts, unless HOSTDEV_STORE_PATIENCE is set
 _PAUSES = 0.5, 30.0  # seconds: the first one, which doubles, and the longest
 _POLL_SECONDS = 0.2  # between checks whether the result is still needed
 
 T = TypeVar("T")
-KIND, DEFAULT = "store", "fsspec"  # of the registry
+KIND, DEFAULT = "store", "fsspec"  # the kind in `core.registry`, and the default name
 _PIECE = 1 << 23  # bytes of a request
 _MD5 = re.compile(r"([0-9a-f]{32})(?:-(\d+))?")
-_PART_SIZES = 5, 8, 16, 50, 64, 100, 5120  # MiB, of files that are written in parts
+_PART_SIZES = 5, 8, 16, 50, 64, 100, 5120  # MiB, usual part sizes of multipart uploads
 _DAMAGED = "an answer had a wrong checksum"
-_SAME = 3  # times that a file arrives with the same wrong content before the store is taken to have it so
+_SAME = 3  # arrivals of the same wrong content after which the stored file itself counts as damaged
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _PERMANENT_NUMBERS = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EREMCHG if hasattr(errno, "EREMCHG") else -1}
 
@@ -103,7 +103,7 @@ class Patience:
 
 
 def _call_abandonable(work: Callable[[], T], stop: threading.Event | None) -> T:
-    """Return the result of `work` in a thread of its own, which is abandoned when `stop` is set: it may hang."""
+    """Return the result of `work`, run in its own thread; when `stop` is set, abandon the thread, which may hang."""
     asked = run_in_thread("hostdev-store", work)
     while not wait([asked], _POLL_SECONDS).done:
         if stop is not None and stop.is_set():
@@ -125,9 +125,9 @@ class About(NamedTuple):
     Attributes:
         size: Bytes.
         version: A text that differs if the file is replaced.
-        changed: Time of the last change in nanoseconds since 1970; 0 if the store does not tell it.
-        md5: The MD5 of the content in hexadecimal or, followed by a hyphen and their number, that of the parts' MD5s,
-            as S3 has it; any other text if the store keeps none.
+        changed: Time of the last change in nanoseconds since 1970; 0 if the store does not report it.
+        md5: The MD5 of the content in hexadecimal; or, as in S3, the MD5 of the parts' MD5s, a hyphen, and the number
+            of parts; any other text if the store keeps no MD5.
     """
 
     size: int
@@ -140,7 +140,7 @@ class StoreBackend(Protocol):
     """The interface of a kind of store: one attempt at each operation, in a folder of the store.
 
     File names are relative to the folder, such as "a/b"; `name` is "" for the folder itself. Any thread may call the
-    methods; a fork of the process makes a backend of its own. `hostdev.testing.check_store` checks a backend.
+    methods; a forked process creates its own backend. `hostdev.testing.check_store` checks a backend.
 
     Args:
         address: The folder's address, without a slash at the end.
@@ -161,7 +161,7 @@ class StoreBackend(Protocol):
         """Return bytes [start, stop) of a file; raise FileNotFoundError if there is no such file."""
 
     def put(self, path: Path, name: str) -> None:
-        """Copy a file of this machine; it appears when it is complete, and replaces what is there."""
+        """Copy a file of this machine to the store; the copy appears when complete, and replaces an existing file."""
 
     def copy(self, source: str, name: str) -> None:
         """Copy a file within the store."""
@@ -188,7 +188,7 @@ class StoreBackend(Protocol):
 
 
 class Store:
-    """A folder in a store. Any thread may call the methods, and forks of the process.
+    """A folder in a store. Any thread and any forked process may call the methods.
 
     Args:
         address: An address such as "s3://BUCKET/FOLDER".
@@ -215,8 +215,8 @@ class Store:
 
     @property
     def backend(self) -> StoreBackend:
-        """The store of this process."""
-        if self._owner != os.getpid():  # a fork of the process that has the threads
+        """The backend of this process."""
+        if self._owner != os.getpid():  # in a forked process, which lacks the backend's threads
             self._open()
         return self._opened
 
@@ -236,9 +236,9 @@ class Store:
         return self._repeat(name, get)
 
     def read_manifest(self, name: str, *, without: bool = False) -> bytes | None:
-        """Return a file with a checksum of its own (see `is_whole_json`), or None if there is no such file.
+        """Return a file that contains its own checksum (see `is_whole_json`), or None if there is no such file.
 
-        Content with a wrong checksum is asked for again, as in `fetch_intact`.
+        Content with a wrong checksum is requested again, and returned only if it arrives three times.
         """
         arrived: Counter[bytes] = Counter()
         patience = self._patience(name)
@@ -273,10 +273,10 @@ class Store:
     def compare(self, name: str, path: Path) -> About | None:
         """Return the facts about a file if it has the bytes of a file of this machine, else None.
 
-        If the store keeps an MD5 of the file's bytes that is equal, the file is not read.
+        The file is not read if the store keeps an equal MD5.
 
         Raises:
-            StoreError: The store cannot be read for too long.
+            StoreError: The store cannot be read, and retries are exhausted.
             OSError: The path cannot be read.
         """
         about = self.about(name)
@@ -296,11 +296,11 @@ class Store:
     def put(self, path: Path, name: str) -> About:
         """Copy a file of this machine to the store; return the facts about the copy.
 
-        The copy appears when it is complete, and replaces what is there. On a file system (hdfs://), it may be seen
-        before.
+        The copy appears when it is complete, and replaces an existing file. On a file system (hdfs://), it may be
+        visible earlier.
 
         Raises:
-            StoreError: The store has no such bucket, or cannot be written for too long.
+            StoreError: The store has no such bucket, or cannot be written, and retries are exhausted.
             OSError: The path cannot be read.
         """
         size = path.stat().st_size
@@ -315,8 +315,8 @@ class Store:
         return self._repeat(name, put)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file, which replaces what is there."""
-        with tempfile.TemporaryDirectory() as folder:  # only copies of files make the folders that hdfs:// needs
+        """Write a small file, in place of an existing one."""
+        with tempfile.TemporaryDirectory() as folder:  # copying a file also creates the folders that hdfs:// needs
             path = Path(folder) / "content"
             path.write_bytes(content)
             self.put(path, name)
@@ -335,11 +335,11 @@ class Store:
         self._repeat(name, remove)
 
     def fetch(self, name: str, path: Path, stop: threading.Event | None = None) -> str:
-        """Copy a file to a path on this machine, in pieces, and return its SHA-256.
+        """Copy a file to a path on this machine, in chunks, and return its SHA-256.
 
         Raises:
             StoppedError: `stop` was set meanwhile.
-            StoreError: The store does not have the file, or cannot be read for too long.
+            StoreError: The store does not have the file, or cannot be read, and retries are exhausted.
             OSError: The path cannot be written.
         """
         size = self._repeat(name, lambda: self._require(name).size, stop)
@@ -354,8 +354,8 @@ class Store:
     ) -> bool:
         """Copy a file to a path on this machine until it is intact; return False if it is damaged in the store.
 
-        Wrong content is asked for again, as after an answer that is cut, unless the store has it so: by the MD5 that
-        the store keeps of it or, if it keeps none, since it arrived several times.
+        Wrong content is requested again until the stored file itself counts as damaged: the MD5 that the store keeps is
+        that of the wrong content or, if it keeps none, the same content has arrived three times.
 
         Args:
             name: The file.
@@ -364,7 +364,7 @@ class Store:
             stop: See `fetch`.
 
         Raises:
-            Exception: As `fetch`; StoreError also if other wrong content arrived for too long.
+            Exception: As `fetch`; StoreError also if retries are exhausted while the wrong content differs each time.
         """
         arrived: Counter[str] = Counter()
         patience = self._patience(name)
@@ -399,7 +399,7 @@ class Store:
 def _has_md5(about: About, path: Path) -> bool | None:
     """Return whether the MD5 that a store keeps of a file's bytes is that of a file of this machine.
 
-    Return None if it keeps none, or one of parts of an unknown size. For encrypted files it may keep something else.
+    Return None if the store keeps no MD5, or an MD5 of parts of an unknown size. Encrypted files may give False.
     """
     match = _MD5.fullmatch(about.md5)
     if match is None:
@@ -416,7 +416,7 @@ def _has_md5(about: About, path: Path) -> bool | None:
 
 
 def _get_md5s(path: Path, part: int) -> list[bytes]:
-    """Return the MD5s of a file's parts; of an empty file, that of no bytes."""
+    """Return the MD5s of a file's parts of `part` bytes; for an empty file, the MD5 of no bytes."""
     digests: list[bytes] = []
     with path.open("rb") as file:
         while True:

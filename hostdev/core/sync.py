@@ -3,8 +3,8 @@
 Results are written on this machine first, then copied. Copies of a store's files are on the local disk in a folder of
 bounded size, which all processes of a host share.
 
-A copy has the name of its SHA-256, so that what is there is what was asked for, whichever data set it is from. The
-copies that were used longest ago are removed first. One that is removed while it is mapped stays until it is closed.
+A copy's name is its SHA-256, so that data sets with the same file share its copy. The copies that were used longest
+ago are removed first. A copy that is removed while it is mapped into memory can be read until it is unmapped.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _LOCK = ".lock"
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SHARE = 0.25  # of the disk's free space, by default
 _PAUSE = 0.05  # seconds between looks at a file that another process fetches
-_MOST_REMOVED, _MOST_DAMAGED = 20, 3  # times that a copy is removed or damaged before it is used
+_MOST_REMOVED, _MOST_DAMAGED = 20, 3  # maximum attempts to use a copy that is removed, or is damaged
 T = TypeVar("T")
 
 
@@ -40,8 +40,9 @@ def require_new(path: Path, manifest: str | None = None) -> None:
     """Raise UserError if a store has something at the address of a result; a path of this machine is not checked.
 
     Args:
-        path: From `address.result_path`.
-        manifest: The file without which a folder there is incomplete, and is written over.
+        path: From `addresses.result_path`.
+        manifest: The file that marks a complete folder; an existing folder without it may be written over. None: any
+            existing file counts.
     """
     address = address_of(path)
     if address is None:
@@ -56,7 +57,7 @@ def sending(path: Path, manifest: str | None = None) -> Iterator[None]:
     """Copy a file or folder that the block creates to its address, if it has one, and remove it from this machine.
 
     Args:
-        path: From `address.result_path`.
+        path: From `addresses.result_path`.
         manifest: See `sync`.
 
     Raises:
@@ -86,7 +87,7 @@ def _remove(path: Path) -> None:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Return the names of the files below a folder, within it, in order."""
+    """Return the paths of all files below a folder, relative to it, sorted."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
@@ -102,7 +103,7 @@ def sync(
     Args:
         folder: The source.
         store: The target.
-        names: The files, within both.
+        names: The files' paths, relative to both.
         manifest: Files of this name are copied after all others: a folder without them is incomplete for its readers.
         done: Called with the name of each file that has been copied, in this thread.
     """
@@ -118,7 +119,7 @@ def sync(
 
 
 def get_limit(folder: Path) -> int:
-    """Return how many bytes the copies may take: those of HOSTDEV_STORE_CACHE_SIZE, or a quarter of what is free."""
+    """Return the bytes that copies may take: HOSTDEV_STORE_CACHE_SIZE, or 1/4 of the free and the copies' space."""
     text = os.environ.get("HOSTDEV_STORE_CACHE_SIZE", "")
     if text:
         from hostdev.core.memory import parse_bytes  # imports NumPy
@@ -132,7 +133,7 @@ def get_limit(folder: Path) -> int:
 
 
 class KeptFiles:
-    """The copies. Any thread may call the methods.
+    """The copies of stores' files on the local disk. Any thread may call the methods.
 
     Raises:
         UserError: The folder cannot be made.
@@ -149,7 +150,7 @@ class KeptFiles:
         self.limit = get_limit(self.folder)
 
     def get(self, store: Store, name: str, sha256: str, stop: threading.Event | None = None) -> Path:
-        """Return the path of a copy of a file, which is fetched unless it is there.
+        """Return the path of the copy of a store's file; fetch the file if there is no copy.
 
         Raises:
             StoppedError: `stop` was set meanwhile.
@@ -188,8 +189,8 @@ class KeptFiles:
     ) -> T:
         """Return the result of `use`, called with the path of a copy.
 
-        If it raises FileNotFoundError, another process has made room for its own files; for ChangedError, the copy is
-        damaged. In both cases the file is fetched again.
+        If `use` raises FileNotFoundError, another process has removed the copy to make room; if it raises ChangedError,
+        the copy is damaged. In both cases the file is fetched again.
 
         Raises:
             ChangedError: The copy was damaged several times.
@@ -237,13 +238,13 @@ class KeptFiles:
 
 
 def _touch(path: Path) -> bool:
-    """Note that a copy is used now, by the time of its last access; return whether it is there."""
+    """Set the time of a copy's last access to now; return whether the copy exists."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
-        with contextlib.suppress(OSError):  # another user's
+        with contextlib.suppress(OSError):  # the file belongs to another user
             os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))  # else the file would seem to be changed
     finally:
         os.close(file)
@@ -258,7 +259,7 @@ def _wait(stop: threading.Event | None) -> None:
 
 
 def _list(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return the copies, and what others have left behind, with the time of their last use and their size."""
+    """Return (time of last use in ns, bytes, path) of each copy and of each file that a killed process has left."""
     found = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):

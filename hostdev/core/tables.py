@@ -42,7 +42,7 @@ class Owner(Protocol):
         """Apply all steps so far to the table; raise ValueError if it cannot be written now."""
 
     def before_rekey(self, table: Any) -> None:
-        """After `before_write`, undo what is planned ahead for a table by key; raise ValueError within a step.
+        """After `before_write`, undo the plans of later batches for a table by key; raise ValueError within a step.
 
         With other ranks, all must make this call in the same step.
         """
@@ -69,22 +69,22 @@ class Owned:
     total_rows: int  # number of rows over all ranks
     capacity: int  # the most rows that the table can have over all ranks
     part: tuple[int, int] | None = None  # (rank, ranks) if this rank has only a part of the rows
-    stored: Any = None  # of a host table, `host.rows.TableRows`
-    key_rows: Any = None  # of a table by key, `host.table_keys.TableKeys`
+    stored: Any = None  # the rows of a host table, `host.rows.TableRows`
+    key_rows: Any = None  # the keys of a table by key, `host.table_keys.TableKeys`
     window = 0  # number of batches that a table on disk looks ahead
     erased = 0  # a checksum of the keys that were given to `erase`, which ranks compare
-    has_default_capacity = False  # whether ranks agree on `capacity`
+    has_default_capacity = False  # whether no capacity was given, so that ranks use the smallest of their defaults
     _owners: tuple[Owner, ...] = ()
     _step = 0
-    _is_writing = False  # inside `writing`
-    writes = 0  # by the program, which may have restored the rows; steps of a loop are not counted
+    _is_writing = False  # whether a `with table.writing()` block is open
+    writes = 0  # number of writes by the program, such as a restore; a loop's updates are not counted
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps so far; may be set to 0 or more, such as to that of moments from elsewhere.
+        """Number of optimizer steps so far; may be set to 0 or more, such as to the step of moments from elsewhere.
 
-        With `Adam`, set it before training: it is exact for rows that were written, or used, in the step before, and
-        approximate for the movement of others by their moments.
+        With `Adam`, set it before training: a later change is exact only for rows that were written or used in the
+        previous step, and approximate for the movement of all other rows by their moments.
 
         In the body of a loop over `Runtime.train`, the step of the current batch is counted when the loop continues, or
         when a table is read or written before that.
@@ -112,25 +112,25 @@ class Owned:
 
     @property
     def most_rows(self) -> int:
-        """The most rows that this rank can have; of a table by key on several ranks, about so many."""
+        """The most rows that this rank can have; for a table by key on several ranks, an approximate number."""
         return self.rows
 
     def describe_size(self) -> Mapping[str, Any]:  # Any: numbers and texts
-        """Return what decides which rows the table has, and must be equal on all ranks, by name."""
+        """Return, by name, the properties that determine which rows the table has; they must be equal on all ranks."""
         return {"the number of rows": self.total_rows}
 
     def begin_load(self) -> None:
         """Prepare for all rows of a checkpoint: a table by key forgets its own keys."""
 
     def rows_at(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:  # Any: integers of 32 or 64 bits
-        """Return the rows at positions [N] among the `rows` rows in use, which for a table by id are these numbers."""
+        """Return the row numbers at positions [N] among the `rows` rows in use; for a table by id, the positions."""
         return positions
 
     def find_ids(self, ids: Any, unknown: Any) -> tuple[Any, Any]:  # Any: each kind of table has its own
-        """Return the local rows of ids [N], which for a table by id are these numbers; and None.
+        """Return the local row numbers of ids [N]: for a table by id, the ids themselves; and None.
 
-        A table by key also takes, for each feature in order, its number of ids and the names of its out-of-vocabulary
-        rows; the second value then keeps rows that are only for this call.
+        For a table by key, `unknown` has for each feature in order its number of ids and the names of its
+        out-of-vocabulary rows. Then the second value may keep temporary rows, until it is deleted.
         """
         del unknown
         return ids, None

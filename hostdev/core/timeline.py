@@ -109,7 +109,7 @@ class Timeline:
                 file.write("\n]\n")
 
     def count_work(self, now: int, by: int) -> None:
-        """Add to the number of host stages at work."""
+        """Add `by` to the number of host stages at work, and count the time until `now` as busy if any was at work."""
         with self._lock:
             if self._at_work:
                 self.host_busy_ns += now - self._since

@@ -82,7 +82,7 @@ class Workers:
 
 
 def call_all(threads: int, name: str, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Make calls in threads; yield their results in order. After an error, those that have not begun are dropped."""
+    """Make calls in threads; yield their results in order. After an error, calls that have not begun are dropped."""
     with Workers(threads, name) as workers, workers.drop_queued_on_error():
         for future in [workers.submit(call) for call in calls]:
             yield future.result()
@@ -105,7 +105,7 @@ def run_in_thread(name: str, call: Callable[[], T]) -> "Future[T]":
 class Worker:
     """A daemon thread that makes a call when it is asked to, and again some seconds after the last one.
 
-    An error of the call ends the thread, and is raised in the thread of whoever waits for it or closes it next.
+    An error of the call ends the thread, and is raised by the next `wait`, `wait_for`, `check` or `close`.
 
     Args:
         name: The thread's name.
@@ -146,11 +146,11 @@ class Worker:
             return self.asked
 
     def wait(self, number: int, seconds: float | None = None) -> bool:
-        """Wait until the call of this number has ended; return whether it did in this time."""
+        """Wait until the call of this number has ended; return whether it ended within `seconds`."""
         return self.wait_for(lambda: self.ended >= number, seconds)
 
     def wait_for(self, is_met: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until a condition that `changed` guards is met; return whether it was in this time."""
+        """Wait until a condition that `changed` guards is met; return whether it was met within `seconds`."""
         with self.changed:
             met = self.changed.wait_for(lambda: is_met() or self.failure is not None, seconds)
         self.check()
@@ -168,7 +168,7 @@ class Worker:
         return has_ended
 
     def stop(self, seconds: float | None = None, last: Callable[[], object] | None = None) -> bool:
-        """End the thread after the call that has begun, and `last` in it; return whether it ended in this time."""
+        """End the thread after the current call and a call of `last`; return whether it ended within `seconds`."""
         with self.changed:
             self._last = last
             self.closing.set()

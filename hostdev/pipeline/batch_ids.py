@@ -69,7 +69,7 @@ class Embedding:
 class Group:
     """Tables that share ids, all on the host or all on the device, and the cache of their rows.
 
-    A table by key is alone in its group, and has `keys`. Ids are then its row numbers.
+    A table by key has its own group, with `keys`. The group's ids are then row numbers.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Group:
         self.is_cached = bool(self.cache.slots)
         self.rows = tables[0].row_space
         self.on_host = self.embeddings[0].target == "CPU"
-        self.late = any(table.capabilities.late for table in tables)  # rows miss steps
+        self.late = any(table.capabilities.late for table in tables)  # whether rows miss steps that do not use them
         for embedding, slots in zip(self.embeddings, self.cache.slots, strict=False):
             embedding.use_cache(slots, log)
 
@@ -121,7 +121,7 @@ class Group:
         self.cache.refresh()
 
     def end_pass(self) -> None:
-        """At the end of a training pass, write cached rows back, and undo what was planned and not stepped."""
+        """At the end of a training pass, write cached rows back, and undo the plans of batches without a step."""
         for embedding in self.embeddings:
             embedding.uncount_unfinished()
         self.cache.write_back()
@@ -154,7 +154,7 @@ class UniqueGroup(NamedTuple):
     inverse: Positions  # [N], for each id in the batch, the index of its row among the unique rows
     asked: Asked | None = None  # with other ranks: the rows that this rank requests, and those requested from it
     plans_keys: bool = False  # whether the batch is a planned step of a table by key; `ids` are row numbers
-    guests: Any = None  # of a table by key: keeps rows that are only for this batch, which updates nothing
+    guests: Any = None  # for a table by key: keeps temporary rows of this batch, which updates nothing
 
 
 class UniqueBatch(NamedTuple):
@@ -178,12 +178,12 @@ class PlannedGroup(NamedTuple):
 
     @property
     def reads(self) -> AnyIds:
-        """AnyIds of rows that are read on the host: rows that bypass the cache, then rows that it admits."""
+        """Ids of rows that are read on the host: rows that bypass the cache, then rows that it admits."""
         return self.ids if self.plan is None else self.plan.reads
 
     @property
     def writes(self) -> AnyIds:
-        """AnyIds of rows that the update writes on the host: rows that bypass the cache, then rows that it evicts."""
+        """Ids of rows that the update writes on the host: rows that bypass the cache, then rows that it evicts."""
         return self.ids if self.plan is None else self.plan.writes
 
 
@@ -199,7 +199,7 @@ class RowSubset(NamedTuple):
         return cls(ids if positions is None else ids[positions], positions)
 
     def split(self, at: int) -> tuple["RowSubset", "RowSubset"]:
-        """Return two subsets: the ids at positions below `at`, and the others, whose positions then count from `at`."""
+        """Return two subsets: the ids at positions below `at`, and the ids after them, with positions from `at`."""
         if self.positions is None:
             return RowSubset(self.ids[:at], None), RowSubset(self.ids[at:], None)
         edge = int(np.searchsorted(self.positions, at))

@@ -35,7 +35,7 @@ AfterUpdate = Callable[[int, int, Any, list[tuple[Any, Any]]], None]
 
 
 class Turns:
-    """Tries both modes, and chooses the faster one.
+    """Tries steps that overlap the host's stages and steps that run alone, and chooses the faster mode.
 
     Args:
         shares: Whether the step and the host's stages share the processors. If not, they always overlap.

@@ -68,7 +68,7 @@ class ForwardedRows:
         ids: The rows, int32 or int64 [F].
         source: The rows' positions among the previous batch's rows, int32 [F].
         target: The rows' positions among this batch's rows, int32 [F].
-        held: The rows' positions among those that were forwarded to the previous batch, int32 [F]; -1 for new rows.
+        held: The rows' positions among the rows forwarded to the previous batch, int32 [F]; -1 for new rows.
         held_rows: The number of rows that were forwarded to the previous batch.
         staging: Copies to the device.
         memory: The batch's host memory.
@@ -105,7 +105,7 @@ class ForwardedRows:
         return any(embedding.table is table for embedding in self._group.embeddings)
 
     def read_tasks(self) -> list[Task]:
-        """Return tasks that read the new rows from the tables, which must not change meanwhile. Then call `send`."""
+        """Return tasks that read the new rows from the tables, which must not change meanwhile; `send` must follow."""
         self._host = []
         tasks: list[Task] = []
         for embedding in self._group.embeddings:

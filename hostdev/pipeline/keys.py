@@ -27,15 +27,15 @@ class FoundRows(NamedTuple):
     """The rows of a batch's keys."""
 
     rows: Positions  # int32 [U], the row of each unique key, or a negative number
-    unknown: Positions  # int32 [any], for keys without a row, in the order of the features' names for them
+    unknown: Positions  # int32 [any], the out-of-vocabulary rows, in the order of the features' names for them
     guests: GuestRows | None  # keeps rows that only this batch reads
 
 
 class Assigned(NamedTuple):
-    """What a batch needs of a table by key."""
+    """A batch's rows of a table by key."""
 
     rows: Any  # the distinct rows, int32 [any]; with other ranks, `OwnedRows`
-    plans: bool  # whether a step was planned, which is to be finished by `finish_step`
+    plans: bool  # whether a step was planned, which `finish_step` must finish
     guests: GuestRows | None  # as in `FoundRows`
 
 
@@ -54,16 +54,18 @@ class KeyedRows:
         self.trains = True  # whether batches of a training pass may change keys
         self._retired: deque[Positions] = deque()  # by step, rows of evicted keys that a cache may still hold
         self._left: list[Positions] = []  # rows that were for one step alone, which a cache may still hold
-        self._since = 0  # steps since the last search for those that have left the cache
+        self._since = 0  # steps since the last search for rows that have left the cache
 
     def assign(
         self, keys: AnyIds, inverse: Positions, features: Sequence[AnyIds], *, update: bool, is_first: bool
     ) -> Assigned:
         """Return the distinct rows of a batch, in order of first occurrence; renumber `inverse` accordingly.
 
+        If batches of the pass may change keys, plan a step of the table.
+
         Args:
             keys: The batch's unique keys, int64 [U].
-            inverse: int32 [N], the position of each of the batch's keys among them; changed.
+            inverse: int32 [N], the position of each of the batch's keys among the unique keys; changed.
             features: The keys of each feature, once for each micro-batch.
             update: Whether the pass updates the tables, so that the batch may admit and evict keys.
             is_first: Whether all earlier batches are finished, and the table has all rows.
@@ -101,7 +103,7 @@ class KeyedRows:
             inverse: As for `assign`.
             features: As for `assign`.
             answer: The answer of the keys' owners.
-            owners: int32 [U], these owners.
+            owners: int32 [U], the owner of each unique key.
         """
         places = np.where(answer.rows >= 0, np.arange(keys, dtype=np.int32), np.int32(-1))
         unknown = np.arange(keys, keys + len(answer.unknown), dtype=np.int32)
@@ -132,7 +134,7 @@ class KeyedRows:
             self._leave(self._cache, guests.take())
 
     def _leave(self, cache: EmbeddingCache, left: Positions) -> None:
-        """Note rows that were for one batch alone; now and then, free rows that have left the cache."""
+        """Record rows that were for one batch alone; now and then, free rows that have left the cache."""
         if len(left):
             self._left.append(left)
         self._since += 1
@@ -181,15 +183,15 @@ def assign_on_ranks(
     update: bool,
     is_first: bool,
 ) -> list[Assigned]:
-    """Return for each table what `KeyedRows.assign` does, but rows of their owners.
+    """Return for each table the result of `KeyedRows.assign`, but with `OwnedRows`, the rows of the keys' owners.
 
     Each rank asks the owners for its keys. The owners plan the keys of all ranks as one step, and answer with the rows.
 
     Args:
         exchange: Connects the ranks.
         tables: The tables by key.
-        found: For each, the unique keys of this rank's batch, and its `inverse`, which changes.
-        features: For each, its features' keys.
+        found: For each table, the unique keys of this rank's batch, and `inverse` as for `KeyedRows.assign`.
+        features: For each table, the keys of each feature, as for `KeyedRows.assign`.
         update: As for `KeyedRows.assign`.
         is_first: As for `KeyedRows.assign`.
     """

@@ -58,7 +58,7 @@ class PassOptions(NamedTuple):
 
 
 class Waits:
-    """What batches wait for on their path. This one is for batches that are finished one after the other: for nothing.
+    """What batches wait for. In this base class, they wait for nothing: a batch is finished before the next begins.
 
     Attributes:
         overlap: Whether a batch may be planned before earlier ones are finished.
@@ -71,7 +71,7 @@ class Waits:
         return None
 
     def pin(self, pins: PassPins, batch: PlannedBatch) -> None:
-        """Keep the batch's rows of tables on disk in memory, and wait until they may be."""
+        """Pin the batch's rows of tables on disk in memory, and wait until there is room for them."""
         pins.try_pin(batch.number, batch.groups)
 
     def looking_up(self) -> AbstractContextManager[Any]:
@@ -89,14 +89,14 @@ class Waits:
         """Wait until there is room on the device for the rows of batch `number`."""
 
     def request(self, batch: InFlight, conflicts: Conflicts) -> list[RowSubset]:
-        """Ask for the batch's conflicting rows; return those that are updated already."""
+        """Ask for the batch's conflicting rows; return the subsets that are updated already."""
         return []
 
     def count_fetched(self, batch: InFlight) -> None:
-        """Record that the rows which need not wait are sent."""
+        """Record that all rows were sent that need not wait for an update."""
 
     def unpin(self, batch: InFlight) -> None:
-        """Allow the update of a batch whose rows were to be read before."""
+        """Allow the update of a batch, because its rows have been read for forwarding."""
 
     def begin_update(self, batch: InFlight) -> SharedRows | None:
         """Wait until a batch may be updated; return the rows for which the next batch waits."""

@@ -1,4 +1,4 @@
-"""The result of each stage, in the order of the stages; those of the first ones are in `batch_ids`.
+"""The results of the stages, in the stages' order; the results of the first stages are in `batch_ids`.
 
 A stage creates its result once and does not change earlier results, except that `release` empties the lists of rows.
 The state of a batch that threads share is `scheduling.in_flight.InFlight`.

@@ -26,7 +26,7 @@ _NONE = RowSubset(np.empty(0, np.int32), None)
 
 
 class LateLookup(NamedTuple):
-    """A lookup of rows that had to wait for an update: run `tasks` on the host, then call `send` to copy the rows."""
+    """A lookup of rows that had to wait for an update: first `tasks` run on the host, then `send` copies the rows."""
 
     tasks: list[Task]
     send: Callable[[], None]
@@ -84,11 +84,11 @@ class BatchRows:
         self._evicted: tuple[list[Tensor], Any] = ([], None)  # the evicted rows and their event
 
     def _split(self, subset: RowSubset) -> tuple[RowSubset, RowSubset]:
-        """Return those of some rows that bypass the cache, and the others, which it admits or evicts."""
+        """Split rows into the rows that bypass the cache and the rows that the cache admits or evicts."""
         return (subset, _NONE) if self._places is None else subset.split(self.passed)
 
     def fetch(self, subset: RowSubset, out: Sequence[Tensor] | None = None) -> list[Task]:
-        """Return tasks that look up rows for `send`; or, to `out`, the subset's rows one after the other.
+        """Return tasks that look up rows into the memory that `send` copies, or one after the other into `out`.
 
         `subset` selects from the bypassing ids followed by the admitted ids.
         """
@@ -107,7 +107,7 @@ class BatchRows:
         self._marks.append(mark)
 
     def fetch_late(self, subset: RowSubset) -> LateLookup:
-        """Return the lookup of rows that had to wait; it copies them to the device if `send` has been called."""
+        """Return a lookup of rows that had to wait; its `send` copies them if this object's `send` has already run."""
         if not self._staging.copies or self._sent is self._host:
             return LateLookup(self.fetch(subset), lambda: None)
         passed, whole = self._split(subset)
@@ -124,7 +124,7 @@ class BatchRows:
         return LateLookup(tasks, send)
 
     def reload(self, subset: RowSubset) -> None:
-        """Look rows up again after they were written; call this before `arrived`."""
+        """Look rows up again after they were written; this is possible until `arrived`."""
         late = self.fetch_late(subset)
         run_tasks(late.tasks)
         late.send()

@@ -28,16 +28,16 @@ class TableTier:
         group: The number of the table's group.
         tier: The table's rows.
         after_plan: Whether a cache decides which of a batch's rows the table needs.
-        window: Number of batches that are announced beside the next one.
+        window: Number of batches that are announced in addition to the next one.
     """
 
     def __init__(self, group: int, tier: Tier, after_plan: bool, window: int) -> None:
         self.group, self.tier, self.after_plan, self._window = group, tier, after_plan, window
         self._planner: Planner | None = None
-        self._announced = 0  # number of the last batch
+        self._announced = 0  # number of the last announced batch
 
     def announce(self, batches: Sequence[UniqueBatch]) -> None:
-        """Announce those of the batches, in order, that were not announced."""
+        """Announce the batches that were not announced yet, in order, as far as the window reaches."""
         for batch in batches:
             if batch.number <= self._announced:
                 continue
@@ -51,7 +51,7 @@ class TableTier:
             self._announced = batch.number
 
     def plan(self) -> None:
-        """Decide what stays in memory after the earliest announced batch."""
+        """Decide which rows stay in memory after the earliest announced batch."""
         if self._planner is not None and len(self._planner):
             plan = self._planner.plan()
             self.tier.keep(plan.ids[plan.admitted])
@@ -59,7 +59,7 @@ class TableTier:
             self.tier.let_go(plan.evicted)
 
     def end_pass(self) -> None:
-        """Forget the batches that were announced and not planned, and what an interrupt has left behind."""
+        """Forget batches that were announced but not planned, and undo what an interrupt has left incomplete."""
         if self._planner is not None and not self._planner.is_settled:
             planner, slot_ids = self._planner, self._planner.slot_ids
             uninterruptible(lambda: planner.restore(slot_ids))
@@ -97,7 +97,7 @@ class PassPins:
         self._batches: dict[int, BatchPins] = {}
         self._lock = threading.Lock()
         self._held: set[BatchPins] = set()
-        self.released = 0  # batches
+        self.released = 0  # number of batches whose rows were unpinned
 
     def announce(self, batches: Sequence[UniqueBatch]) -> None:
         """Announce batches that are not planned yet, and pin the rows of the first ones as far as there is room."""

@@ -51,7 +51,7 @@ class Loop(Generic[Item]):
         by_step: Whether to yield all batches of a step together, as a `Step`.
         background: Whether to read the batches in another thread.
         read_ahead: Maximum number of batches to read ahead of the body; True for as many as depth and caches need; None
-            for as many, if the loader and the program's functions are known to have no random generators.
+            means True if the loader and the program's functions are known to have no random generators, else 0.
         name: The name of the runtime's method, for messages.
         features: The features that are looked up; None for all.
         flags: The flags that stop a step whose gradients or loss are not finite; None in a loop that takes no steps.
@@ -73,7 +73,7 @@ class Loop(Generic[Item]):
         features: Sequence[str] | None = None,
         flags: Flags | None = None,
     ) -> None:
-        self._ended = True  # until the end of this method: a warning may be an error
+        self._ended = True  # until this method ends: if it raises, `__del__` has nothing to close
         self._by_step, self.name = by_step, name or self.name
         self._number = 0  # the number of the last batch, or step, that was requested
         self._reading: Reading | None = None  # None before the first batch and after the last
@@ -204,7 +204,7 @@ class Loop(Generic[Item]):
         return self._reader.requests(reading)
 
     def _may_read_ahead(self) -> bool:
-        """Return whether the loader and the program's functions are known to have no generators; warn if not."""
+        """Return whether the loader and the program's functions are known to have no random generators; warn if not."""
         if not reads_ahead(self._runtime.pipeline):
             return True
         kept = self._runtime.loops.iterators.find(self._batches)  # of an earlier loop
@@ -367,7 +367,7 @@ class PredictLoop(Loop[Item]):
     def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader, **options: Any) -> None:
         super().__init__(runtime, batches, reader, **options)
         self._counted = ExitStack()  # closing it unregisters this loop from the runtime
-        # What the pipeline returned or raised after the last batch.
+        # The pipeline's result or error after the last batch; empty if the pipeline was not asked yet.
         self._next: list[StepBatch | BaseException | None] = []
 
     def _open(self) -> Any:

@@ -1,6 +1,6 @@
 """The batch that a loop's body works on: takes it from the pipeline, and prepares its rows for the model.
 
-`Step` has all micro-batches of a step, for callers with an order of their own, such as pipeline stages.
+`Step` has all micro-batches of a step, for callers that choose their order, such as pipeline stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class BodyBatch:
         rows: The `Rows` that were yielded for `step_batch`.
         reduction: Sums the gradients of the step's micro-batches; None if `Rows.reduce` has nothing to sum.
         losses: For each loss on which `backward` was called, a float32 scalar: 0 if the loss is finite, else NaN.
-        cursor: The program's position after the step's last batch; None if it gives none.
+        cursor: The program's position after the step's last batch; None if the program gives no position.
         shares_rows: Whether the step has several of the loader's batches; each may use only some of the unique rows.
     """
 
@@ -106,7 +106,7 @@ class BodyBatch:
         return bool(self.rows) and self.rows[-1].reduced
 
     def next(self) -> tuple[Any, Rows]:
-        """Return the loader's next batch, with its rows."""
+        """Return the loader's next batch, or the result of `send` for it, with its rows."""
         micro, runtime, step_batch = self.micros.pop(0), self._runtime, self.step_batch
         assert step_batch is not None
         uses, values = self._look_up(step_batch, micro) if self._asks else ([], {})
@@ -195,7 +195,7 @@ class Step:
     def came(self, number: int) -> None:
         """Take the gradients that the rows got from the `backward` of micro-batch `number`.
 
-        Call this method for each micro-batch that has samples, in any order.
+        Callers do this once for each micro-batch that has samples, in any order.
         """
         assert self._reduction is not None
         self._reduction.rows_came(number)

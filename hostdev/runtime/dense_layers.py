@@ -4,10 +4,10 @@ While a runtime exists, these functions are wrapped:
 
 - `Module.state_dict` stamps the state of a module that the runtime's loops train with the tables' number of steps. The
   stamp is in the state dict's metadata, which `torch.save` and `copy.deepcopy` keep, and not among its entries.
-- `Module.load_state_dict` compares the stamp. A state without one, loaded into a module that has been trained since
-  the tables were last loaded, must have the module's last values.
-- `AveragedModel.update_parameters` averages dense layers; so does the program that makes an `SWALR`.
-- `Accelerator.load_state` restores a training without stamps, if accelerate is imported.
+- `Module.load_state_dict` compares the stamp. If a module has been trained since the tables were last loaded, a state
+  without a stamp must have the module's last values.
+- `AveragedModel.update_parameters` and the creation of an `SWALR` show that a program averages dense layers.
+- `Accelerator.load_state`, if accelerate is imported, shows that a program has restored states without stamps.
 
 A warning waits for the next use of the tables, because a program may load or write them after the module.
 """
@@ -48,8 +48,8 @@ class _Loaded:
     Attributes:
         what: The beginning of the warning.
         steps: The tables' number of steps when the state was made; None if it has no stamp.
-        shared: Whether the module may be another runtime's.
-        settled: Whether it was compared with the tables.
+        shared: Whether the module may belong to another runtime.
+        settled: Whether the state was compared with the tables.
     """
 
     what: str
@@ -77,22 +77,22 @@ class DenseLayers:
         self.has_trained = False
         self._parameters: Any = WeakIdKeyDictionary()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
-        self._writes = 0  # of the tables by the program, at their last step or load
+        self._writes = 0  # number of the program's writes to the tables up to their last step or load
         self._is_stepped = False  # whether the tables took steps since they were created or loaded
-        self._is_fresh = True  # whether they were neither stepped nor loaded, and the program was not warned
+        self._is_fresh = True  # whether the tables were neither stepped nor loaded, and the program was not warned
         self._digest: bytes | None = None  # of the parameters after the last step, once a state dict replaces them
-        self._loaded: WeakKeyDictionary[Any, _Loaded] = WeakKeyDictionary()  # by module, or by optimizer
+        self._loaded: WeakKeyDictionary[Any, _Loaded] = WeakKeyDictionary()  # by module, optimizer or accelerator
         self._has_warned_of_averages = False
         _watch(self)
 
     @property
     def steps(self) -> int:
-        """The tables' number of steps, with that of the body's batch once its optimizer has stepped."""
+        """The tables' number of steps, including the step of the body's batch once an optimizer has stepped."""
         loop = None if self._loop is None else self._loop()
         return self._pipeline.steps if loop is None else self._taken + loop.is_stepped
 
     def begin_loop(self, loop: ReferenceType[Any]) -> None:
-        """Begin to count the steps of a loop over `train`, which the tables take later; warn as `require_same`."""
+        """Begin to count the steps of a loop over `train`, which the tables take later; warn as `require_same` does."""
         self.require_same()
         self._loop, self._taken = loop, self._pipeline.steps
 
@@ -140,7 +140,7 @@ class DenseLayers:
         steps, found = self.steps, [one for one in self._loaded.values() if not one.settled]
         self._loaded.clear()
         wrong = [one for one in found if one.steps != steps]
-        if all(one.shared for one in wrong) and len(wrong) < len(found):  # they are other runtimes'
+        if all(one.shared for one in wrong) and len(wrong) < len(found):  # these states are of other runtimes' modules
             found = [one for one in found if one.steps == steps]
             wrong = []
         for one in found:

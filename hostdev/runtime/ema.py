@@ -70,7 +70,7 @@ class EMA:
         averaged_tables.add(table)
 
     def update(self, ids: npt.ArrayLike | torch.Tensor | None = None) -> None:
-        """Add the table's current weights to the average; call it once after each step.
+        """Add the table's current weights to the average, once after each step.
 
         Args:
             ids: The ids of all rows that the step may have changed: integers of any shape, each in [0, rows),
@@ -139,7 +139,7 @@ class EMA:
                 w.weights = before
 
     def state_dict(self) -> dict[str, Any]:  # Any: numbers and tensors, as in torch
-        """Return the state for `load_state_dict` and `extra` of `Runtime.save`; its tensors share the EMA's memory."""
+        """Return the state for `load_state_dict`, or as `extra` of `Runtime.save`; tensors share the EMA's memory."""
         names = ("rows", "average", "last")
         arrays = (self._rows, self._average, self._last)
         tensors = {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)}
@@ -157,7 +157,7 @@ class EMA:
             array[...] = state[name].cpu().numpy()
 
     def _at(self, rows: AnyIds, step: int) -> npt.NDArray[np.float64]:
-        """Return the averages of rows [N] after `step` updates, float64 [N, D]. The rows must be unchanged since."""
+        """Return the averages of rows [N] after `step` updates, float64 [N, D]; the rows have not changed since."""
         there = self._rows[rows].astype(np.float64)
         gone = np.power(self.decay, (step - self._last[rows]).astype(np.float64))[:, None]
         return there + gone * (self._average[rows].astype(np.float64) - there)

@@ -1,6 +1,6 @@
 """Groups tables by their features, and converts a batch's ids from the caller's form to flat ids without padding.
 
-The rows of the features of a stack are one tensor, without a copy.
+Features may form a stack: the model gets their rows as one tensor, without a copy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class FeatureBinding(NamedTuple):
 
 
 class GroupSpec(NamedTuple):
-    """Tables that the same features look up, and that therefore get the same ids. A table by key is alone."""
+    """Tables that the same features look up, and that therefore get the same ids. A table by key has its own group."""
 
     tables: list[Table]
     features: list[int]  # the numbers of these features, in order
@@ -43,7 +43,7 @@ class GroupSpec(NamedTuple):
 
     @property
     def has_keys(self) -> bool:
-        """Whether this is a table by key."""
+        """Whether the group's table is a table by key."""
         return bool(self.unknown)
 
 
@@ -149,7 +149,7 @@ class FeatureIds(NamedTuple):
 
 
 def read_ids(name: str, feature: Feature, given: FeatureInput, *, are_keys: bool = False) -> FeatureIds:
-    """Convert a feature's ids from the caller's form.
+    """Convert a feature's ids from the caller's form to flat ids without padding.
 
     Args:
         name: The feature's name, for messages.
@@ -159,7 +159,7 @@ def read_ids(name: str, feature: Feature, given: FeatureInput, *, are_keys: bool
 
     Raises:
         TypeError: The ids are not integers.
-        ValueError: Shapes, lengths or offsets do not match.
+        ValueError: Shapes, lengths or offsets do not match, or an integer is too large.
     """
     plain: Any = given.numpy() if type(given) is Tensor and given.dtype in _PLAIN and given.is_cpu else given
     is_plain = type(plain) is np.ndarray and plain.ndim == 1 and plain.dtype in (np.int32, np.int64)
@@ -292,7 +292,7 @@ def check_ranges(
         ids: Each feature's ids, from `read_ids`.
         groups: The groups of tables.
         bindings: The features' bindings.
-        given: The ids as the caller passed them. The position in the message refers to these.
+        given: The ids as the caller passed them. The position in the message refers to these ids.
     """
     ranged = [group for group in groups if not group.has_keys]
     found = check_groups(

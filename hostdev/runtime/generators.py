@@ -4,10 +4,10 @@
 global generators use separate random streams while a batch is read (see `random_streams`). A generator of the program,
 such as `numpy.random.default_rng(0)`, has no such streams: if the loader, `ids` or `send` draws from it, the order of
 the draws, and the state that a loop leaves, depend on how far ahead the loop reads. Therefore a loop reads ahead only
-if all of them are known to have no generator: containers of batches, torch's loaders, functions that use only data and
-other such functions, generators of such functions that have not begun, and what the program declares with
-`own_generators = False` or `read_ahead`. Generators that a function creates itself are no problem: a left loop keeps
-the batches of an iterator that it has read ahead.
+if all three are known to have no random generator. This is known of containers of batches, torch's loaders, functions
+that use only data and other such functions, iterators from such functions with `yield` that have not begun, and objects
+that the program declares with `own_generators = False` or `read_ahead`. A random generator that a function creates
+itself is no problem: if a loop is left, the batches that it has read ahead from an iterator are kept.
 """
 
 import ctypes
@@ -31,11 +31,11 @@ from torch.utils.data import DataLoader
 from hostdev.core import registry
 
 LOADER_STATES = "loader_states"  # the kind of `reading.LoaderStates` in the registry; its names are loaders' modules
-_MOST_OBJECTS = 2000  # that are searched; also the length of the longest container
+_MOST_OBJECTS = 2000  # maximum number of objects that are searched, and of items of a container
 _DATA = (types.NoneType, str, bytes, int, float, complex, range, np.generic, pathlib.PurePath)
 _CODE = (type, types.ModuleType, operator.itemgetter, operator.attrgetter, operator.methodcaller)
 _TORCH = (torch.Tensor, torch.dtype, torch.device)
-_LIBRARIES = ("hostdev", "numpy", "pandas", "pyarrow", "polars")  # whose objects are data, but for NumPy's generators
+_LIBRARIES = ("hostdev", "numpy", "pandas", "pyarrow", "polars")  # their objects are data, except random generators
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -73,7 +73,7 @@ def get_generators(device: torch.device) -> list[Generator]:
 
 
 def is_global(generator: Any) -> bool:
-    """Return whether a generator is a global one of the host; `from random import choice` refers to Python's."""
+    """Return whether a generator is a global one of the host; `from random import choice` uses Python's."""
     if isinstance(generator, torch.Generator):
         return generator is torch.default_generator
     if isinstance(generator, np.random.RandomState):
@@ -275,7 +275,7 @@ def _is_of(thing: Any, libraries: Sequence[str]) -> bool:
 
 
 def _find(thing: Any, seen: set[int]) -> Any:
-    """Return `thing`, or an object that it uses, unless all of these are known to have no generator."""
+    """Return `thing`, or an object that it uses, that may have a random generator; None if there is none."""
     if isinstance(thing, (*_DATA, *_CODE, *_TORCH, *_ITERATORS)) or _is_declared(thing) or id(thing) in seen:
         return None
     if isinstance(thing, _GENERATORS):
@@ -293,7 +293,7 @@ def _list_used(thing: Any) -> list[Any] | None:
     """Return the objects that a function or a container uses; None for other objects."""
     if isinstance(thing, dict):
         return list(thing.values())
-    if isinstance(thing, torch.nn.Module):  # called in the body, where all else in it belongs
+    if isinstance(thing, torch.nn.Module):  # a module is called in the body; only its attributes matter here
         return [value for value in vars(thing).values() if isinstance(value, _GENERATORS)]
     if isinstance(thing, _CONTAINERS):
         return list(thing)

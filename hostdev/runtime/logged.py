@@ -28,7 +28,7 @@ class RuntimeFigures:
     Means are over the steps since the previous call of `scalars`; totals are since the runtime was created.
 
     Args:
-        runtime: A `Runtime`, whose module is above this one.
+        runtime: A `Runtime`, untyped because its module imports this one.
     """
 
     def __init__(self, runtime: Any) -> None:
@@ -39,18 +39,18 @@ class RuntimeFigures:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the next means here."""
+        """Begin a new period for the means of `scalars`."""
         timeline = self._runtime.pipeline.timeline
         self._stalls, self._busy = dict(timeline.stall_ns), dict(timeline.busy_ns)
         self._ops = self._runtime.log.totals()
 
     def scalars(self, steps: int, samples: int, seconds: float) -> dict[str, float]:
-        """Return the scalars by tag.
+        """Return the means since the previous call, and the totals, by tag; begin a new period for the means.
 
         Args:
             steps: The number of steps since the previous call.
-            samples: Their samples.
-            seconds: Their time.
+            samples: The number of samples in these steps.
+            seconds: The duration of these steps.
         """
         runtime, timeline = self._runtime, self._runtime.pipeline.timeline
         per_step = 1e6 * max(1, steps)
@@ -104,7 +104,7 @@ def row_norms(table: Any, most: int = MOST_ROWS) -> npt.NDArray[np.float32]:
 
 
 def _choose(table: Any, most: int) -> npt.NDArray[Any]:
-    """Return row numbers, in order; those of a table by key in the order of its keys."""
+    """Return at most `most` evenly spaced row numbers; for a table by key, in the order of its keys."""
     count = table.rows
     at = np.arange(count) if count <= most else np.linspace(0, count - 1, most).astype(np.int64)
     found: npt.NDArray[Any] = table.rows_at(at)
@@ -156,7 +156,7 @@ class RuntimeLog:
         self._figures.restart()
 
     def step(self, runtime: Any, samples: int) -> bool:
-        """Count a step, and write if it is due; return False if the writer has failed, with a warning."""
+        """Count a step, and write if it is due; if the writer fails, warn and return False."""
         self._step, self._steps, self._samples = self._step + 1, self._steps + 1, self._samples + samples
         try:
             if self._step % self._every == 0:
@@ -183,17 +183,17 @@ class Logged:
     def log_to(self, writer: Writer, every: int = 100, *, histograms_every: int | None = None) -> None:
         """Write speed, waits, op times, caches and the norms of rows to a writer, in every loop over `train`.
 
-        docs/guides/tracking.md has the tags, which are those of `hostdev train --log-to`. Losses are the program's own.
-        The results do not depend on it. With other ranks, each rank that calls this writes its own figures. If the
-        writer raises an exception, a warning says so, and nothing more is written to it.
+        docs/guides/tracking.md has the tags, which are those of `hostdev train --log-to`. The program logs its losses
+        itself. The results do not depend on this method. With other ranks, each rank that calls it writes its own
+        figures. If the writer raises an exception, a warning says so, and nothing more is written to it.
 
         Args:
             writer: An object with the methods add_scalar(tag, value, global_step) and add_histogram, such as torch's
                 SummaryWriter, or a `hostdev.tracking.MLflowWriter`. The program closes it.
             every: Number of steps between two records; a step is a batch of the loop or, with
-                `accumulate` or `micro_batches`, as many.
-            histograms_every: Number of steps between two histograms of the norms of each table's rows, for which all
-                updates are waited for, and cached rows are written back; 0 for none. None means 10 * `every`.
+                `accumulate` or `micro_batches`, several batches.
+            histograms_every: Number of steps between two histograms of the norms of each table's rows; 0 for none. None
+                means 10 * `every`. Before a histogram, all updates are finished, and cached rows are written back.
 
         Raises:
             TypeError: The writer lacks a method.

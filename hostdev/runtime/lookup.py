@@ -61,7 +61,7 @@ class _Group:
     def __init__(self, group: GroupSpec, given: Sequence[npt.NDArray[Any]], device: torch.device) -> None:
         ids = given[0] if len(given) == 1 else np.concatenate(given)
         unknown = list(zip(map(len, given), group.unknown, strict=False))
-        ids, self._guests = group.tables[0].find_ids(ids, unknown)  # the guests stay while the rows are read
+        ids, self._guests = group.tables[0].find_ids(ids, unknown)  # temporary rows stay while this object exists
         self._device, self._features = device, group.features
         self._edges = list(accumulate(map(len, given), initial=0))
         self._inverse: npt.NDArray[np.int32] | None = None  # None: the rows are in the order of the ids
@@ -125,7 +125,7 @@ def get_ids_of_some(
     bindings: Sequence[FeatureBinding],
     stacks: Sequence[Stack],
 ) -> Callable[[B], Mapping[str, FeatureInput]]:
-    """Return a function that returns a batch's ids for these features, and empty arrays for the others.
+    """Return a function that returns a batch's ids for these features, and empty arrays for all other features.
 
     Args:
         chosen: The names of features and stacks.

@@ -38,7 +38,7 @@ class TrainLoop(Loop[Item]):
 
     If dense optimizers step in the loop, the tables are updated for each batch with which an optimizer has stepped.
     Otherwise they are updated for each batch in whose body `backward` has run. A loop that is left before the
-    optimizer's step, or the next batch, drops the gradients of its last batch; the next use of the tables says so.
+    optimizer's step, or the next batch, drops the gradients of its last batch; the next use of the tables warns.
     """
 
     _is_training = True
@@ -66,7 +66,7 @@ class TrainLoop(Loop[Item]):
         self._late: list[RowParameter] = []  # rows of a batch that `submit` finished before the loop continued
         self._keyed = list(runtime.pipeline.keyed)  # numbers of the groups of tables by key
         self._must_replan = False  # whether the batches read ahead must be planned again
-        self._is_suspended = False  # whether the pass has ended meanwhile
+        self._is_suspended = False  # whether `suspend` has ended the pass, and no new pass has begun
 
     @property
     def thread(self) -> int:
@@ -79,7 +79,7 @@ class TrainLoop(Loop[Item]):
         return self._batch.step_batch is not None and self._was_stepped()
 
     def clipping_rows(self) -> "TrainLoop[Item]":
-        """From now on, clip the rows whenever torch's functions clip parameters; return this loop."""
+        """From now on, clip the rows' gradients whenever torch's functions clip parameters; return this loop."""
         self.watcher.adds_rows_to_clips = True
         return self
 
@@ -130,11 +130,11 @@ class TrainLoop(Loop[Item]):
         self._pass = self._open_pass()
 
     def replan(self) -> None:
-        """From the next batch on, plan again what is planned ahead for tables by key."""
+        """Before the next batch, plan all batches again that were planned ahead for tables by key."""
         self._must_replan = bool(self._keyed)
 
     def suspend(self, table: Table) -> None:
-        """Drop what is planned ahead, so that the keys of a table can be changed; raise ValueError within a step."""
+        """Drop the plans of later batches, so that a table's keys can be changed; raise ValueError within a step."""
         if self._batch.step_batch is not None:
             raise ValueError(
                 f"table {table.name!r}: its keys can be changed only after the batch's step (after backward() and the "
@@ -197,7 +197,7 @@ class TrainLoop(Loop[Item]):
         return super()._next_batch()
 
     def __iter__(self) -> LoopStatement[Item]:
-        """Return an iterator for one `for` statement; gradients that the last one left without a step are dropped."""
+        """Return an iterator for one `for` statement; drop gradients that the previous one left without a step."""
         statement = super().__iter__()
         if self.is_left and self._has_left_gradients():
             self._runtime.loops.left.note(self._position)
@@ -269,7 +269,7 @@ class TrainLoop(Loop[Item]):
 
 
 def _takes_step(step_batch: StepBatch, gradients: Gradients, group: int) -> bool:
-    """Return whether the table by key of a group takes the step that was planned for it, if any."""
+    """Return whether the table by key of a group takes the step that was planned for it; True if none was planned."""
     stepped = gradients.parts or gradients.grads  # the former with other ranks
     return not step_batch.groups[group].planned.plans_keys or stepped[group][0] is not None
 

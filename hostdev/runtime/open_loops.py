@@ -1,6 +1,6 @@
 """A runtime's open loops, the record of which loop trains which table, and access to tables meanwhile.
 
-`Access`, a `core.tables.Owner`, does what must happen before the program reads or writes a table.
+`Access`, a `core.tables.Owner`, is called before the program reads or writes a table.
 """
 
 import os
@@ -27,7 +27,7 @@ from hostdev.runtime.table_optimizer import TableOptimizer, TableSettings
 
 
 class Access:
-    """Checks the use of a table of an open loop, whose finished steps it first applies; it keeps no runtime alive.
+    """Applies an open loop's finished steps to a table before each use, and checks the use; it keeps no runtime alive.
 
     Args:
         runtime: A `Runtime`, untyped because its module imports this one.
@@ -103,7 +103,7 @@ class Access:
 
 
 class LeftGradients:
-    """Warns at the next use of tables whose rows lost gradients, because a loop left them without a step.
+    """Warns at the next use of the tables if a loop ended after `backward` but before the optimizer's step.
 
     It is unknown whether `break` or an exception ended the body: a program may drop the gradients on purpose, may
     forget the step, or may save what it has after an error. So this is a warning, and it waits for the next use.
@@ -276,7 +276,7 @@ class Loops:
         self._disown()
 
     def replan(self) -> None:
-        """In the open loop over `train`, plan again what is planned ahead for tables by key."""
+        """Make the open loop over `train`, if there is one, replan; see `TrainLoop.replan`."""
         if (training := self.training) is not None:
             training.replan()
 

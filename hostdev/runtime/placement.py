@@ -113,7 +113,7 @@ MARKS = 6
 
 
 def get_erasures(tables: Sequence[Table]) -> Mapping[str, Any]:
-    """Return what must be equal on all ranks before a checkpoint: the keys that were erased from tables by key."""
+    """Return a checksum of the keys erased from each table, by name, which must be equal on all ranks."""
     return {f"the keys given to erase() of table {table.name!r}": f"checksum {table.erased:08x}" for table in tables}
 
 
@@ -145,7 +145,7 @@ class GroupSize(NamedTuple):
     on_host: bool
     cache: CacheSpec | None = None
     by_key: bool = False  # a table by key; `rows` is its capacity
-    disks: Sequence[Disk | None] = ()  # for each table, where its rows are that are not in memory; empty for nowhere
+    disks: Sequence[Disk | None] = ()  # for each table, the disk for rows beyond its memory; empty without disks
 
     @property
     def on_disk(self) -> list[tuple[TableShape, Disk]]:
@@ -159,7 +159,7 @@ class GroupSize(NamedTuple):
         return whole + sum(disk.nbytes - table.nbytes(self.rows) for table, disk in self.on_disk)
 
     def disk_bytes(self, uses: int) -> int:
-        """Return the bytes of memory that it takes to know which rows are where, if a batch looks up `uses` ids."""
+        """Return the bytes of memory for the locations and plans of rows on disk, if a batch looks up `uses` ids."""
         found, unique = 0, min(uses, self.rows)
         for table, disk in self.on_disk:
             frames = min(self.rows, disk.nbytes // table.nbytes(1))
@@ -321,7 +321,7 @@ def require_parts(groups: list[GroupSpec], world: World) -> None:
 
 
 def agree_on_capacity(groups: list[GroupSpec], world: World) -> None:
-    """Set the capacity of tables by key that were given none: the least that the memory of all ranks allows."""
+    """Set the capacity of tables by key that were created without one to the smallest of the ranks' defaults."""
     tables: list[Any] = [table for group in groups for table in group.tables]
     mine = {table.name: table.capacity for table in tables}
     least = take_least(mine, world.control.share(mine))

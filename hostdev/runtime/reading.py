@@ -30,7 +30,7 @@ from hostdev.runtime.random_streams import Place, RandomStreams
 
 _DEEPEST = 4  # levels of containers and objects that are searched
 _LONGEST = 256  # items; longer containers are not searched
-_MOST_BYTES = 1 << 13  # to compare per array; a part suffices, since a refill changes the whole array
+_MOST_BYTES = 1 << 13  # compared bytes per array; a part suffices, since a refill changes the whole array
 
 ArrayOrTensor = Tensor | npt.NDArray[Any]
 _OWN_REFERENCES = 2  # references to the iterator: the field, and the argument of the counting call
@@ -196,7 +196,7 @@ class ReadAhead:
         self.source = source
         self.streams: RandomStreams | None = None  # random streams of the last loop over the iterator
         self.states: list[Any] = []  # the `reading.LoaderStates` of the kept batches
-        self.may_read_ahead: bool | None = None  # whether it is known to have no generators; None: no loop has asked
+        self.may_read_ahead: bool | None = None  # whether it is known to have no random generators; None: unknown
         self._kept: deque[Any] = deque()
         self._readers = 0
         self._reading = threading.Lock()  # an earlier reader may still run the loader's code
@@ -303,7 +303,7 @@ class LoaderStates(Protocol):
         """Show the framework the state of the batch that is about to be yielded."""
 
     def hide(self) -> None:
-        """Show nothing any more, because the loop has ended."""
+        """Stop showing a state to the framework, because the loop has ended."""
 
 
 class Reading:

@@ -38,7 +38,7 @@ class Flags:
         )
 
     def check(self, grads: Sequence[Tensor], tables: Sequence[Any], losses: Sequence[Tensor] = ()) -> None:
-        """Check gradients of rows, without a device sync.
+        """Set the flags by a check of gradients of rows and of losses, without a device sync.
 
         Args:
             grads: Each table's row gradients, float32 [U, D]; a value too large for the table's optimizer sets `stop`.
@@ -90,7 +90,7 @@ def _power(power: int, device: torch.device) -> Tensor:
 
 
 class Reduction:
-    """The sums of the gradients of a step's finished micro-batches, all of which this process has.
+    """The sums of the gradients of a step's micro-batches, if this process computes all of them.
 
     Args:
         leaves: The unique rows of each table.
@@ -157,7 +157,7 @@ class Reduction:
 
 
 class RankReduction(Reduction):
-    """The sums of the gradients of a step's micro-batches, of which each rank has some.
+    """The sums of the gradients of a step's micro-batches, if each rank computes some of them.
 
     Args:
         leaves: The unique rows of each table.

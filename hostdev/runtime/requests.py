@@ -225,9 +225,9 @@ class Reader:
 
 
 class Replay(Iterator[Request]):
-    """An iterator over requests, which keeps those whose batch was not taken yet. Several threads may use it.
+    """An iterator over requests that keeps each request until its batch is taken. Several threads may use it.
 
-    The pipeline reads ahead, and may have to begin again after the last batch that was taken.
+    The pipeline reads ahead, and may have to read again from the first batch that was not taken; see `rewind`.
 
     Args:
         source: The requests.
@@ -255,12 +255,12 @@ class Replay(Iterator[Request]):
             return request
 
     def take(self) -> None:
-        """Forget the first request that was read, whose batch was taken."""
+        """Forget the first request that is kept, because its batch was taken."""
         with self._changing:
             self._read.popleft()
 
     def rewind(self) -> None:
-        """Read the requests again whose batches were not taken."""
+        """Begin again with the first request whose batch was not taken."""
         with self._changing:
             self._again.extendleft(reversed(self._read))
             self._read.clear()

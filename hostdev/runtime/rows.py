@@ -136,8 +136,8 @@ class Rows(FeatureRows):
 
             clip_grad_norm_([*model.parameters(), *rows.parameters()], 1.0)
 
-        Call it after `backward`; with micro-batches, after the last `reduce`. With `accumulate` the result has the rows
-        of all batches of the step, with the gradients so far.
+        This must be called after `backward`; with micro-batches, after the last `reduce`. With `accumulate` the result
+        has the rows of all batches of the step, with the gradients so far.
 
         Returns:
             For each table that is not frozen, float32 [U, D]: a row for each unique id, in order of first occurrence.
@@ -151,7 +151,7 @@ class Rows(FeatureRows):
         return [leaf.parameter() for leaf in self.leaves]
 
     def reduce(self, parameters: Iterable[Tensor], values: Tensor | None = None) -> Tensor | None:
-        """Sum the gradients of a step's micro-batches; call it once for each, after its `backward`.
+        """Sum the gradients of a step's micro-batches. It must be called once per micro-batch, after its `backward`.
 
         ::
 
@@ -208,7 +208,7 @@ class Rows(FeatureRows):
         raise ValueError(f"no table {table!r}; the tables are {', '.join(names)}")
 
     def to_host(self, tensors: Sequence[Tensor], read: Read) -> Outcome:
-        """Copy small tensors of the step to the host without a device sync; `get` of the result waits for them.
+        """Copy small tensors of the step to the host without a device sync; the result's `get` waits for the copies.
 
         Args:
             tensors: The tensors, which must not be changed in place afterwards.
@@ -224,9 +224,9 @@ class Rows(FeatureRows):
     ) -> Outcome:
         """If gradients are not finite, make the step change nothing, on device and host; this needs no device sync.
 
-        Call it between `backward` and the optimizer's step. If a gradient of the optimizer's parameters or of the
-        rows is not finite, a flag on the device is set. From then on, the optimizer and the updates of rows do nothing,
-        in this step and in the steps that are queued after it.
+        This must be called between `backward` and the optimizer's step. If a gradient of the optimizer's parameters or
+        of the rows is not finite, a flag on the device is set. From then on, the optimizer and the updates of rows do
+        nothing, in this step and in the steps that are queued after it.
 
         Args:
             optimizer: An optimizer that accepts torch's `found_inf`, such as Adam(fused=True).

@@ -147,9 +147,9 @@ class Runtime(Logged, FrameworkLoaders):
 
     @property
     def cursor(self) -> Any:  # Any: the program's own tree
-        """What the `cursor` of `train` returned for the last batch that is done, or the cursor of a loaded checkpoint.
+        """The result of `train`'s `cursor` for the last batch that is done, or the cursor of a loaded checkpoint.
 
-        A batch is done when its step is in the tables, or the loop went on without a step. Batches that are only read
+        A batch is done when its step is in the tables, or the loop continued without a step. Batches that are only read
         ahead are not. None if no loop had a `cursor`. With other ranks, rank 0's is saved.
         """
         self.require_open()
@@ -223,8 +223,8 @@ class Runtime(Logged, FrameworkLoaders):
 
         A table is updated only if its rows received a gradient. A step without `backward` is skipped and changes
         nothing. Without a dense optimizer, a batch's step is taken when the loop goes on, or by `optimizer.step()`.
-        After a `break` or an error the loop is over, and the tables contain all finished steps; gradients that were
-        left without one are dropped, and the next use of the tables says so. The next loop over the same iterator, such
+        After a `break` or an error the loop is over, and the tables contain all finished steps; gradients
+        without a step are dropped, and the next use of the tables warns. The next loop over the same iterator, such
         as a generator, replays the unused batches first.
 
         Args:
@@ -235,13 +235,13 @@ class Runtime(Logged, FrameworkLoaders):
             send: Returns the parts of a batch that the loop needs, in any structure of tuples, lists and dicts, whose
                 tensors and arrays are copied to the device in the background. None to yield the batch itself.
             cursor: Returns the program's position after a batch, such as its offsets in a stream, as a new tree of
-                dicts, lists, numbers and text; only from the batch itself, since the loader may have been read further.
+                dicts, lists, numbers and text. It may depend only on the batch, since the loader may be further ahead.
                 `save` saves the cursor of the last batch whose step is in the checkpoint, see `Runtime.cursor`.
             by_step: With other ranks, yield all micro-batches of a step together, as a `Step`, for pipeline stages.
             accumulate: Number of batches whose gradients are summed for one step; their rows are looked up and updated
                 once.
             micro_batches: Like `accumulate`, but gradients are summed in an order that does not depend on which rank
-                computes which batch; call `Rows.reduce` for each batch. With other ranks, the number of micro-batches
+                computes which batch; each batch needs a `Rows.reduce`. With other ranks, the number of micro-batches
                 per step on this rank. None means 1 with other ranks, and no micro-batches otherwise.
             reduce_early: With other ranks, whether to exchange a parameter's gradient as soon as the last micro-batch's
                 backward pass has computed it, as DistributedDataParallel does, instead of in `reduce`. If so, until
@@ -249,8 +249,8 @@ class Runtime(Logged, FrameworkLoaders):
             read_ahead: Maximum number of batches to read ahead of the body, or True for `depth` steps, plus the window
                 of a cache that looks ahead; a step has `accumulate` or `micro_batches` batches. 0 reads a step's
                 batches when the loop goes on to that step. None means True if the loader, `ids` and `send` are known to
-                have no random generators of their own: lists, torch's loaders, functions and generators of data, and
-                objects that declare `own_generators = False`; else 0, with a warning.
+                have no random generators of their own: lists, torch's loaders, functions that use only data, also with
+                `yield`, and objects that declare `own_generators = False`; else 0, with a warning.
             background: Read batches in another thread. The loader, `ids` and `send` must then not draw from random
                 number generators, write to memory that they have returned, or share objects with the body.
 
@@ -402,9 +402,9 @@ class Runtime(Logged, FrameworkLoaders):
                 schedulers: dicts, lists, tensors, numbers and strings.
             keep: Number of newest checkpoints to keep in the folder, 1 or more; checkpoints on which incremental ones
                 build are kept, too.
-            wait: Wait until the checkpoint is written. Otherwise call `wait()` on the returned object, which raises
-                errors; the program also waits before it exits. An error that was not raised this way becomes a warning
-                in the next `save` or `load`, or a line on standard error at exit.
+            wait: Whether to wait until the checkpoint is written. If not, `wait()` of the returned object waits, and
+                raises errors; the program also waits before it exits. An error that was not raised this way becomes a
+                warning in the next `save` or `load`, or a line on standard error at exit.
 
         Raises:
             OSError: The checkpoint cannot be written.

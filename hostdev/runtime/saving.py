@@ -75,14 +75,14 @@ class RuntimeCheckpoints:
     """Saves and loads a runtime's checkpoints, with one `CheckpointManager` per folder.
 
     Args:
-        runtime: A `Runtime`, untyped because its module imports this one. It is not kept, since it keeps this object.
+        runtime: A `Runtime`, untyped because its module imports this one. No reference to it is kept.
     """
 
     def __init__(self, runtime: Any) -> None:
         self._tables, self._pipeline, self._world = runtime.tables, runtime.pipeline, runtime.world
         self._settings, self._loops = runtime.settings, runtime.loops
         self._managers: dict[Path, CheckpointManager] = {}
-        self._uploading: list[AsyncWriter] = []  # written, and on their way to a store
+        self._uploading: list[AsyncWriter] = []  # writers whose checkpoints are written, and are being uploaded
 
     def save(self, path: Path | str, extra: Any, keep: int, *, wait: bool) -> AsyncWriter:
         """See `Runtime.save`."""

@@ -63,7 +63,7 @@ class TableSpec:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the table will be able to do in host memory; `formats` is left out."""
+        """The table's capabilities if it is in host memory, without `formats`."""
         return Capabilities(self.keys is not None, self.disk is not None, self.optimizer.catch_up is not None)
 
     @property

@@ -200,7 +200,7 @@ class TableOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the batch's rows, unless an optimizer has stepped with them.
 
-        After a loop has ended, forget those that it left without a step, so that no warning mentions them.
+        After a loop has ended, forget the gradients that it left without a step, so that no warning mentions them.
         """
         self._drop_gradients()
 

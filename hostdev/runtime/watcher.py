@@ -19,7 +19,7 @@ from hostdev.runtime.table_optimizer import TableOptimizer, TableSettings
 
 
 class TrainWatcher:
-    """What `torch_tools` tells of one loop's body; it does not keep the loop alive.
+    """A record of the calls of torch's tools in one loop's body (`torch_tools`); it does not keep the loop alive.
 
     Args:
         batch: The batch in the body.

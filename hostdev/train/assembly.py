@@ -36,7 +36,7 @@ class RunParts(NamedTuple):
         make_model: Returns the model for data with a schema.
         make_network: Returns the dense layers, given `Trainer`'s arguments for them, and as `sample` a batch with the
             shapes of the model's inputs; None if each rank has the whole model.
-        load: Loads tables and layers into a new run, and returns lines about them; None if they are initial ones.
+        load: Loads tables and layers into a new run, and returns lines about them; None for initial values.
     """
 
     make_source: Callable[[Any, TrainingData], BatchSource]
@@ -103,7 +103,7 @@ def _make_trainer(
     logs: RunLogs,
     world: World,
 ) -> Trainer:
-    """Return the model with its tables, after its kernels are compiled."""
+    """Return the trainer with its model and tables, after the kernels are compiled."""
     assert config.batch_size is not None
     sample = next(data.train.batches(min(config.batch_size, _SAMPLE)))
     seed_torch(config.seed)

@@ -55,8 +55,8 @@ from hostdev.runtime.spec import Bag, CacheSpec, KeySpec, TableSpec
 from hostdev.train.options import TrainConfig
 from hostdev.train.storage_options import parse_capacity
 
-LEAST_ROW = 64  # bytes; for smaller rows, what is kept in memory to find them would take about as much as the rows
-_SHARE = 0.8  # of this process's free memory, if no capacity is given; batches take some of the rest
+LEAST_ROW = 64  # bytes; for smaller rows, the index of their locations would take about as much memory as the rows
+_SHARE = 0.8  # share of this process's free memory for keys, if no capacity is given; batches need memory, too
 _MOST_ROWS = 1 << 29
 _COUNTED_ROWS = 1 << 16  # samples per batch of the counting pass
 _COUNTS = "row counts"
@@ -80,7 +80,7 @@ def set_keys(model: Model, settings: TrainConfig) -> None:
     admit, evict = _find_admission(settings), _find_eviction(settings)
     each = sum(spec.shape.nbytes(1) + KEY_BYTES for spec in model.tables.values())
     given, joined = parse_capacity(settings.capacity), ranks()
-    processes = 1 if joined is None else joined.size  # which have about the same number of keys each
+    processes = 1 if joined is None else joined.size  # each has about the same number of keys
     free = available_bytes() * processes
     if isinstance(given, int):
         rows = given
@@ -118,7 +118,7 @@ def _find_eviction(settings: TrainConfig) -> Eviction | None:
 
 
 def _find_capacity(model: Model, settings: TrainConfig) -> int:
-    """Return how many keys the free memory of this process allows, with all that is kept for each of them."""
+    """Return how many keys fit into 80% of this process's free memory, with all memory that each key takes."""
     cache = None
     if settings.cache_policy is not None and settings.cache_rows is not None:
         cache = CacheSpec(settings.cache_rows, settings.cache_policy, settings.cache_window or 0)
@@ -143,7 +143,7 @@ def set_disks(model: Model, settings: TrainConfig) -> None:
     """Put a model's tables on disk, if the options of a `TrainConfig` say so.
 
     The memory is shared in proportion to the bytes of the tables' rows. Tables whose rows have less than 64 bytes stay
-    in memory, such as those of one column.
+    in memory, such as tables of one column.
     """
     if settings.table_dir is None:
         return
@@ -162,7 +162,7 @@ def set_disks(model: Model, settings: TrainConfig) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's random generators, from which layers such as dropout draw. Call this before creating a model."""
+    """Seed torch's random generators, from which layers such as dropout draw, before a model is created."""
     torch.manual_seed(key64(seed, "torch") >> 1)  # 63 bits, because some devices take signed seeds
 
 
@@ -377,8 +377,8 @@ class FrozenColumns:
     """The frozen columns, by the features that look them up.
 
     Attributes:
-        features: For each feature with frozen columns, the mask of these among the schema's columns with one id, bool
-            [F], or None if the feature is a bag.
+        features: For each feature with frozen columns, which of the schema's columns with one id are frozen, bool [F];
+            None if the feature is a bag.
         tables: By feature, whether the rows of each of its tables are frozen.
     """
 
@@ -386,7 +386,7 @@ class FrozenColumns:
     tables: Mapping[str, tuple[bool, ...]]
 
     def detach(self, rows: Any) -> Any:
-        """Return a model's rows with those of the frozen columns detached from the graph."""
+        """Return a model's rows, with the rows of frozen columns detached from the graph."""
         return {name: self._detach(name, rows[name]) if name in self.features else rows[name] for name in rows}
 
     def _detach(self, name: str, rows: Any) -> Any:
@@ -411,7 +411,7 @@ def freeze_columns(model: Model, schema: Schema, names: Sequence[str]) -> Frozen
     A gradient of 0 must not change a row.
 
     Raises:
-        UserError: The model has other features than hostdev's own models, or a table's optimizer changes rows that
+        UserError: The model lacks the features of hostdev's own models, or a table's optimizer changes rows that
             have a gradient of 0.
     """
     spaces = {column.space for column in schema.columns if column.name in names}

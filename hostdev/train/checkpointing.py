@@ -55,8 +55,8 @@ class Progress:
     def __init__(self) -> None:
         self.steps = 0
         self.seconds = 0.0  # time spent in training
-        self.wide: MutableSequence[float] = array("d")  # the losses of each step
-        self.deep: MutableSequence[float] = array("d")
+        self.wide: MutableSequence[float] = array("d")  # wide_loss of each step
+        self.deep: MutableSequence[float] = array("d")  # deep_loss of each step
         self.rows: MutableSequence[int] = array("q")  # samples in each step's batch
 
     def add(self, wide: float, deep: float, rows: int) -> None:
@@ -90,8 +90,8 @@ class Start(NamedTuple):
     """The checkpoint that a run resumes from."""
 
     chain: Chain
-    more: dict[str, Any]  # as `values` returns it
-    is_verified: bool = False  # whether its rows are; otherwise they are verified while they are loaded
+    more: dict[str, Any]  # the checkpoint's values from `values`, and from the run's `BatchSource`
+    is_verified: bool = False  # whether its rows are verified already; if not, they are verified while they are loaded
 
     @property
     def path(self) -> Path:
@@ -217,7 +217,7 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
 def _find_difference(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
     """Return the first fixed option whose value differs from its value in `then`, or None if all are equal.
 
-    Options that have an effect on the model count as equal if the model is: its default may be given or left out.
+    Options with `has_effect` count as equal if they lead to an equal model: a model's default may be given or left out.
     """
     options = settings.options()
     names = [name for name, item in options.items() if item.is_fixed and getattr(settings, name) != then[name]]
@@ -231,7 +231,7 @@ def _find_difference(settings: TrainConfig, then: Mapping[str, Any], data: Manif
 
 
 def _get_effect(settings: TrainConfig, data: Manifest) -> tuple[Any, ...]:
-    """Return what options with `has_effect` set: tables with their optimizers, and the dense layers' learning rate."""
+    """Return what options with `has_effect` determine: tables with optimizers, and the dense layers' learning rate."""
     model = model_of(settings, data.schema)
     tables = {name: (spec.rows, spec.dim, spec.optimizer) for name, spec in model.tables.items()}
     return tables, model.lr if settings.lr is None else settings.lr
@@ -436,7 +436,7 @@ class CheckpointSchedule:
 
     @property
     def failed(self) -> str | None:
-        """The reason why the last attempt to save failed, or None if it did not fail."""
+        """The reason why the last attempt to save, or the last upload, failed; None if both succeeded."""
         return self._failing or self._not_uploaded
 
     def summary(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def get_caches(caches: Sequence[EmbeddingCache], ops: Mapping[str, Any]) -> dict
 
 
 def get_disks(tables: Iterable[Any]) -> dict[str, Any]:
-    """Return the entry "disk" of summary.json: for each table on disk, what has moved; empty if there is none."""
+    """Return the entry "disk" of summary.json: for each table on disk, its sizes and transfers; may be empty."""
     found = {table.name: table.storage.summary() for table in tables if table.capabilities.on_disk}
     return {"disk": found} if found else {}
 
@@ -81,7 +81,7 @@ def _per_row(ops: Mapping[str, Mapping[str, Any]], op: Any, table: Any) -> float
 
 
 def get_ranks(world: World, trainer: Trainer, mesh: str | None, sent: Mapping[str, int]) -> dict[str, Any]:
-    """Return the number of processes and the bytes they exchanged; empty for a single process.
+    """Return the entry "ranks" of summary.json, about the processes and their exchange; empty for a single process.
 
     Args:
         sent: Bytes that all processes have sent.
@@ -123,7 +123,7 @@ def get_memory(trainer: Trainer, *, on_host: bool) -> dict[str, Any]:
         "dense optimizer state": _count_bytes(states),
     }
     if trainer.host_budget.parts.get("cached rows"):
-        del device["cached rows"]  # of a cache whose device is the CPU
+        del device["cached rows"]  # the cache's device is the CPU, so its rows are in host memory
     host = dict(trainer.host_budget.parts)
     return {"memory": {"host": host, "device": {name: size for name, size in device.items() if size}}}
 
@@ -185,7 +185,7 @@ class Ending:
         self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
     def draw(self) -> str | None:
-        """Draw the run's picture on rank 0, and return None, or the error as text; return "" on other ranks."""
+        """Draw the run's pictures on rank 0, and return None, or the error as text; return "" on other ranks."""
         run = self.run
         if run.world.rank:
             return ""

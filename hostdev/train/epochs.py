@@ -40,7 +40,7 @@ class Epochs(BatchSource):
         self.schedule = Schedule(config.epochs, steps, config.max_steps, evaluation_steps)
 
     def rewind_logs(self) -> None:
-        """Make the logs what they were at the checkpoint that the run resumes from."""
+        """Restore the logs to their state at the checkpoint that the run resumes from."""
         self.session.logs.files.restart(self._lines(), self.session.quality.points)
 
     def _lines(self) -> Iterator[tuple[int, int, float, float]]:
@@ -147,7 +147,7 @@ class Epochs(BatchSource):
         print(report.evaluation_line(session.quality.points[-1], data.split, data.manifest.schema.labels), flush=True)
 
     def _until(self, rows: Any, stop: GracefulStop) -> Any:
-        """Return this rank's part of the rows' batches, until a signal."""
+        """Return an iterator over this rank's parts of the rows' batches, which ends after a signal."""
         batches = rows.batches(self._batch_size, part=self.session.world.share())
         return itertools.takewhile(lambda _: not self.session.is_stopped(stop), batches)
 

@@ -17,11 +17,13 @@ _MOST_POINTS = 4000
 
 
 class KeyLog:
-    """Writes a line to keys.log for each step of a table by key: its keys, those that wait, and the changes in all.
+    """Writes a line to keys.log for each step of a table by key.
+
+    A line has the numbers of keys with a row, of waiting keys, and of keys admitted and evicted so far.
 
     Args:
         folder: The run directory.
-        table: The table; its steps are noted from now on.
+        table: The table; its steps are recorded from now on.
     """
 
     def __init__(self, folder: Path, table: KeyTable) -> None:
@@ -29,10 +31,10 @@ class KeyLog:
         self.by_step = True  # whether each step has a line; else `write(end=True)` writes the last step's
         table.key_rows.counts = []
         self._admitted = self._evicted = self._written = 0
-        self.last: dict[str, int] = {}  # the last line
+        self.last: dict[str, int] = {}  # the last line, by column
         with naming(folder):
             earlier = self._read()
-            earlier = earlier[earlier[:, 0] <= table.key_rows.index.step]  # of the run that is resumed
+            earlier = earlier[earlier[:, 0] <= table.key_rows.index.step]  # if a run is resumed, its earlier lines
             self._file: IO[str] = (folder / KEYS_LOG).open("w", buffering=1)
             self._file.write(",".join(_COLUMNS) + "\n")
         self._write(earlier.tolist())
@@ -40,12 +42,12 @@ class KeyLog:
             self._admitted, self._evicted = self.last["admitted"], self.last["evicted"]
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, for a checkpoint."""
+        """Write the finished steps; return the state for `restore`, which a checkpoint contains."""
         self.write()
         return {"last": self.last, "written": self._written}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on as the log was at a checkpoint, without the lines that were written later."""
+        """Restore the log to its state at a checkpoint; remove the lines that were written later."""
         lines = self._read()
         self._file.seek(0)
         self._file.truncate()
@@ -56,7 +58,10 @@ class KeyLog:
         self._admitted, self._evicted = self.last.get("admitted", 0), self.last.get("evicted", 0)
 
     def write(self, *, end: bool = False) -> None:
-        """Write the steps that have finished since the last call."""
+        """Write the steps that have finished since the last call.
+
+        If `by_step` is false, write only the last step, and only at the `end`.
+        """
         noted, self._table.key_rows.counts = self._table.key_rows.counts or [], []
         lines = []
         for step, live, waiting, admitted, evicted in noted:
@@ -106,7 +111,7 @@ class KeyLog:
 
 
 def make_key_log(folder: Path, tables: Iterable[Any]) -> KeyLog | None:
-    """Return the log of a run's tables by key, or None if it has none."""
+    """Return a log of the run's table by key, the first by name; None if the run has no table by key."""
     found = [table for table in tables if table.capabilities.by_key]
     return KeyLog(folder, min(found, key=lambda table: table.name)) if found else None
 

@@ -1,9 +1,9 @@
 """The dense layers of a training run: their passes, their optimizer, a step's losses and its micro-batches.
 
 torch imports its compiler, which takes about a second, in an optimizer's step and at the first call of some other
-methods, only to exclude these methods from compilation. Training does not use it, and does not call these methods from
-compiled code. `without_compiler` and `DenseAdam` avoid the import. A model may still use `torch.compile`, which then
-imports the compiler.
+methods, only to exclude these methods from compilation. Training does not use the compiler, and does not call these
+methods from compiled code. `without_compiler` and `DenseAdam` avoid the import. A model may still use `torch.compile`,
+which then imports the compiler.
 """
 
 import inspect
@@ -202,7 +202,7 @@ class Setup(NamedTuple):
         return torch.bfloat16 if self.precision == "bf16" else None
 
     def detach(self, rows: Any) -> Any:
-        """Return a model's rows with those of the frozen columns detached from the graph."""
+        """Return a model's rows, with the rows of frozen columns detached from the graph."""
         return rows if self.frozen is None else self.frozen.detach(rows)
 
 
@@ -287,7 +287,7 @@ class DenseNetwork:
         raise NotImplementedError
 
     def state(self) -> DenseState:
-        """Return the state of the whole network and its optimizer; if it is divided, an empty one above rank 0."""
+        """Return the state of the whole network and its optimizer; empty on ranks above 0 of a divided network."""
         raise NotImplementedError
 
     def load(self, model: Any, optimizer: Any) -> None:

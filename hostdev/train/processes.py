@@ -85,7 +85,7 @@ class ProcessSession(Generic[C]):
 
     def __init__(self, environment: RankEnvironment, settings: C) -> None:
         self.on_fault: Callable[[], object] = lambda: None
-        self._answer: Callable[[], object] = lambda: None  # a rank may fail during the rendezvous
+        self._answer: Callable[[], object] = lambda: None  # used if a rank fails during the rendezvous
         self._environment, self.settings = environment, settings
         self.output = _Output(None if environment.rank else sys.stdout)
         self.ranks = Ranks(

@@ -24,7 +24,7 @@ class Point(NamedTuple):
     step: int  # since the start of training
     test: Evaluation  # on the validation rows, or on the test rows if there are none
     training: Evaluation | None  # on a subset of the training samples
-    final: Evaluation | None = None  # on the test rows, if `test` is on validation rows and this may be the result
+    final: Evaluation | None = None  # on test rows after an epoch whose model may be the result, with validation rows
 
     def metrics(self, split: str, labels: tuple[str, ...]) -> dict[str, dict[str, float]]:
         """Return the metrics by split and name; `split` names the split of `test`, "test" or "validation"."""
@@ -75,7 +75,7 @@ class Quality:
         ]
 
     def restore(self, values: list[Any], before_epoch: float = np.inf) -> None:
-        """Add evaluations from the result of `as_values`, but only those of epochs before `before_epoch`."""
+        """Add evaluations from the result of `as_values`, but only for epochs before `before_epoch`."""
         for epoch, step, test, *others in values:  # checkpoints of earlier versions have one value fewer
             if epoch < before_epoch:
                 found = [None if one is None else Evaluation.from_values(one) for one in others]

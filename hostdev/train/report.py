@@ -16,11 +16,11 @@ from hostdev.train.key_log import describe
 from hostdev.train.quality import Point, Quality
 from hostdev.train.target_scores import Evaluation
 
-_WAITED = 0.05  # share of the time that reads may hold up before the summary says so
+_WAITED = 0.05  # share of the wall time that may be spent waiting for reads before the summary gives advice
 
 
 def form_lines(tables: dict[str, Any]) -> list[str]:
-    """Return a line for each table that continues in a checkpoint's form of Adam; runs begin without `epsilon_hat`."""
+    """Return a line for each table that has taken over `epsilon_hat` from a checkpoint; new runs do not have it."""
     return [
         f"table {name} continues with Adam(epsilon_hat=True), the form of the checkpoint"
         for name, table in tables.items()

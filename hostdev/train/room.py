@@ -69,7 +69,7 @@ def estimate_host_memory(
 def make_host_budget(parts: dict[str, int]) -> HostBudget:
     """Return the budget for the bytes that `estimate_host_memory` returned; raise UserError unless they are free.
 
-    Call this before any table is created.
+    Callers do this before they create any table.
     """
     found = HostBudget(placement.free_with_counts(parts), parts)
     placement.require(parts, found.free)

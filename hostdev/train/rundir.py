@@ -93,7 +93,7 @@ class RunDir:
         )
 
     def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Sequence[Point]) -> None:
-        """Make loss.log, eval.log and scores.jsonl what they were at a checkpoint.
+        """Restore loss.log, eval.log and scores.jsonl to their content at a checkpoint.
 
         Args:
             losses: The arguments of `write_losses` for each step.
@@ -113,10 +113,10 @@ class RunDir:
         """Append a line to scores.jsonl.
 
         Args:
-            labels: What `ScoreCounts.as_lists` returns.
+            labels: The result of `ScoreCounts.as_lists`.
         """
         line = {"epoch": epoch, "step": step, "split": split, "labels": labels}
-        if not self.has_logs:  # the user has removed the folder, of which the run's end tells
+        if not self.has_logs:  # the user has removed the folder; the run reports this at its end
             return
         with naming(self.path), (self.path / run_files.SCORES_LOG).open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -190,7 +190,7 @@ class RunDir:
 
 
 def _figures(found: Evaluation) -> dict[str, float]:
-    """Return an evaluation's metrics and number of rows by the names that eval.log has."""
+    """Return an evaluation's metrics and number of rows, by their names in eval.log."""
     return {**{name.lower().replace(" ", ""): value for name, value in found.figures().items()}, "rows": found.rows}
 
 
@@ -269,13 +269,13 @@ class RunLogs:
         self.ops.check()
 
     def note_dropped(self, limit: str) -> None:
-        """Say once that the oldest lines of ops.log are removed, as it has reached its limit."""
+        """Print once that the oldest lines of ops.log are removed, because the log has reached its limit."""
         if self.files.ops is not None and self.files.ops.dropped_bytes and not self._has_noted_ops:
             note(f"the oldest lines of ops.log are removed from now on (--ops-log {limit})")
             self._has_noted_ops = True
 
     def close(self) -> None:
-        """Complete all logs but those of the run directory."""
+        """Complete ops.log, the trace and keys.log; the run directory closes its other logs."""
         try:
             with naming(self.files.path):
                 self.ops.close()

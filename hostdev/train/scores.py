@@ -33,14 +33,14 @@ class Figures(NamedTuple):
     logloss: float
     rows: int
     not_finite: int  # samples with a non-finite output; if there are any, the other figures are meaningless
-    rmse: float = float("nan")  # for a label that is any number
+    rmse: float = float("nan")  # for a label that can be any number
     mae: float = float("nan")
 
 
 class Scores:
     """Collects logits and labels; a context manager that closes its file at the end.
 
-    Up to `block` samples, AUC and log loss equal `metrics.auc` and `metrics.log_loss` bit for bit. For more samples,
+    Up to `block` samples, AUC and log loss equal the functions `auc` and `log_loss` bit for bit. For more samples,
     the AUC is still equal, because pairs are counted in integers; the log loss is the correctly rounded sum of the
     blocks' sums, divided by the number of samples. The results do not depend on how many samples each call of `add`
     adds.
@@ -121,7 +121,7 @@ class Scores:
                 self._file.write(keys.data)
 
     def _twice_above(self, file: IO[bytes]) -> int:
-        """Compute `metrics.twice_above` over all runs, in ranges of keys that hold at most a block of samples."""
+        """Compute `twice_above` over all runs, in ranges of keys that hold at most a block of samples."""
         runs = [*self._runs[0], *self._runs[1]]
         negatives = len(self._runs[0])
 
@@ -188,7 +188,7 @@ class ScoreCounts:
 
     Args:
         labels: Names of all labels.
-        targets: Which of them are numbers; these have no probability, and are left out.
+        targets: Which labels are numbers; they have no probability, and are left out.
     """
 
     def __init__(self, labels: tuple[str, ...], targets: Targets) -> None:

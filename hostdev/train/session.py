@@ -31,11 +31,11 @@ from hostdev.train.quality import Quality
 from hostdev.train.rundir import RunLogs
 from hostdev.train.trainer import Trainer
 
-ENDLESS = 1 << 62  # steps of an epoch whose end nobody knows
+ENDLESS = 1 << 62  # steps of an epoch without a known end
 
 
 class TrainingSample:
-    """Random training samples, drawn evenly from all shards; each evaluation uses the same ones.
+    """Random training samples, drawn evenly from all shards; each evaluation uses the same samples.
 
     Args:
         root: The data set's folder.
@@ -106,8 +106,8 @@ class TrainingData:
         manifest: Its manifest.
         train: The training samples.
         test: The test samples.
-        watched: The samples that are evaluated after each epoch, those of the split `split`.
-        sample: Training samples that are evaluated along with them.
+        watched: The samples that are evaluated after each epoch: the split `split`.
+        sample: Training samples that are evaluated along with `watched`.
     """
 
     def __init__(self, root: Path, manifest: Manifest, config: TrainConfig) -> None:
@@ -119,7 +119,7 @@ class TrainingData:
 
 
 class BatchSource:
-    """The batches of a run, and what it does between them.
+    """The batches of a run, and the run's work between them, such as evaluations.
 
     Args:
         config: The options, resolved.
@@ -137,7 +137,7 @@ class BatchSource:
         self.config, self.data = config, data
 
     def make_progress(self, values: Mapping[str, Any] | None) -> Progress:
-        """Return the progress that a checkpoint has, or that of a new run."""
+        """Return the progress from a checkpoint's values, or for None the progress of a new run."""
         return Progress() if values is None else Progress.of(values)
 
     def restore(self, more: Mapping[str, Any]) -> None:
@@ -151,14 +151,14 @@ class BatchSource:
         """Receive the beginning of the run, whose tables and logs are as they were at the checkpoint, if any."""
 
     def rewind_logs(self) -> None:
-        """Make the logs what they were at the checkpoint that the run resumes from."""
+        """Restore the logs to their state at the checkpoint that the run resumes from."""
 
     def train(self, stop: GracefulStop) -> str:
         """Train until the last step or a signal; return the status for summary.json."""
         raise NotImplementedError
 
     def record(self, step: int, rows: int) -> None:
-        """Receive that a step with this number of samples is done."""
+        """Receive the end of a step with this number of samples."""
 
     def summary(self) -> dict[str, Any]:
         """Return the source's own entries of summary.json."""

@@ -31,7 +31,7 @@ def parse_capacity(capacity: str | None) -> int | str | None:
 
 
 def _own_rule(effect: str, kind: str, *, instead_of: str) -> Any:
-    """Return the field of an option that names a rule of one's own."""
+    """Return the field of an option that names the user's own rule."""
     return option(
         f"your rule for which keys {effect}, as package.module:NAME: an object of hostdev.{kind}, or a class of it",
         str,

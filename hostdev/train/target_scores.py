@@ -35,7 +35,7 @@ class LabelQuality(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The quality of the model on a split. Each metric is the mean over the labels that have it; NaN if none has it."""
+    """The quality of the model on a split. A metric is the mean over the labels that have it, or NaN."""
 
     auc: float
     logloss: float
@@ -158,7 +158,7 @@ class TargetScores:
         labels: Names of all labels.
         folder: As for `Scores`.
         block: As for `Scores`.
-        counted: Called with what `add` receives.
+        counted: Called with the arguments of each `add`.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class TargetScores:
             to.add(each, label)
 
     def end_batch(self, rows: int) -> None:
-        """End a batch of this many samples, which is of interest to collectors of several ranks' scores."""
+        """Do nothing; `Together`, which has the same methods, needs to know where batches end."""
 
     def add_known(self, outputs: Values, labels: Values) -> list[npt.NDArray[np.bool_]]:
         """Add, for each label, the samples with a finite output and a known label.
@@ -259,5 +259,5 @@ class Together:
 
 
 def collect_scores(world: World, to: TargetScores, labels: int = 1) -> TargetScores | Together:
-    """Return what collects the scores of all ranks in `to` of rank 0; one process adds them to `to` itself."""
+    """Return a `Together` that collects the scores of all ranks in rank 0's `to`; for a single process, return `to`."""
     return Together(world, to, labels) if world.size > 1 else to

@@ -58,7 +58,7 @@ class StepSettings(NamedTuple):
 
     @classmethod
     def of(cls, config: TrainConfig) -> "StepSettings":
-        """Return the options of a training run."""
+        """Return the settings that the options of a training run give."""
         names = ("seed", "l2", "precision", "lr", "micro_batches")
         return cls(
             **{name: getattr(config, name) for name in names},
@@ -218,7 +218,7 @@ class Trainer:
         return state_sha256(self.tables.values(), self.dense_state(), self._world)
 
     def dense_state(self) -> DenseState:
-        """Return the dense state. If the network is split over ranks, rank 0 gets all of it, the others get none."""
+        """Return the dense state. If the network is split over ranks, ranks above 0 get an empty state."""
         return self._network.state()
 
     def save(

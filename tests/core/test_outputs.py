@@ -159,6 +159,9 @@ def test_hidden_files_of_killed_processes(tmp_path, name):
     outputs.write_json(tmp_path / "out", [1])
     assert (tmp_path / name).exists()  # its process may be writing
     os.utime(tmp_path / name, (0, 0))
+    outputs.write_json(tmp_path / "ut", [1])  # another file, whose name is a part of this one's
+    assert (tmp_path / name).exists()
+    (tmp_path / "ut").unlink()
     outputs.write_json(tmp_path / "out", [2])
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out").read_text() == "[\n  2\n]\n"
     (tmp_path / "sub").mkdir()

@@ -24,15 +24,15 @@ class InFlight:
 
     number: int
     writes: ConcatenatedIds | None = None  # host rows that its update writes
-    rows: FetchedRows | None = None  # set once they are looked up
+    rows: FetchedRows | None = None  # its rows, set once they are looked up
     first: list[SelectedRows] | None = None  # rows for which the next batch waits, if all ranks know them
     missing: int = 0  # number of subsets of its rows that are not fetched yet
     ready: list[RowSubset] = field(default_factory=list)  # conflicting rows that may be looked up now
     shared: "SharedRows | None" = None  # rows that the next batch waits for
-    after: "list[tuple[InFlight, RowSubset]]" = field(default_factory=list)  # later batches, the rows they wait for
+    after: "list[tuple[InFlight, RowSubset]]" = field(default_factory=list)  # later batches, and the rows they wait for
     updating: bool = False  # whether the update has begun; from then on, `shared` is not set any more
     pinned: bool = False  # whether rows are being read to forward them; the update must not begin meanwhile
-    pins: BatchPins | None = None  # of tables on disk
+    pins: BatchPins | None = None  # its pinned rows of tables on disk
     forwarded: Forwarded | None = None  # rows that the previous batch forwards to it
     awaits: int = 0  # number of the last batch for whose update its conflicting rows wait; 0 for none
     claimed: bool = True  # whether the batch is recorded as the last writer of its rows

@@ -9,8 +9,8 @@ Threads: a fetcher (deduplicate, plan, look up, send), the caller's thread (read
 reader, if batches may be read in the background. They share their state under one condition variable. A batch carries
 its own results. An exception is passed on in place of the batch that caused it.
 
-On a CPU, a step may run alone if this is faster (`turns`): the fetcher then works only while the caller waits for a
-batch, after the previous batch's update, so that no row is in conflict.
+On a CPU, a step may run alone if this is faster (`context.Turns`): the fetcher then works only while the caller waits
+for a batch, after the previous batch's update, so that no row is in conflict.
 
 Reading a batch calls the user's code. If batches are read in the caller's thread, this code never runs at the same time
 as the loop's body, so both may use the same objects. How far reading runs ahead then depends only on the depth and the

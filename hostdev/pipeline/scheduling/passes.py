@@ -42,7 +42,7 @@ class Pass(Protocol):
         """Return whether a thread belongs to the pass."""
 
     def close(self, *, failed: bool = False) -> None:
-        """End the pass: update stepped batches, and drop the others. Raise the updater's error unless `failed`.
+        """End the pass: update stepped batches, and drop all other batches. Raise the updater's error unless `failed`.
 
         Args:
             failed: Whether another error has ended the pass.

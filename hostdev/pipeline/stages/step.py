@@ -32,7 +32,7 @@ def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: 
     context.before_stage("step", number)
     span = context.timeline.span("step", number, flow="t" if update else "f", rows=request.rows)
     span.__enter__()
-    early = [] if batch.early is None else batch.early.sent  # sent before the others, in the same stream
+    early = [] if batch.early is None else batch.early.sent  # sent before all other tensors, in the same stream
     staging.await_sent([batch.mark], [*early, *batch.sent])
     begun = staging.clock()
     values = [
